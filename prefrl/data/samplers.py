@@ -1,0 +1,155 @@
+"""Which rows a rank sees, micro-batch by micro-batch.
+
+The order of rows depends on (seed, epoch) alone; ranks and micro-batches only cut it. So the rows of an optimizer step
+are the same however the work is cut, and a group of completions stays on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+__all__ = ["EpochDataLoader", "GenerationBatchSampler", "StepBatchSampler"]
+
+
+def _order(num_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
+    if not shuffle:
+        return list(range(num_rows))
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(num_rows, generator=generator).tolist()
+
+
+class StepBatchSampler(Sampler[list[int]]):
+    """Micro-batches of dataset rows. Each optimizer step takes the next rows of one global order.
+
+    The rows left over at the end of an epoch make a shorter step: none is seen twice and, unless `drop_last`, none is
+    left out. All ranks yield the same number of micro-batches; there, some may be empty.
+
+    Args:
+        num_rows: Size of the dataset.
+        micro_batch_size: Rows of a micro-batch on one rank.
+        micro_batches_per_step: Gradient accumulation steps.
+        rank: This process's number.
+        world_size: Number of processes.
+        shuffle: A new order each epoch, or the dataset's own.
+        seed: Of the order.
+        drop_last: Leave the shorter step out.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        micro_batch_size: int,
+        micro_batches_per_step: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.num_rows = num_rows
+        self.micro_batch_size = micro_batch_size
+        self.micro_batches_per_step = micro_batches_per_step
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch."""
+        self.epoch = epoch
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a full optimizer step over all ranks."""
+        return self.micro_batch_size * self.micro_batches_per_step * self.world_size
+
+    def _micro_batches_of_last_step(self) -> int:
+        rest = 0 if self.drop_last else self.num_rows % self.rows_per_step
+        rows_of_fullest_rank = -(-rest // self.world_size)
+        return -(-rows_of_fullest_rank // self.micro_batch_size)
+
+    def __len__(self) -> int:
+        full_steps = self.num_rows // self.rows_per_step
+        return full_steps * self.micro_batches_per_step + self._micro_batches_of_last_step()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = _order(self.num_rows, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
+        for start in range(0, self.num_rows, self.rows_per_step):
+            step = order[start : start + self.rows_per_step]
+            is_full = len(step) == self.rows_per_step
+            mine = step[len(step) * self.rank // self.world_size : len(step) * (self.rank + 1) // self.world_size]
+            count = self.micro_batches_per_step if is_full else self._micro_batches_of_last_step()
+            for i in range(count):
+                yield mine[i * self.micro_batch_size : (i + 1) * self.micro_batch_size]
+
+
+class GenerationBatchSampler(Sampler[list[int]]):
+    """Prompts for the generation batches of one rank, spread over the micro-batches that learn from them.
+
+    The first item of each window of `items_per_window` micro-batches has the rank's prompts and the others are empty:
+    so HuggingFace's count of steps and its skipping on resume hold, and no prompt is delivered twice. Prompts that do not
+    fill a last window are left out of the epoch.
+
+    Args:
+        num_rows: Number of prompts in the dataset.
+        prompts_per_window: Prompts of a generation batch over all ranks; a multiple of `world_size`.
+        items_per_window: Micro-batches that learn from a generation batch, repeated iterations included.
+        rank: This process's number.
+        world_size: Number of processes.
+        shuffle: A new order each epoch, or the dataset's own.
+        seed: Of the order.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        prompts_per_window: int,
+        items_per_window: int,
+        rank: int,
+        world_size: int,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        self.num_rows = num_rows
+        self.prompts_per_window = prompts_per_window
+        self.items_per_window = items_per_window
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_rows // self.prompts_per_window * self.items_per_window
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = _order(self.num_rows, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
+        share = self.prompts_per_window // self.world_size
+        for window in range(self.num_rows // self.prompts_per_window):
+            start = window * self.prompts_per_window + self.rank * share
+            yield order[start : start + share]
+            for _ in range(self.items_per_window - 1):
+                yield []
+
+
+class EpochDataLoader(DataLoader[Any]):
+    """A DataLoader that hands `set_epoch` on to its batch sampler and leaves torch's global generator alone."""
+
+    def __init__(self, dataset: Any, batch_sampler: StepBatchSampler | GenerationBatchSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=batch_sampler, generator=torch.Generator(), **options)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch."""
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]  # one of ours, see __init__

@@ -1,0 +1,79 @@
+"""The one file that knows how processes work together: one process, or DDP over gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["full_params", "gather_objects", "is_main", "max_over_ranks", "no_sync", "rank", "unwrap", "world_size"]
+
+T = TypeVar("T")
+
+
+def is_distributed() -> bool:
+    """Whether a process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's number, 0 if it is alone."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def is_main() -> bool:
+    """Whether this process writes logs and files."""
+    return rank() == 0
+
+
+def gather_objects(value: T) -> list[T]:
+    """[world_size] every rank's host value, in rank order, on every rank. All ranks must call it."""
+    if world_size() == 1:
+        return [value]
+    gathered: list[T | None] = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered  # type: ignore[return-value]  # all_gather_object fills every entry
+
+
+def sum_over_ranks(value: float, device: torch.device) -> float:
+    """The sum of a host number over all ranks, in float64. All ranks must call it."""
+    return _reduce(value, device, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """The largest of a host number over all ranks. All ranks must call it."""
+    return _reduce(value, device, dist.ReduceOp.MAX)
+
+
+def _reduce(value: float, device: torch.device, operation: dist.ReduceOp.RedOpType) -> float:
+    if world_size() == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, operation)
+    return float(tensor)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model that the user gave, without what a back-end put around it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Backward passes inside add to gradients locally; the next one outside synchronises them."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+@contextmanager
+def full_params(model: nn.Module) -> Iterator[nn.Module]:
+    """The model with all its parameters whole on this rank, for generation, copies and export."""
+    yield unwrap(model)

@@ -1,0 +1,27 @@
+"""Every error that prefrl raises on purpose. Users can catch `PrefrlError`."""
+
+__all__ = ["ConfigError", "DataError", "GenerationError", "PrefrlError", "RewardError", "WeightSyncError"]
+
+
+class PrefrlError(Exception):
+    """Base class of all errors that prefrl raises on purpose."""
+
+
+class ConfigError(PrefrlError, ValueError):
+    """An option, or a combination of options, cannot work."""
+
+
+class DataError(PrefrlError, ValueError):
+    """A dataset, a row of it or a chat template cannot be used."""
+
+
+class RewardError(PrefrlError, RuntimeError):
+    """A reward function failed, timed out or returned something that is not a reward."""
+
+
+class GenerationError(PrefrlError, RuntimeError):
+    """No completions could be generated."""
+
+
+class WeightSyncError(PrefrlError, RuntimeError):
+    """The generator could not be given the weights of the policy."""

@@ -1,0 +1,33 @@
+"""The one place that looks for optional packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["is_installed", "require"]
+
+
+def is_installed(package: str) -> bool:
+    """Whether `package` can be imported; imports nothing."""
+    return importlib.util.find_spec(package) is not None
+
+
+def require(package: str, *, extra: str, feature: str) -> ModuleType:
+    """Import an optional package, or say which extra brings it.
+
+    Args:
+        package: Import name, dotted if a sub-module is meant.
+        extra: The extra of prefrl that installs it.
+        feature: What the user asked for, as the start of the message: `GRPO with generation="vllm"`.
+    Raises:
+        ImportError: The package is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f"{feature} needs {package}: pip install 'prefrl[{extra}]'") from error

@@ -1,0 +1,218 @@
+"""What flows through prefrl: completions, rollouts, flat token batches and losses.
+
+Legend of shapes, used in every file: N response tokens of a flat batch, B rows, P prompts, G completions of a prompt,
+K rewards, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.metrics import Metric
+
+__all__ = ["Completion", "FinishReason", "LossOutput", "Rollout", "TokenBatch"]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a generator returns for one sample; all lists have one entry for each token."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    # Nats, under the distribution that the token was sampled from.
+    logprobs: list[float] | None
+    # False on tokens of tools and environments, which the policy did not choose.
+    trainable: list[bool]
+    # Optimizer step of the weights that sampled each token.
+    policy_versions: list[int]
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One completion with its prompt, the dataset row that it answers, and its rewards."""
+
+    prompt_ids: list[int]
+    completion: Completion
+    row: Mapping[str, Any]
+    # Completions of one prompt share a number, which is unique over all ranks of a generation batch.
+    group: int
+    prompt: Any = None  # text or messages, as the rewards saw it
+    text: Any = None  # the completion: text, or a list with one assistant message
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    reward: float = float("nan")
+    advantage: float = float("nan")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """Rows of different lengths laid end to end: no padding, every prompt once.
+
+    Row b reads prompt `prompt_index[b]` and then its own response. Log-probs, losses and advantages exist for response
+    tokens only, so every `[N]` tensor follows `response_ids`. Lengths and indices are host integers: reading them never
+    waits for a device.
+    """
+
+    prompt_ids: Tensor  # [sum(prompt_lengths)] int64
+    prompt_lengths: tuple[int, ...]  # P entries, each >= 1: a first token is predicted from something
+    prompt_index: tuple[int, ...]  # B entries
+    response_ids: Tensor  # [N] int64
+    response_lengths: tuple[int, ...]  # B entries, each >= 1
+    trainable: Tensor  # [N] bool: tokens that have a loss
+    group_index: tuple[int, ...]  # B entries: rows whose rewards are compared, or the two sides of a pair
+    advantages: Tensor | None = None  # [N] float32
+    sampling_logprobs: Tensor | None = None  # [N] nats, of the distribution sampled from
+    old_logprobs: Tensor | None = None  # [N] nats, of the policy before this generation's first update
+    ref_logprobs: Tensor | None = None  # [N] nats, of the reference model
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.response_lengths)
+
+    @property
+    def num_prompts(self) -> int:
+        """P."""
+        return len(self.prompt_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of response tokens."""
+        return sum(self.response_lengths)
+
+    @property
+    def num_forward_tokens(self) -> int:
+        """Tokens that a forward pass with shared prompts runs."""
+        return sum(self.prompt_lengths) + self.num_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.response_ids.device
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        """[N] int64: the row of each response token."""
+        lengths = torch.tensor(self.response_lengths, dtype=torch.long)
+        return torch.repeat_interleave(torch.arange(self.num_rows), lengths).to(self.device)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy with all tensors on `device`."""
+        return self.replace(**{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor fields that are set, by name."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def per_token(self) -> dict[str, Tensor]:
+        """The `[N]` tensors that are set, by name."""
+        return {name: tensor for name, tensor in self.tensors().items() if name != "prompt_ids"}
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """The batch of some rows, in the order given; prompts that no row reads are left out.
+
+        Raises:
+            IndexError: A row number is outside 0 .. B-1.
+        """
+        bad = [row for row in rows if not 0 <= row < self.num_rows]
+        if bad:
+            raise IndexError(f"rows {bad} are outside 0..{self.num_rows - 1}")
+        prompts = list(dict.fromkeys(self.prompt_index[row] for row in rows))
+        position = {prompt: i for i, prompt in enumerate(prompts)}
+        return self.replace(
+            prompt_ids=_take_segments(self.prompt_ids, self.prompt_lengths, prompts),
+            prompt_lengths=tuple(self.prompt_lengths[prompt] for prompt in prompts),
+            prompt_index=tuple(position[self.prompt_index[row]] for row in rows),
+            response_lengths=tuple(self.response_lengths[row] for row in rows),
+            group_index=tuple(self.group_index[row] for row in rows),
+            **{n: _take_segments(t, self.response_lengths, rows) for n, t in self.per_token().items()},
+        )
+
+    def chunks(self, rows_per_chunk: int) -> list[Self]:
+        """Consecutive batches of at most `rows_per_chunk` rows."""
+        starts = range(0, self.num_rows, rows_per_chunk)
+        return [self.select(range(start, min(start + rows_per_chunk, self.num_rows))) for start in starts]
+
+    def split(self, token_budget: int) -> list[Self]:
+        """Batches of at most `token_budget` forward tokens each, as few and as even as a greedy fit finds.
+
+        Rows that share a prompt stay together where they fit, because their prompt is then computed once. A single row
+        above the budget becomes a batch of its own.
+
+        Raises:
+            ValueError: The budget is not positive.
+        """
+        if token_budget < 1:
+            raise ValueError(f"token_budget={token_budget}: needs to be >= 1")
+        pieces: list[tuple[int, list[int]]] = []  # cost in tokens, rows
+        for prompt in dict.fromkeys(self.prompt_index):
+            pieces.extend(self._pieces_of_prompt(prompt, token_budget))
+        pieces.sort(key=lambda piece: -piece[0])
+        bins: list[tuple[int, list[int]]] = []
+        for cost, rows in pieces:
+            fitting = [i for i, (used, _) in enumerate(bins) if used + cost <= token_budget]
+            if fitting:
+                fullest = max(fitting, key=lambda i: bins[i][0])
+                bins[fullest] = (bins[fullest][0] + cost, bins[fullest][1] + rows)
+            else:
+                bins.append((cost, rows))
+        return [self.select(sorted(rows)) for _, rows in bins]
+
+    def _pieces_of_prompt(self, prompt: int, token_budget: int) -> list[tuple[int, list[int]]]:
+        pieces: list[tuple[int, list[int]]] = []
+        for row in (row for row, index in enumerate(self.prompt_index) if index == prompt):
+            length = self.response_lengths[row]
+            if pieces and pieces[-1][0] + length <= token_budget:
+                pieces[-1] = (pieces[-1][0] + length, [*pieces[-1][1], row])
+            else:
+                pieces.append((self.prompt_lengths[prompt] + length, [row]))
+        return pieces
+
+    @classmethod
+    def concat(cls, batches: Sequence[Self]) -> Self:
+        """One batch of all rows, in order. Prompts are not merged; groups keep their numbers.
+
+        Raises:
+            ValueError: No batches, or a tensor is set in some and missing in others.
+        """
+        if not batches:
+            raise ValueError("concat needs at least one batch")
+        names = {frozenset(batch.tensors()) for batch in batches}
+        if len(names) > 1:
+            raise ValueError(f"batches carry different tensors: {sorted(map(sorted, names))}")
+        offsets = [sum(batch.num_prompts for batch in batches[:i]) for i in range(len(batches))]
+        return cls(
+            prompt_lengths=sum((batch.prompt_lengths for batch in batches), ()),
+            prompt_index=tuple(o + i for o, batch in zip(offsets, batches, strict=True) for i in batch.prompt_index),
+            response_lengths=sum((batch.response_lengths for batch in batches), ()),
+            group_index=sum((batch.group_index for batch in batches), ()),
+            **{name: torch.cat([batch.tensors()[name] for batch in batches]) for name in batches[0].tensors()},
+        )
+
+
+def _take_segments(flat: Tensor, lengths: Sequence[int], which: Sequence[int]) -> Tensor:
+    segments = flat.split(list(lengths))
+    return torch.cat([segments[i] for i in which]) if which else flat[:0]
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What a leaf trainer returns for one micro-batch."""
+
+    total: Tensor  # scalar SUM over the micro-batch; only BaseTrainer divides
+    metrics: dict[str, Metric]

@@ -1,0 +1,59 @@
+"""Tiny tokenizer and models that tests make on the spot; nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, decoders
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+
+
+def tiny_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character and newline; `<|end|>` ends a text, `<|pad|>` pads."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, "<|unk|>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<|unk|>",
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=SPECIAL_TOKENS[2:],
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tiny_model(architecture: str = "qwen2", *, seed: int = 0, vocab_size: int = 128, **overrides: Any) -> PreTrainedModel:
+    """A random model of two layers and hidden size 32, in float32, in eval mode; weights depend on `seed` alone."""
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
+    }
+    if architecture == "gpt2":
+        sizes = {"vocab_size": vocab_size, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        sizes |= {"num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1} | overrides
+    config = AutoConfig.for_model(architecture, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():  # larger than usual, so that outputs differ clearly between tokens
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, 0.2)
+    return model.eval()
