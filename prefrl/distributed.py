@@ -11,7 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["full_params", "gather_objects", "is_main", "max_over_ranks", "no_sync", "rank", "unwrap", "world_size"]
+__all__ = [
+    "full_params",
+    "gather_objects",
+    "is_main",
+    "max_over_ranks",
+    "no_sync",
+    "rank",
+    "sum_over_ranks",
+    "unwrap",
+    "world_size",
+]
 
 T = TypeVar("T")
 
@@ -45,22 +55,22 @@ def gather_objects(value: T) -> list[T]:
     return gathered  # type: ignore[return-value]  # all_gather_object fills every entry
 
 
-def sum_over_ranks(value: float, device: torch.device) -> float:
-    """The sum of a host number over all ranks, in float64. All ranks must call it."""
-    return _reduce(value, device, dist.ReduceOp.SUM)
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Sums of host numbers over all ranks, in float64. All ranks must call it."""
+    return _reduce(values, device, dist.ReduceOp.SUM)
 
 
-def max_over_ranks(value: float, device: torch.device) -> float:
-    """The largest of a host number over all ranks. All ranks must call it."""
-    return _reduce(value, device, dist.ReduceOp.MAX)
+def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """The largest of each host number over all ranks. All ranks must call it."""
+    return _reduce(values, device, dist.ReduceOp.MAX)
 
 
-def _reduce(value: float, device: torch.device, operation: dist.ReduceOp.RedOpType) -> float:
+def _reduce(values: list[float], device: torch.device, operation: dist.ReduceOp.RedOpType) -> list[float]:
     if world_size() == 1:
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, operation)
-    return float(tensor)
+    return tensor.tolist()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

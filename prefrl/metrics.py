@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Max", "Mean", "Metric", "Min", "Sum", "merge"]
+__all__ = ["Max", "Mean", "Metric", "Min", "Std", "Sum", "host", "merge"]
 
 
 
@@ -77,7 +78,34 @@ class Min:
         return float(self.extreme)
 
 
-Metric = Mean | Sum | Max | Min
+@dataclass(frozen=True, slots=True)
+class Std:
+    """Standard deviation (n-1) from sums of values and of squares; NaN below two values."""
+
+    total: float
+    total_of_squares: float
+    count: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Std:
+        """Of some values."""
+        numbers = list(values)
+        return cls(sum(numbers), sum(x * x for x in numbers), len(numbers))
+
+    def merge(self, other: Std) -> Std:
+        """Over both."""
+        squares = self.total_of_squares + other.total_of_squares
+        return Std(self.total + other.total, squares, self.count + other.count)
+
+    def value(self) -> float:
+        """As a host number."""
+        if self.count < 2:
+            return float("nan")
+        variance = (self.total_of_squares - self.total**2 / self.count) / (self.count - 1)
+        return math.sqrt(max(variance, 0.0))
+
+
+Metric = Mean | Sum | Max | Min | Std
 
 
 def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
@@ -93,3 +121,8 @@ def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
             raise TypeError(f"metric {key!r} is {type(into[key]).__name__} and {type(metric).__name__}")
         else:
             into[key] = into[key].merge(metric)  # type: ignore[arg-type]  # same kind, checked above
+
+
+def host(metric: Metric) -> Metric:
+    """The same metric with host numbers, fit to be sent to other processes."""
+    return type(metric)(*(float(getattr(metric, f.name)) for f in fields(metric)))

@@ -74,6 +74,7 @@ class TokenBatch:
     sampling_logprobs: Tensor | None = None  # [N] nats, of the distribution sampled from
     old_logprobs: Tensor | None = None  # [N] nats, of the policy before this generation's first update
     ref_logprobs: Tensor | None = None  # [N] nats, of the reference model
+    is_idle: bool = False  # nothing to learn: only joins the forward and backward pass of other ranks
 
     @property
     def num_rows(self) -> int:

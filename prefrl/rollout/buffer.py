@@ -1,0 +1,123 @@
+"""The rollouts that training is learning from: cut into minibatches, reused, saved in checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from prefrl.errors import DataError
+from prefrl.types import TokenBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Minibatch", "RolloutBuffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """What one optimizer step learns from on this rank."""
+
+    micro_batches: list[TokenBatch]  # rows without a signal may have been left out
+    num_items: float  # counts every row, also those left out
+
+
+@dataclass
+class RolloutBuffer:
+    """The minibatches of one generation batch, each visited `num_iterations` times, in the same order."""
+
+    num_iterations: int
+    minibatches: list[Minibatch] = field(default_factory=list)
+    position: int = 0  # minibatches handed out since the buffer was filled
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether new rollouts are needed."""
+        return self.position >= len(self.minibatches) * self.num_iterations
+
+    def fill(self, minibatches: Sequence[Minibatch]) -> None:
+        """Start over with the minibatches of a new generation batch."""
+        self.minibatches = list(minibatches)
+        self.position = 0
+
+    def next(self) -> Minibatch:
+        """The next minibatch.
+
+        Raises:
+            IndexError: The buffer is spent.
+        """
+        if self.is_spent:
+            raise IndexError("the rollout buffer is spent; fill it first")
+        minibatch = self.minibatches[self.position % len(self.minibatches)]
+        self.position += 1
+        return minibatch
+
+    def keep_old_logprobs(self, logprobs: Sequence[Tensor]) -> None:
+        """Keep the log-probs of the minibatch handed out last as its old ones, for later iterations.
+
+        Args:
+            logprobs: For each micro-batch, [N] nats, as the policy that sampled them scored them.
+        """
+        index = (self.position - 1) % len(self.minibatches)
+        minibatch = self.minibatches[index]
+        kept = [
+            batch.replace(old_logprobs=values.to(batch.device))
+            for batch, values in zip(minibatch.micro_batches, logprobs, strict=True)
+        ]
+        self.minibatches[index] = Minibatch(kept, minibatch.num_items)
+
+    def save(self, path: Path) -> None:
+        """Write the buffer to a safetensors file. Tensors keep every bit; nothing is pickled."""
+        tensors: dict[str, Tensor] = {}
+        layout = []
+        for i, minibatch in enumerate([] if self.is_spent else self.minibatches):
+            batches = []
+            for j, batch in enumerate(minibatch.micro_batches):
+                tensors |= {f"{i}.{j}.{name}": tensor.contiguous() for name, tensor in batch.tensors().items()}
+                batches.append({name: list(getattr(batch, name)) for name in _HOST_FIELDS})
+            layout.append({"micro_batches": batches, "num_items": minibatch.num_items})
+        state = {"position": self.position if layout else 0, "num_iterations": self.num_iterations}
+        save_file(tensors, path, metadata={"layout": json.dumps(layout), "state": json.dumps(state)})
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: The file belongs to a run with another `num_iterations`.
+        """
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        state = json.loads(metadata["state"])
+        if state["num_iterations"] != self.num_iterations:
+            raise DataError(
+                f"{path}: num_iterations was {state['num_iterations']} when the checkpoint was written and is "
+                f"{self.num_iterations} now. Resume with the same value."
+            )
+        self.minibatches = [
+            Minibatch(
+                [
+                    TokenBatch(
+                        **{name: tuple(values) for name, values in host.items()},
+                        **{
+                            key.removeprefix(f"{i}.{j}."): t
+                            for key, t in tensors.items()
+                            if key.startswith(f"{i}.{j}.")
+                        },
+                    )
+                    for j, host in enumerate(row["micro_batches"])
+                ],
+                row["num_items"],
+            )
+            for i, row in enumerate(json.loads(metadata["layout"]))
+        ]
+        self.position = state["position"]
+
+
+_HOST_FIELDS = tuple(f.name for f in fields(TokenBatch) if f.type == "tuple[int, ...]")

@@ -1,0 +1,125 @@
+"""What is logged of a batch of rollouts: metrics, a table, a parquet file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from prefrl.metrics import Max, Mean, Metric, Min, Std
+from prefrl.types import Rollout
+
+__all__ = ["print_table", "rollout_metrics", "write_parquet"]
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """Rewards and lengths under TRL's names; lengths count tokens.
+
+    `reward` is the mean total, `reward_std` the mean over groups of the group's standard deviation (n-1),
+    `frac_reward_zero_std` the share of groups whose totals are all equal. Rewards that are None count nowhere.
+    """
+    lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+    ended = [n for n, r in zip(lengths, rollouts, strict=True) if r.completion.finish_reason != "length"]
+    totals = [rollout.reward for rollout in rollouts if rollout.reward == rollout.reward]
+    metrics: dict[str, Metric] = {
+        "reward": Mean(sum(totals), len(totals)),
+        "completions/clipped_ratio": Mean(len(lengths) - len(ended), len(lengths)),
+        **_lengths("completions", "length", lengths),
+        **_lengths("completions", "terminated_length", ended),
+    }
+    for name in rollouts[0].rewards if rollouts else ():
+        values = [value for rollout in rollouts if (value := rollout.rewards[name]) is not None]
+        metrics[f"rewards/{name}/mean"] = Mean(sum(values), len(values))
+        metrics[f"rewards/{name}/std"] = Std.of(values)
+    deviations = _group_deviations(rollouts)
+    metrics["reward_std"] = Mean(sum(deviations), len(deviations))
+    metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
+    return metrics
+
+
+def _lengths(area: str, quantity: str, lengths: Sequence[int]) -> dict[str, Metric]:
+    if not lengths:
+        return {}
+    return {
+        f"{area}/mean_{quantity}": Mean(sum(lengths), len(lengths)),
+        f"{area}/min_{quantity}": Min(min(lengths)),
+        f"{area}/max_{quantity}": Max(max(lengths)),
+    }
+
+
+def _group_deviations(rollouts: Sequence[Rollout]) -> list[float]:
+    totals: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward == rollout.reward:
+            totals.setdefault(rollout.group, []).append(rollout.reward)
+    return [statistics.stdev(group) if len(group) > 1 else 0.0 for group in totals.values()]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+
+
+def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, console: Console) -> None:
+    """A table of prompts, completions, rewards and advantages.
+
+    Args:
+        rollouts: In order.
+        step: Optimizer step that is about to learn from them.
+        limit: Rows shown; None: all.
+        console: Where it is printed.
+    """
+    names = list(rollouts[0].rewards) if rollouts else []
+    table = Table(title=f"Completions before step {step + 1}", show_lines=True)
+    for column in ("Prompt", "Completion"):
+        table.add_column(column, overflow="fold")
+    for column in (*names, "Advantage"):
+        table.add_column(column, justify="right")
+    for rollout in rollouts[:limit]:
+        values = [rollout.rewards[name] for name in names]
+        shown = ["-" if value is None else f"{value:.2f}" for value in values]
+        table.add_row(
+            escape(_as_text(rollout.prompt)), escape(_as_text(rollout.text)), *shown, f"{rollout.advantage:.2f}"
+        )
+    console.print(table)
+
+
+def write_parquet(
+    rollouts: Sequence[Rollout], folder: Path, *, step: int, extra: Mapping[str, Sequence[Any]]
+) -> Path:
+    """Write `completions_<step>.parquet`: text, token ids, log-probs, rewards, advantage, finish reason, versions.
+
+    Args:
+        rollouts: Of all ranks.
+        folder: Is made if it is missing.
+        step: Optimizer step that is about to learn from them.
+        extra: Columns that reward functions logged.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = list(rollouts[0].rewards) if rollouts else []
+    columns: dict[str, Any] = {
+        "step": [step] * len(rollouts),
+        "group": [r.group for r in rollouts],
+        "prompt": [_as_text(r.prompt) for r in rollouts],
+        "completion": [_as_text(r.text) for r in rollouts],
+        "prompt_ids": [r.prompt_ids for r in rollouts],
+        "completion_ids": [r.completion.token_ids for r in rollouts],
+        "logprobs": [r.completion.logprobs for r in rollouts],
+        "finish_reason": [r.completion.finish_reason for r in rollouts],
+        "policy_version": [max(r.completion.policy_versions, default=None) for r in rollouts],
+        **{name: [r.rewards[name] for r in rollouts] for name in names},
+        "reward": [r.reward for r in rollouts],
+        "advantage": [r.advantage for r in rollouts],
+        **extra,
+    }
+    path = folder / f"completions_{step:05d}.parquet"
+    pq.write_table(pa.table(columns), path)
+    return path

@@ -1,0 +1,82 @@
+"""Options that every trainer has, beyond HuggingFace's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+from transformers import TrainingArguments
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.options import check_fields, check_no_effect, opt, parse_json
+
+__all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
+
+TruncationMode = Literal["keep_start", "keep_end", "error"]
+# The side that is cut off.
+TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
+    "keep_start": "right",
+    "keep_end": "left",
+    "error": "error",
+}
+
+
+@dataclass
+class BaseConfig(TrainingArguments):
+    """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
+
+    logging_steps: float = opt(10, "Log every this many optimizer steps; a number below 1 is a share of all steps.")
+    logging_nan_inf_filter: bool = opt(False, "Hide a NaN or infinite loss in the logs. Off here, so that it is seen.")
+    remove_unused_columns: bool = opt(False, "Must stay False: rewards read every column of the dataset.")
+    model_init_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
+    )
+    freeze: list[str] | None = opt(None, "Regular expressions; parameters whose name contains a match are not trained.")
+    max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Cut a step's rows into micro-batches of at most this many tokens (prompts counted once for each group) "
+        "instead of a fixed number of rows. Changes memory and speed, never the update.",
+    )
+    forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
+        "auto",
+        "How a forward pass lays its rows out. All plans give equal results; auto shares prompts where rows have them "
+        "in common, packs otherwise, and pads for models on which the other plans are not proven.",
+    )
+    dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Processes that tokenise the dataset.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse what cannot work, before anything is loaded.
+
+        Raises:
+            ConfigError: Names the field, its value, what is allowed and what to do.
+        """
+        check_fields(self)
+        parse_json(self, "model_init_kwargs")
+        if self.remove_unused_columns:
+            raise ConfigError("remove_unused_columns=True: must be False, columns are chosen by the data layer")
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            raise ConfigError(
+                f"train_sampling_strategy={self.train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches "
+                "are not padded, so grouping by length has no use; max_tokens_per_micro_batch balances tokens."
+            )
+        if self.auto_find_batch_size:
+            raise ConfigError("auto_find_batch_size=True is not supported; set max_tokens_per_micro_batch instead")
+        check_no_effect(
+            name="label_smoothing_factor",
+            value=self.label_smoothing_factor,
+            unset=0.0,
+            because="the losses here are computed from token log-probs",
+            remedy="Leave it at 0.",
+        )
+        check_no_effect(
+            name="include_num_input_tokens_seen",
+            value=self.include_num_input_tokens_seen,
+            unset="no",
+            because="the metric num_tokens counts every token that was run",
+            remedy="Read num_tokens.",
+        )

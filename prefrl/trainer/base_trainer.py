@@ -1,0 +1,313 @@
+"""What every trainer shares: the model, one normalised update for each optimizer step, metrics, checkpoints."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from prefrl import distributed
+from prefrl.data.collate import flat_batch
+from prefrl.errors import ConfigError
+from prefrl.metrics import Metric, host, merge
+from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.load import load_model, load_tokenizer
+from prefrl.trainer.model_card import write_model_card
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+    from prefrl.losses.logprobs import TokenScores
+    from prefrl.trainer.base_config import BaseConfig
+
+__all__ = ["BaseTrainer"]
+
+Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
+
+
+class BaseTrainer(Trainer):
+    """HuggingFace's loop around flat token batches.
+
+    A leaf gives `loss`, which returns sums, and `num_items`, which counts what the sums are over. This class divides, by
+    the count of the whole optimizer step over all ranks: so micro-batch size, accumulation, world size and layout
+    change nothing but rounding.
+
+    HuggingFace hands `training_step` one item for each accumulation step. The last of them holds all micro-batches of
+    the step, as many as there are; those before it are empty.
+    """
+
+    # The loss is divided here, over the whole accumulated batch.
+    loss_is_scaled_for_ga = True
+    algorithm: str  # as in the registry
+
+    args: BaseConfig
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel | nn.Module,
+        args: BaseConfig,
+        *,
+        train_dataset: Dataset | None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None,
+        processing_class: PreTrainedTokenizerBase | None,
+        callbacks: list[TrainerCallback] | None,
+        optimizers: Optimizers,
+        peft_config: PeftConfig | None,
+    ) -> None:
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"{args.n_gpu} GPUs are visible to one process: start one process for each with `accelerate launch`, "
+                "or set CUDA_VISIBLE_DEVICES to one of them"
+            )
+        model = load_model(
+            model,
+            model_init_kwargs=args.model_init_kwargs,
+            peft_config=peft_config,
+            freeze=args.freeze or (),
+            seed=args.seed,
+        )
+        prepare_for_scoring(model)
+        self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
+        tokenizer = load_tokenizer(model, processing_class)
+        self.args = args
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=self.collate,
+            train_dataset=self._prepared(train_dataset, tokenizer, training=True),
+            eval_dataset=self._prepared(eval_dataset, tokenizer, training=False),
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.model.add_model_tags(["prefrl", self.algorithm])
+
+    # What a leaf or the class below gives.
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """The SUM of the loss over a micro-batch, and metrics. Runs the model through `self.score`."""
+
+    @abstractmethod
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Scalar: what `loss` sums over, so that sum / (items of the whole step) is the loss."""
+
+    @abstractmethod
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Check and tokenise a dataset."""
+
+    @abstractmethod
+    def collate(self, rows: list[dict[str, Any]]) -> Any:
+        """What the data loader makes of the rows of one item; `[]` may come in."""
+
+    @abstractmethod
+    def micro_batches_of_step(self, items: list[Any]) -> tuple[list[TokenBatch], float]:
+        """The micro-batches of one optimizer step on this rank, and what they count for, from the loader's items."""
+
+    # One optimizer step.
+
+    def score(self, model: nn.Module, batch: TokenBatch, want: Sequence[Literal["entropy", "correct"]]) -> TokenScores:
+        """[N] log-probs of the response tokens, at the temperature that they were sampled with."""
+        return token_logprobs(
+            model, batch, temperature=self.scoring_temperature, want=want, plan=self.args.forward_plan
+        )
+
+    @property
+    def scoring_temperature(self) -> float:
+        """Temperature of the distribution that losses score."""
+        return 1.0
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[list[TokenBatch]], float]:
+        """HuggingFace's hook, called once for each optimizer step: its items, and the count over all ranks."""
+        items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
+        if not items:
+            return [], 0.0
+        micro_batches, count = self.micro_batches_of_step(items)
+        total_count, num_tokens = distributed.sum_over_ranks([count, _tokens_seen(micro_batches)], device)
+        # HuggingFace's state is saved, so that the count goes on after a resume.
+        self.state.num_input_tokens_seen += int(num_tokens)
+        # ZeRO and FSDP gather weights in every forward: all ranks run the same number of them.
+        (num_forwards,) = distributed.max_over_ranks([max(len(micro_batches), 1)], device)
+        micro_batches += [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
+        return [[] for _ in items[1:]] + [micro_batches], total_count
+
+    def _idle_batch(self) -> TokenBatch:
+        """One token without a loss: a forward and backward pass with zero gradients for every parameter."""
+        token = self.processing_class.pad_token_id
+        return flat_batch([[token]], [[token]], trainable=[[False]]).replace(is_idle=True)
+
+    def training_step(
+        self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
+    ) -> Tensor:
+        """Forward and backward of all micro-batches of the step; gradients are synchronised in the last."""
+        total = torch.zeros((), device=self.args.device)
+        for batch in inputs[:-1]:
+            with distributed.no_sync(model):
+                total += super().training_step(model, batch, num_items_in_batch)
+        for batch in inputs[-1:]:
+            total += super().training_step(model, batch, num_items_in_batch)
+        return total
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: TokenBatch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> Any:
+        """This micro-batch's share of the step's loss.
+
+        Raises:
+            ValueError: `return_outputs` is asked for, or the step's count is missing.
+        """
+        if return_outputs or num_items_in_batch is None:
+            raise ValueError("compute_loss needs num_items_in_batch and returns the loss alone")
+        if inputs.is_idle:
+            return self.score(model, inputs, want=()).logprobs.sum() * 0.0
+        output = self.loss(model, inputs)
+        merge(self.metrics["train"], output.metrics)
+        # Data-parallel back-ends average gradients over ranks, but items are counted over all of them.
+        return output.total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs.to(self.args.device) if isinstance(inputs, TokenBatch) else super()._prepare_inputs(inputs)
+
+    def cut(self, batch: TokenBatch, rows_per_micro_batch: int) -> list[TokenBatch]:
+        """Micro-batches by tokens if `max_tokens_per_micro_batch` is set, else by rows."""
+        if self.args.max_tokens_per_micro_batch is not None:
+            return batch.split(self.args.max_tokens_per_micro_batch)
+        return batch.chunks(rows_per_micro_batch)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Tokens are counted in `get_batch_samples`."""
+
+    def floating_point_ops(self, inputs: list[TokenBatch]) -> int:
+        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, of the tokens really run."""
+        parameters = distributed.unwrap(self.model).num_parameters(exclude_embeddings=True)
+        return 6 * parameters * sum(batch.num_forward_tokens for batch in inputs)
+
+    # Datasets.
+
+    def _prepared(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Any:
+        if dataset is None:
+            return None
+        if isinstance(dataset, Mapping):
+            return {name: self.prepare_dataset(part, tokenizer, training=training) for name, part in dataset.items()}
+        return self.prepare_dataset(dataset, tokenizer, training=training)
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | Mapping[str, Dataset] | str | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Metrics on the evaluation dataset, or on raw data given here."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._prepared(eval_dataset, self.processing_class, training=False)
+        elif eval_dataset is None and self.eval_dataset is None:
+            raise ConfigError("eval_dataset=None: evaluation needs a dataset, here or in the constructor")
+        if isinstance(eval_dataset, Mapping):
+            parts = {
+                name: super(BaseTrainer, self).evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+                for name, part in eval_dataset.items()
+            }
+            return {key: value for metrics in parts.values() for key, value in metrics.items()}
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
+        model = distributed.unwrap(self.model).to(self.args.device)
+        was_training = model.training
+        model.eval()
+        num_rows = 0
+        try:
+            with torch.no_grad():
+                for item in dataloader:
+                    merge(self.metrics["eval"], self.evaluation_step(model, item))
+                    num_rows += self.rows_of(item)
+        finally:
+            model.train(was_training)
+        (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
+        values = {f"{metric_key_prefix}_{name}": value for name, value in self._drain("eval").items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))
+
+    @abstractmethod
+    def evaluation_step(self, model: nn.Module, item: Any) -> dict[str, Metric]:
+        """Metrics of one item of the evaluation loader."""
+
+    @abstractmethod
+    def rows_of(self, item: Any) -> int:
+        """Dataset rows in an item of the evaluation loader."""
+
+    # Metrics.
+
+    def _drain(self, mode: Literal["train", "eval"]) -> dict[str, float]:
+        """Host values of the metrics so far, merged over ranks; starts anew."""
+        hosted = {name: host(metric) for name, metric in self.metrics[mode].items()}
+        self.metrics[mode] = {}
+        merged: dict[str, Metric] = {}
+        for part in distributed.gather_objects(hosted):
+            merge(merged, part)
+        return {name: metric.value() for name, metric in merged.items()}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """HuggingFace's hook: adds the metrics since the last log, under TRL's names."""
+        if "loss" in logs:
+            logs |= self._drain("train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+        super().log(logs, start_time)
+
+    # Checkpoints.
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.save_update_state(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_update_state(Path(checkpoint))
+
+    def save_update_state(self, folder: Path) -> None:
+        """Write what decides the next update beyond model, optimizer, scheduler and random states."""
+
+    def load_update_state(self, folder: Path) -> None:
+        """Read what `save_update_state` wrote."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save model and tokenizer, with a model card."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            self.write_card(Path(output_dir or self.args.output_dir))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook before a push to the hub."""
+        if self.is_world_process_zero():
+            self.write_card(Path(self.args.output_dir))
+
+    def write_card(self, folder: Path) -> None:
+        """Write README.md, the model card, into `folder`."""
+        base_model = distributed.unwrap(self.model).config.name_or_path
+        write_model_card(folder, algorithm=self.algorithm, base_model=base_model, log_history=self.state.log_history)
+
+
+def _tokens_seen(batches: list[TokenBatch]) -> int:
+    return sum(batch.num_tokens + sum(batch.prompt_lengths[i] for i in batch.prompt_index) for batch in batches)

@@ -1,0 +1,65 @@
+"""Options of GRPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.online_config import (
+    OnlineConfig,
+    PolicyLossOptions,
+    ReferenceOptions,
+    RewardOptions,
+    SamplingOptions,
+)
+from prefrl.trainer.options import check_no_effect
+
+__all__ = ["GRPOConfig"]
+
+
+@dataclass
+class GRPOConfig(PolicyLossOptions, SamplingOptions, RewardOptions, ReferenceOptions, OnlineConfig):
+    """Options of `GRPOTrainer`."""
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        if self.scale_rewards in (True, False):  # the names before there was "batch"
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        super().validate()
+        self._validate_groups()
+        self._validate_clipping()
+        if not self.sync_ref_model:
+            for name, unset in (("ref_model_mixup_alpha", 0.6), ("ref_model_sync_steps", 512)):
+                check_no_effect(
+                    name=name,
+                    value=getattr(self, name),
+                    unset=unset,
+                    because="sync_ref_model=False",
+                    remedy="Set sync_ref_model=True.",
+                )
+        elif self.beta == 0:
+            raise ConfigError("sync_ref_model=True with beta=0.0: there is no reference model to move. Set beta > 0.")
+        if self.filter_overlong_prompts and self.max_prompt_length is None:
+            raise ConfigError("filter_overlong_prompts=True with max_prompt_length=None: no prompt is too long. Set it.")
+
+    def _validate_groups(self) -> None:
+        if self.num_generations < 2:
+            raise ConfigError(
+                f"num_generations={self.num_generations}: group advantages need at least 2 completions of a prompt. "
+                "Set num_generations>=2."
+            )
+        if self.completions_per_rank % self.num_generations:
+            nearest = max(1, round(self.completions_per_rank / self.num_generations)) * self.num_generations
+            raise ConfigError(
+                f"per_device_train_batch_size {self.per_device_train_batch_size} * steps_per_generation "
+                f"{self.micro_batches_per_generation} = {self.completions_per_rank} completions on each process: must be "
+                f"a multiple of num_generations={self.num_generations}, because a group stays on one process. The "
+                f"nearest that works is {nearest}."
+            )
+
+    def _validate_clipping(self) -> None:
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.delta is not None and self.delta <= 1 + high:
+            raise ConfigError(
+                f"delta={self.delta}: must be above 1 + epsilon_high = {1 + high}, or the clipping never takes effect"
+            )

@@ -1,0 +1,60 @@
+"""The README that stands beside a saved model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+__all__ = ["write_model_card"]
+
+_PAPERS = {
+    "sft": "Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.",
+    "grpo": "Group relative policy optimisation: DeepSeekMath, [arXiv 2402.03300](https://arxiv.org/abs/2402.03300).",
+}
+_PACKAGES = ("prefrl", "transformers", "torch", "datasets", "tokenizers")
+
+
+def write_model_card(
+    folder: Path, *, algorithm: str, base_model: str, log_history: Sequence[dict[str, Any]]
+) -> None:
+    """Write `README.md`: method, base model, last metrics and versions. Local paths and options are left out.
+
+    Args:
+        folder: Where the model is saved.
+        algorithm: Name in the registry.
+        base_model: The model's name; named only if it is not a local folder.
+        log_history: HuggingFace's; the last logged value of each metric is shown.
+    """
+    is_public_name = bool(base_model) and not Path(base_model).exists() and not Path(base_model).is_absolute()
+    data = ModelCardData(
+        library_name="transformers",
+        tags=["generated_from_trainer", "prefrl", algorithm],
+        base_model=base_model if is_public_name else None,
+    )
+    last: dict[str, Any] = {}
+    for entry in log_history:
+        last |= entry
+    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(last.items()) if isinstance(value, float))
+    text = f"""---
+{data.to_yaml()}
+---
+
+# Model trained with prefrl
+
+{_PAPERS[algorithm]}
+
+## Last logged values
+
+| metric | value |
+|---|---|
+{rows}
+
+## Versions
+
+{chr(10).join(f"- {package} {version(package)}" for package in _PACKAGES)}
+"""
+    ModelCard(text).save(folder / "README.md")

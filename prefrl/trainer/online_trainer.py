@@ -1,0 +1,356 @@
+"""What trainers on their own completions share: rollouts, rewards, advantages, reuse, evaluation by sampling."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from prefrl import distributed
+from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
+from prefrl.data.tokenize import prepare_prompt_dataset
+from prefrl.errors import ConfigError, DataError
+from prefrl.generation.local import LocalGenerator
+from prefrl.metrics import Mean, Metric, merge
+from prefrl.models.forward import token_logprobs
+from prefrl.models.reference import make_reference
+from prefrl.rewards.runner import RewardRunner
+from prefrl.rollout.buffer import Minibatch, RolloutBuffer
+from prefrl.rollout.collect import Collected, collect, prompt_seed, to_token_batch
+from prefrl.rollout.summary import print_table, rollout_metrics, write_parquet
+from prefrl.trainer.base_config import TRUNCATION_SIDES
+from prefrl.trainer.base_trainer import BaseTrainer, Optimizers
+from prefrl.trainer.callbacks.sync_reference import SyncReference
+from prefrl.types import TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+    from prefrl.losses.advantages import Advantages
+    from prefrl.losses.logprobs import TokenScores
+    from prefrl.rewards.base import RewardSource
+    from prefrl.trainer.grpo_config import GRPOConfig
+    from prefrl.types import Rollout
+
+__all__ = ["OnlineTrainer"]
+
+
+class OnlineTrainer(BaseTrainer):
+    """Prompts in; completions, rewards and advantages of our own; one normalised update for each optimizer step out.
+
+    A leaf gives `loss`, `num_items` and `advantages`.
+    """
+
+    args: GRPOConfig
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel | nn.Module,
+        reward_funcs: RewardSource | list[RewardSource],
+        args: GRPOConfig,
+        *,
+        train_dataset: Dataset | None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None,
+        processing_class: PreTrainedTokenizerBase | None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None,
+        callbacks: list[TrainerCallback] | None,
+        optimizers: Optimizers,
+        peft_config: PeftConfig | None,
+    ) -> None:
+        self.rewards = RewardRunner(
+            reward_funcs,
+            weights=args.reward_weights,
+            timeout=args.reward_timeout,
+            processing_classes=reward_processing_classes,
+        )
+        for dataset in _datasets(train_dataset) + _datasets(eval_dataset):
+            self.rewards.check_columns(dataset.column_names)
+        super().__init__(
+            model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+        )
+        self._check_dataset_size()
+        self.reference = make_reference(self.model, beta=args.beta, is_new_adapter=peft_config is not None)
+        if args.sync_ref_model and self.reference is not None:
+            alpha, steps = args.ref_model_mixup_alpha, args.ref_model_sync_steps
+            self.add_callback(SyncReference(self.reference, alpha=alpha, steps=steps))
+        self.generator = LocalGenerator(self.model, tokenizer=self.processing_class)
+        self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
+        self._fresh_logprobs: list[Tensor] = []
+        self._step_started = 0.0
+
+    @abstractmethod
+    def advantages(self, rewards: Tensor, groups: Tensor) -> Advantages:
+        """Advantages of the whole generation batch.
+
+        Args:
+            rewards: [B, K] of all ranks; NaN where a reward has nothing to say.
+            groups: [B] int64, the group of each row.
+        """
+
+    @property
+    @abstractmethod
+    def learns_from_zero_advantage(self) -> bool:
+        """Whether a row without an advantage still has a gradient, from a KL or entropy term."""
+
+    @property
+    def scoring_temperature(self) -> float:
+        """The temperature of sampling: log-probs are of the distribution sampled from."""
+        return self.args.temperature
+
+    # Datasets.
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Add `prompt_ids`."""
+        return prepare_prompt_dataset(
+            dataset,
+            tokenizer,
+            max_prompt_length=self.args.max_prompt_length,
+            truncation=TRUNCATION_SIDES[self.args.truncation_mode],
+            filter_overlong=self.args.filter_overlong_prompts,
+            chat_template_kwargs=self.args.chat_template_kwargs,
+            num_proc=self.args.dataset_num_proc,
+        )
+
+    def collate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Dataset rows as they are."""
+        return rows
+
+    @property
+    def _prompts_per_generation(self) -> int:
+        return self.args.completions_per_rank // self.args.num_generations * distributed.world_size()
+
+    def _check_dataset_size(self) -> None:
+        if self.train_dataset is not None and len(self.train_dataset) < self._prompts_per_generation:
+            raise DataError(
+                f"train_dataset has {len(self.train_dataset)} prompts, one generation batch needs "
+                f"{self._prompts_per_generation}: add prompts, or lower per_device_train_batch_size, "
+                "steps_per_generation or generation_batch_size"
+            )
+
+    def get_train_dataloader(self) -> EpochDataLoader:
+        """Prompts of this rank, see `GenerationBatchSampler`."""
+        if self.train_dataset is None:
+            raise ConfigError("train_dataset=None: training needs a dataset")
+        sampler = GenerationBatchSampler(
+            len(self.train_dataset),
+            prompts_per_window=self._prompts_per_generation,
+            items_per_window=self.args.micro_batches_per_generation * self.args.num_iterations,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            shuffle=self.args.shuffle_dataset,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        )
+        return EpochDataLoader(self.train_dataset, sampler, collate_fn=self.collate)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
+        """Prompts of an evaluation dataset in order; `per_device_eval_batch_size` counts completions."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        num_samples = self.args.sampling_params(evaluation=True).num_samples
+        sampler = StepBatchSampler(
+            len(dataset),
+            micro_batch_size=max(1, self.args.per_device_eval_batch_size // num_samples),
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+        )
+        return EpochDataLoader(dataset, sampler, collate_fn=self.collate)
+
+    # One step.
+
+    def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[TokenBatch], float]:
+        """The next minibatch of the buffer; new rollouts when it is spent."""
+        self._step_started = time.perf_counter()
+        if self.buffer.is_spent:
+            self.buffer.fill(self._roll_out([row for item in items for row in item]))
+        minibatch = self.buffer.next()
+        return list(minibatch.micro_batches), minibatch.num_items
+
+    def _roll_out(self, rows: list[dict[str, Any]]) -> list[Minibatch]:
+        step = self.state.global_step
+        first = distributed.rank() * len(rows)
+        groups = range(first, first + len(rows))
+        self.generator.sync((), version=step)
+        collected = self._collect(rows, groups, [prompt_seed(self.args.seed, step, group) for group in groups])
+        self._assign_advantages(collected.rollouts)
+        merge(self.metrics["train"], self._metrics_of(collected))
+        if self.args.log_completions:
+            self._log_completions(collected, step)
+        size = self.args.completions_per_rank // self.args.updates_per_generation
+        parts = [collected.rollouts[i : i + size] for i in range(0, len(collected.rollouts), size)]
+        return [self._minibatch(part, is_first=i == 0) for i, part in enumerate(parts)]
+
+    def _collect(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], seeds: Sequence[int], evaluation: bool = False
+    ) -> Collected:
+        return collect(
+            rows,
+            generator=self.generator,
+            sampling=self.args.sampling_params(evaluation=evaluation),
+            rewards=self.rewards,
+            tokenizer=self.processing_class,
+            groups=groups,
+            seeds=seeds,
+            clock=time.perf_counter,
+        )
+
+    def _assign_advantages(self, rollouts: list[Rollout]) -> None:
+        """Set `reward` and `advantage` of this rank's rollouts from the rewards of all ranks."""
+        mine = [([_nan_if_none(v) for v in rollout.rewards.values()], rollout.group) for rollout in rollouts]
+        parts = distributed.gather_objects(mine)
+        everyone = [row for part in parts for row in part]
+        rewards = torch.tensor([values for values, _ in everyone], dtype=torch.float32)
+        groups = torch.tensor([group for _, group in everyone], dtype=torch.long)
+        result = self.advantages(rewards, groups)
+        start = sum(len(part) for part in parts[: distributed.rank()])
+        for i, rollout in enumerate(rollouts, start):
+            rollout.reward = float(result.totals[i])
+            rollout.advantage = float(result.values[i])
+
+    def _minibatch(self, rollouts: list[Rollout], *, is_first: bool) -> Minibatch:
+        batch = to_token_batch(rollouts, mask_truncated=self.args.mask_truncated_completions)
+        num_items = float(self.num_items(batch))
+        batch = batch.select(self._rows_with_gradient(rollouts, batch))
+        micro_batches = self.cut(batch, self.args.per_device_train_batch_size)
+        if self.reference is not None:
+            micro_batches = [self._with_reference(batch) for batch in micro_batches]
+        if not is_first:
+            # Earlier minibatches will have moved the policy by the time that this one is learned from.
+            micro_batches = [batch.replace(old_logprobs=self._frozen_logprobs(batch)) for batch in micro_batches]
+        return Minibatch(micro_batches, num_items)
+
+    def _rows_with_gradient(self, rollouts: list[Rollout], batch: TokenBatch) -> list[int]:
+        has_loss = [bool(row.any()) for row in batch.trainable.split(list(batch.response_lengths))]
+        every = self.learns_from_zero_advantage
+        return [i for i, r in enumerate(rollouts) if has_loss[i] and (every or r.advantage != 0)]
+
+    def _with_reference(self, batch: TokenBatch) -> TokenBatch:
+        assert self.reference is not None
+        logprobs = self.reference.logprobs(batch.to(self.args.device), temperature=self.scoring_temperature)
+        return batch.replace(ref_logprobs=logprobs.to(batch.device))
+
+    def _frozen_logprobs(self, batch: TokenBatch) -> Tensor:
+        model = distributed.unwrap(self.model)
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                scores = token_logprobs(
+                    model,
+                    batch.to(self.args.device),
+                    temperature=self.scoring_temperature,
+                    plan=self.args.forward_plan,
+                )
+        finally:
+            model.train(was_training)
+        return scores.logprobs.to(batch.device)
+
+    def training_step(
+        self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
+    ) -> Tensor:
+        """See `BaseTrainer.training_step`. The log-probs of a fresh minibatch are kept as its old ones."""
+        self._fresh_logprobs = []
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if inputs and self.args.num_iterations > 1 and self._fresh_logprobs:
+            self.buffer.keep_old_logprobs(self._fresh_logprobs)
+        if inputs:
+            elapsed = time.perf_counter() - self._step_started
+            merge(self.metrics["train"], {"step_time": Mean(elapsed, 1)})
+        return loss
+
+    def old_logprobs(self, batch: TokenBatch, scores: TokenScores) -> Tensor:
+        """[N] log-probs under the policy that sampled; those just computed if the policy has not moved since."""
+        if batch.old_logprobs is not None:
+            return batch.old_logprobs
+        fresh = scores.logprobs.detach()
+        self._fresh_logprobs.append(fresh)
+        return fresh
+
+    # Evaluation: samples and rewards, no loss.
+
+    def evaluation_step(self, model: nn.Module, item: list[dict[str, Any]]) -> dict[str, Metric]:
+        """Rewards and lengths of the samples of some prompts."""
+        if not item:
+            return {}
+        # A prompt's samples do not depend on how the dataset is shared out.
+        seeds = [prompt_seed(self.args.seed, 0, zlib.crc32(repr(row["prompt_ids"]).encode())) for row in item]
+        collected = self._collect(item, range(len(item)), seeds, evaluation=True)
+        weights = self.rewards.weights
+        for rollout in collected.rollouts:
+            scored = [(w, v) for w, v in zip(weights, rollout.rewards.values(), strict=True) if v is not None]
+            rollout.reward = sum(w * v for w, v in scored) if scored else float("nan")
+        return self._metrics_of(collected)
+
+    def rows_of(self, item: list[dict[str, Any]]) -> int:
+        """Prompts in an item of the evaluation loader."""
+        return len(item)
+
+    # Logs and checkpoints.
+
+    def _metrics_of(self, collected: Collected) -> dict[str, Metric]:
+        count = len(collected.rollouts)
+        return {
+            **rollout_metrics(collected.rollouts),
+            "time/generation_s": Mean(collected.generation_s, 1),
+            "time/reward_s": Mean(collected.reward_s, 1),
+            **{name: Mean(value * count, count) for name, value in collected.logged_metrics.items()},
+        }
+
+    def _log_completions(self, collected: Collected, step: int) -> None:
+        parts = distributed.gather_objects((collected.rollouts, collected.logged_columns))
+        if not distributed.is_main():
+            return
+        rollouts = [rollout for part, _ in parts for rollout in part]
+        extra = {name: [value for _, columns in parts for value in columns[name]] for name in parts[0][1]}
+        print_table(rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
+        write_parquet(rollouts, Path(self.args.output_dir) / "completions", step=step, extra=extra)
+
+    def save_update_state(self, folder: Path) -> None:
+        """The rollouts still to be learned from, and a reference that moves."""
+        self.buffer.save(folder / f"rollouts_{distributed.rank()}_of_{distributed.world_size()}.safetensors")
+        if self.args.sync_ref_model and self.reference is not None and distributed.is_main():
+            save_file(self.reference.state_dict(), folder / "reference.safetensors")
+
+    def load_update_state(self, folder: Path) -> None:
+        """Read what `save_update_state` wrote.
+
+        Raises:
+            ConfigError: The checkpoint was written by another number of processes, in the middle of its rollouts.
+        """
+        path = folder / f"rollouts_{distributed.rank()}_of_{distributed.world_size()}.safetensors"
+        if not path.exists():
+            found = sorted(p.name for p in folder.glob("rollouts_*.safetensors"))
+            raise ConfigError(
+                f"{folder} has no rollouts for process {distributed.rank()} of {distributed.world_size()} "
+                f"(found: {', '.join(found) or 'none'}). Resume with the number of processes that wrote it."
+            )
+        self.buffer.load(path)
+        if self.args.sync_ref_model and self.reference is not None:
+            self.reference.load_state_dict(load_file(folder / "reference.safetensors"))
+
+
+def _nan_if_none(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _datasets(dataset: Any) -> list[Any]:
+    if dataset is None:
+        return []
+    return list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]

@@ -1,0 +1,118 @@
+"""How options are declared and checked. The option groups of the configs are built from this."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from prefrl.errors import ConfigError
+
+__all__ = ["check_fields", "check_no_effect", "default_output_dir", "opt", "parse_json"]
+
+
+def opt(default: Any, description: str) -> Any:
+    """A config field; the description is the one source of `--help` and of the tables in the docs."""
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": description})
+    return dataclasses.field(default=default, metadata={"help": description})
+
+
+def default_output_dir(model: object, suffix: str) -> str:
+    """Where a run without `args` writes: `<model name>-<suffix>`."""
+    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
+    return f"{Path(name).name or type(model).__name__}-{suffix}"
+
+
+def check_fields(config: Any) -> None:
+    """Check every field of ours against the bounds and closed sets in its type.
+
+    Raises:
+        ConfigError: A number is outside its bounds or a value is not one of its set.
+    """
+    for name, hint in _own_hints(type(config)).items():
+        value = getattr(config, name)
+        for part in _alternatives(hint):
+            _check_bounds(name, value, part)
+        allowed = [v for part in _alternatives(hint) for v in _literals(part)]
+        if allowed and value is not None and value not in allowed:
+            raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def parse_json(config: Any, *names: str) -> None:
+    """Replace fields that the command line gave as JSON text by what they say.
+
+    Raises:
+        ConfigError: The text is not a JSON object.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, str):
+            continue
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f'{name}={value!r}: must be a JSON object such as {{"key": 1}}: {error}') from error
+        if not isinstance(parsed, dict):
+            raise ConfigError(f'{name}={value!r}: must be a JSON object such as {{"key": 1}}')
+        setattr(config, name, parsed)
+
+
+def check_no_effect(*, name: str, value: object, unset: object, because: str, remedy: str) -> None:
+    """Refuse an option that was set but would change nothing.
+
+    Raises:
+        ConfigError: `value` differs from `unset`.
+    """
+    if value != unset:
+        raise ConfigError(f"{name}={value!r} has no effect because {because}. {remedy}")
+
+
+def _own_hints(config_class: type) -> dict[str, Any]:
+    hints: dict[str, Any] = {}
+    for cls in reversed(config_class.__mro__):
+        if cls.__module__.startswith("prefrl."):
+            hints |= {n: h for n, h in typing.get_type_hints(cls, include_extras=True).items() if n in _annotations(cls)}
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return {name: hint for name, hint in hints.items() if name in names}
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    return dict(cls.__dict__.get("__annotations__", {}))
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    args = typing.get_args(hint)
+    is_union = typing.get_origin(hint) is not Annotated and type(None) in args
+    return [arg for arg in args if arg is not type(None)] if is_union else [hint]
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+
+
+def _check_bounds(name: str, value: Any, hint: Any) -> None:
+    if typing.get_origin(hint) is not Annotated or value is None:
+        return
+    bounds = typing.get_args(hint)[1:]
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ConfigError(f"{name}={value!r}: must be a number {_describe(bounds)}")
+    for bound in bounds:
+        ok = (
+            (isinstance(bound, Ge) and value >= bound.ge)
+            or (isinstance(bound, Gt) and value > bound.gt)
+            or (isinstance(bound, Le) and value <= bound.le)
+            or (isinstance(bound, Lt) and value < bound.lt)
+        )
+        if not ok:
+            raise ConfigError(f"{name}={value!r}: must be a number {_describe(bounds)}")
+
+
+def _describe(bounds: tuple[Any, ...]) -> str:
+    signs = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
+    return " and ".join(f"{signs[type(b)][0]} {getattr(b, signs[type(b)][1])}" for b in bounds)

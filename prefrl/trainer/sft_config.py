@@ -1,0 +1,59 @@
+"""Options of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.offline_config import OfflineConfig
+from prefrl.trainer.options import check_no_effect, opt, parse_json
+
+__all__ = ["SFTConfig"]
+
+
+@dataclass
+class SFTConfig(OfflineConfig):
+    """Options of `SFTTrainer`."""
+
+    learning_rate: float = opt(2e-5, "Initial learning rate.")
+    loss_type: Literal["nll", "dft"] = opt(
+        "nll", "nll: negative log-likelihood. dft: each token weighted by its own probability (arXiv 2508.05629)."
+    )
+    completion_only_loss: bool | None = opt(
+        None, "Learn the completion only. None: yes for prompt-completion data, no otherwise."
+    )
+    assistant_only_loss: bool = opt(False, "Learn the assistant's turns only; needs conversational data.")
+    dataset_text_field: str = opt("text", "Column of plain language-modelling data.")
+    chat_template_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments for the chat template; JSON on the command line."
+    )
+    packing: bool = opt(
+        False,
+        "Put several sequences into one row of at most max_length tokens, so that a batch of rows has an even size. "
+        "Nothing is padded either way.",
+    )
+    packing_strategy: Literal["bfd", "wrapped"] = opt(
+        "bfd", "bfd: best-fit decreasing, sequences stay whole. wrapped: one stream, cut at max_length."
+    )
+    eval_packing: bool | None = opt(None, "Pack the evaluation dataset. None: as packing.")
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        super().validate()
+        parse_json(self, "chat_template_kwargs")
+        if (self.packing or self.eval_packing) and self.max_length is None:
+            raise ConfigError("packing=True with max_length=None: packing fills rows of max_length tokens. Set it.")
+        if not (self.packing or self.eval_packing):
+            check_no_effect(
+                name="packing_strategy",
+                value=self.packing_strategy,
+                unset="bfd",
+                because="nothing is packed",
+                remedy="Set packing=True.",
+            )
+        if self.assistant_only_loss and self.completion_only_loss:
+            raise ConfigError(
+                "assistant_only_loss=True with completion_only_loss=True: choose one. assistant_only_loss learns every "
+                "assistant turn, completion_only_loss everything in the column completion."
+            )

@@ -1,0 +1,117 @@
+"""Supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefrl.data.packing import pack_dataset
+from prefrl.data.tokenize import prepare_sft_dataset
+from prefrl.losses import reduce
+from prefrl.losses.supervised import SUPERVISED_LOSSES
+from prefrl.metrics import Mean
+from prefrl.trainer.base_config import TRUNCATION_SIDES
+from prefrl.trainer.base_trainer import Optimizers
+from prefrl.trainer.offline_trainer import OfflineTrainer
+from prefrl.trainer.options import default_output_dir
+from prefrl.trainer.sft_config import SFTConfig
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+__all__ = ["SFTTrainer"]
+
+
+class SFTTrainer(OfflineTrainer):
+    """Minimises the mean over all trained tokens of -log pi(token), or of its DFT form.
+
+    Args:
+        model: Name, path or instance; trained in place.
+        args: Options; None: the defaults, in `<model name>-SFT`.
+        train_dataset: Language modelling (`text` or `messages`) or prompt-completion (`prompt`, `completion`) rows.
+        eval_dataset: One dataset, or several by name.
+        processing_class: Tokenizer; None: the model's.
+        callbacks: HuggingFace callbacks.
+        optimizers: Optimizer and scheduler to use instead of those that `args` describes.
+        peft_config: Train an adapter of this kind instead of the model.
+        formatting_func: Turns a row into text.
+
+    Raises:
+        ConfigError: Options that cannot work together.
+        DataError: A dataset that cannot be used; names the row and the column.
+
+    Source: dft is Wu et al. 2025, arXiv 2508.05629, eq. 9.
+    """
+
+    algorithm = "sft"
+    args: SFTConfig
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        args: SFTConfig | None = None,
+        *,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: PeftConfig | None = None,
+        formatting_func: Callable[[dict[str, Any]], str] | None = None,
+    ) -> None:
+        self.formatting_func = formatting_func
+        self.args = args or SFTConfig(output_dir=default_output_dir(model, "SFT"))
+        super().__init__(
+            model,
+            self.args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+        )
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Tokenise, mask, truncate and pack."""
+        if self.formatting_func is not None:
+            format_row = self.formatting_func
+            field = self.args.dataset_text_field
+            dataset = dataset.map(lambda row: {field: format_row(row)}, remove_columns=dataset.column_names)
+        dataset = prepare_sft_dataset(
+            dataset,
+            tokenizer,
+            max_length=self.args.max_length,
+            truncation=TRUNCATION_SIDES[self.args.truncation_mode],
+            completion_only_loss=self.args.completion_only_loss,
+            assistant_only_loss=self.args.assistant_only_loss,
+            text_field=self.args.dataset_text_field,
+            chat_template_kwargs=self.args.chat_template_kwargs,
+            num_proc=self.args.dataset_num_proc,
+        )
+        is_packed = self.args.packing if training or self.args.eval_packing is None else self.args.eval_packing
+        if is_packed:
+            return pack_dataset(dataset, max_length=self.args.max_length, strategy=self.args.packing_strategy)
+        return dataset
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Tokens that have a loss."""
+        return reduce.item_count(batch.trainable, batch.row_index, batch.num_rows, reduction="token", constant=None)
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """Sum of the token losses."""
+        scores = self.score(model, batch, want=("entropy", "correct"))
+        weights = reduce.token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="token")
+        total = (weights * SUPERVISED_LOSSES[self.args.loss_type](scores.logprobs)).sum()
+        count = weights.sum()
+        assert scores.entropy is not None and scores.correct is not None  # asked for above
+        metrics = {
+            "entropy": Mean((scores.entropy.detach() * weights).sum(), count),
+            "mean_token_accuracy": Mean((scores.correct * weights).sum(), count),
+        }
+        return LossOutput(total=total, metrics=metrics)

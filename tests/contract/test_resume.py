@@ -1,0 +1,57 @@
+"""A run that is resumed ends with the weights of a run that was never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.assets import tiny_model
+from tests.contract.cases import make_trainer, weights_of
+
+SAVED_AT = 3
+STEPS = 8
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("sft", {}),
+    ("sft", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+    ("grpo", {"beta": 0.0}),
+    # Saved in the middle of rollouts that are used 2 * 2 times.
+    ("grpo", {"steps_per_generation": 2, "num_iterations": 2}),
+    ("grpo", {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 3}),
+    ("grpo", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_resumed_run_is_bit_exact(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**ADAM, **options, "max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED_AT, "rows": 40}
+    whole = make_trainer(name, tmp_path, **settings)
+    whole.train()
+    resumed = make_trainer(name, tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED_AT}"))
+    start = weights_of(tiny_model())
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert any(not torch.equal(start[key], expected[key]) for key in start)
+    for key, value in expected.items():
+        assert torch.equal(value, actual[key]), key
+
+
+def test_resumed_run_generates_nothing_while_rollouts_are_left(tmp_path: Path) -> None:
+    settings = {**ADAM, "steps_per_generation": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make_trainer("grpo", tmp_path, **settings).train()
+    resumed = make_trainer("grpo", tmp_path, **settings)
+    resumed.generator = None  # type: ignore[attr-defined]  # any generation would fail
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+
+
+def test_resume_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    settings = {**ADAM, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer("grpo", tmp_path, **settings).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    (checkpoint / "rollouts_0_of_1.safetensors").rename(checkpoint / "rollouts_0_of_2.safetensors")
+    with pytest.raises(ValueError, match=r"process 0 of 1 .*rollouts_0_of_2"):
+        make_trainer("grpo", tmp_path, **settings).train(resume_from_checkpoint=str(checkpoint))

@@ -1,0 +1,83 @@
+"""The update does not depend on how the work is cut."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefrl.registry import REGISTRY
+from tests.contract.cases import make_trainer, relative_difference, update_of
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+
+CUTS: list[dict[str, Any]] = [
+    {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+    {"max_tokens_per_micro_batch": 60},
+    {"max_tokens_per_micro_batch": 1},
+    {"forward_plan": "packed"},
+    {"forward_plan": "padded"},
+    {"activation_checkpointing": True},
+]
+REDUCTIONS: dict[str, list[dict[str, Any]]] = {
+    "sft": [{"loss_type": "nll"}, {"loss_type": "dft"}, {"packing": True, "max_length": 48}],
+    "grpo": [
+        {"loss_type": "dapo", "beta": 0.0},
+        {"loss_type": "grpo", "beta": 0.04, "updates": 2, "num_iterations": 2, "max_steps": 4},
+        {"loss_type": "dr_grpo", "scale_rewards": "none", "mask_truncated_completions": True},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "scale_rewards": "batch"},
+    ],
+}
+VARIANTS = [(name, options) for name in REGISTRY for options in REDUCTIONS[name]]
+
+
+_expected: dict[str, torch.Tensor] = {}
+
+
+def expected_update(name: str, options: dict[str, Any], folder: Path) -> torch.Tensor:
+    """The update of a variant in one micro-batch on one process, computed once."""
+    key = f"{name}{options}"
+    if key not in _expected:
+        _expected[key] = update_of(make_trainer(name, folder, **with_cut(name, options, {})))
+        assert _expected[key].norm() > 1e-3
+    return _expected[key]
+
+
+def with_cut(name: str, options: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
+    """The options of a variant under a cut; `updates` are optimizer steps for each generation."""
+    merged = {**options, **cut}
+    updates = merged.pop("updates", 1)
+    if name == "grpo":
+        merged["steps_per_generation"] = updates * merged.get("gradient_accumulation_steps", 1)
+    return merged
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
+def test_same_update_for_every_cut(name: str, options: dict[str, Any], cut: dict[str, Any], tmp_path: Path) -> None:
+    expected = expected_update(name, options, tmp_path)
+    update = update_of(make_trainer(name, tmp_path, **with_cut(name, options, cut)))
+    assert relative_difference(update, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
+def test_same_update_on_two_processes(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    expected = expected_update(name, options, tmp_path)
+    result = tmp_path / "update.pt"
+    run_on_two_processes(name, with_cut(name, options, {"per_device_train_batch_size": 4}), result)
+    assert relative_difference(torch.load(result), expected) < TOLERANCE
+
+
+def run_on_two_processes(name: str, options: dict[str, Any], result: Path) -> None:
+    """Train on two gloo processes and store the update of rank 0."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "tests.contract.worker", name, repr(options), str(result)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]

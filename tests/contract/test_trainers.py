@@ -1,0 +1,98 @@
+"""What every trainer of the registry does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from prefrl.registry import REGISTRY
+from prefrl.types import TokenBatch
+from tests.assets import tiny_model
+from tests.contract.cases import dataset_of, make_trainer, relative_difference, update_of, weights_of
+
+NAMES = list(REGISTRY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_leaves_training_alone(name: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 3, "learning_rate": 0.05}
+    plain = update_of(make_trainer(name, tmp_path, **settings))
+    evaluated = make_trainer(
+        name, tmp_path, **settings, eval_strategy="steps", eval_steps=1, eval_dataset=dataset_of(name, 5)
+    )
+    assert torch.equal(update_of(evaluated), plain)
+    key = "eval_loss" if name == "sft" else "eval_reward"
+    values = [entry[key] for entry in evaluated.state.log_history if key in entry]
+    assert len(values) == 3
+    assert all(value == value for value in values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_model_gives_equal_outputs(name: str, tmp_path: Path) -> None:
+    trainer = make_trainer(name, tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    ids = torch.tensor([[7, 20, 33, 41]])
+    assert torch.equal(reloaded(ids).logits, trainer.model.eval()(ids).logits)
+    assert f"prefrl\n- {name}" in (tmp_path / "saved" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lora_moves_the_adapter_alone(name: str, tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = make_trainer(name, tmp_path, peft_config=config)
+    before = weights_of(trainer.model)
+    trainer.train()
+    changed = {key for key, value in weights_of(trainer.model).items() if not torch.equal(value, before[key])}
+    assert changed == {key for key in before if "lora_" in key}
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_users_model_is_trained_in_place_and_config_is_left_alone(name: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    trainer = make_trainer(name, tmp_path, model=model)
+    trainer.train()
+    assert trainer.model is model
+    assert trainer.args.gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_row_order_changes_nothing(name: str, tmp_path: Path) -> None:
+    trainer = make_trainer(name, tmp_path, gradient_accumulation_steps=1, beta=0.1) if name == "grpo" else make_trainer(name, tmp_path)
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1
+    items, count = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
+    batch = TokenBatch.concat(items[-1])
+    gradients = []
+    for rows in (range(batch.num_rows), reversed(range(batch.num_rows))):
+        trainer.model.zero_grad()
+        loss = trainer.compute_loss(trainer.model, batch.select(list(rows)), num_items_in_batch=count)
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
+    assert relative_difference(gradients[1], gradients[0]) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_left_over_at_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
+    trainer = make_trainer(name, tmp_path, rows=11, max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    # SFT: steps of 8 and 3 rows. GRPO: 2 prompts for each step, the eleventh waits for the next epoch's order.
+    assert trainer.state.global_step == (4 if name == "sft" else 10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_loss_is_logged_as_nan(name: str, tmp_path: Path) -> None:
+    trainer = make_trainer(name, tmp_path, max_steps=1)
+    compute_loss = trainer.compute_loss
+    trainer.compute_loss = lambda *a, **k: compute_loss(*a, **k) * float("nan")  # type: ignore[method-assign]
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] != losses[0]

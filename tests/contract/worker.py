@@ -1,0 +1,20 @@
+"""Run by the contract tests on several processes: trains and stores the update."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import torch
+
+from prefrl import distributed
+from tests.contract.cases import make_trainer, update_of
+
+if __name__ == "__main__":
+    name, options, result = sys.argv[1:]
+    trainer = make_trainer(name, Path(result).parent / "run", **ast.literal_eval(options))
+    assert trainer.args.world_size == 2, "torchrun started independent processes"
+    update = update_of(trainer)
+    if distributed.is_main():
+        torch.save(update, result)

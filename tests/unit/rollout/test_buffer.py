@@ -1,0 +1,86 @@
+"""Reuse and storage of rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefrl.errors import DataError
+from prefrl.rollout.buffer import Minibatch, RolloutBuffer
+from prefrl.types import TokenBatch
+
+
+def batch(start: int) -> TokenBatch:
+    return TokenBatch(
+        prompt_ids=torch.tensor([start, start + 1, start + 2]),
+        prompt_lengths=(1, 2),
+        prompt_index=(0, 1, 1),
+        response_ids=torch.arange(6) + start,
+        response_lengths=(3, 1, 2),
+        trainable=torch.tensor([True, False, True, True, True, False]),
+        group_index=(4, 5, 5),
+        advantages=torch.linspace(-1, 1, 6) / 3,
+    )
+
+
+def filled(num_iterations: int = 2) -> RolloutBuffer:
+    buffer = RolloutBuffer(num_iterations)
+    buffer.fill([Minibatch([batch(10), batch(20)], 6.0), Minibatch([batch(30)], 3.0)])
+    return buffer
+
+
+def test_minibatches_come_in_the_same_order_in_each_iteration() -> None:
+    buffer = filled()
+    starts = []
+    while not buffer.is_spent:
+        starts.append(int(buffer.next().micro_batches[0].response_ids[0]))
+    assert starts == [10, 30, 10, 30]
+    with pytest.raises(IndexError, match="spent"):
+        buffer.next()
+
+
+def test_old_logprobs_are_kept_for_the_minibatch_handed_out_last() -> None:
+    buffer = filled()
+    buffer.next()
+    buffer.keep_old_logprobs([torch.full((6,), -1.0), torch.full((6,), -2.0)])
+    assert buffer.next().micro_batches[0].old_logprobs is None
+    again = buffer.next().micro_batches
+    assert [float(b.old_logprobs[0]) for b in again if b.old_logprobs is not None] == [-1.0, -2.0]
+
+
+def test_a_buffer_survives_storage_bit_by_bit(tmp_path: Path) -> None:
+    buffer = filled()
+    buffer.next()
+    buffer.save(tmp_path / "rollouts.safetensors")
+    restored = RolloutBuffer(2)
+    restored.load(tmp_path / "rollouts.safetensors")
+    assert restored.position == 1
+    for mine, theirs in zip(buffer.minibatches, restored.minibatches, strict=True):
+        assert mine.num_items == theirs.num_items
+        for a, b in zip(mine.micro_batches, theirs.micro_batches, strict=True):
+            assert (a.prompt_lengths, a.prompt_index, a.response_lengths, a.group_index) == (
+                b.prompt_lengths,
+                b.prompt_index,
+                b.response_lengths,
+                b.group_index,
+            )
+            assert a.tensors().keys() == b.tensors().keys()
+            assert all(torch.equal(tensor, b.tensors()[name]) for name, tensor in a.tensors().items())
+
+
+def test_a_spent_buffer_is_stored_empty(tmp_path: Path) -> None:
+    buffer = filled(1)
+    buffer.next()
+    buffer.next()
+    buffer.save(tmp_path / "rollouts.safetensors")
+    restored = RolloutBuffer(1)
+    restored.load(tmp_path / "rollouts.safetensors")
+    assert restored.is_spent
+
+
+def test_another_number_of_iterations_is_refused(tmp_path: Path) -> None:
+    filled().save(tmp_path / "rollouts.safetensors")
+    with pytest.raises(DataError, match="num_iterations was 2 .* is 3 now"):
+        RolloutBuffer(3).load(tmp_path / "rollouts.safetensors")

@@ -1,0 +1,194 @@
+"""What the design promises about the code itself. Layers and forbidden imports are import-linter's, see pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import grimp
+import pytest
+import yaml
+from transformers import Trainer
+
+import prefrl
+from prefrl.losses.policy import POLICY_LOSSES
+from prefrl.losses.supervised import SUPERVISED_LOSSES
+from prefrl.registry import REGISTRY, Algorithm
+from prefrl.scripts.arguments import RewardArguments, ScriptArguments
+from prefrl.scripts.parser import CommandParser
+from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.offline_trainer import OfflineTrainer
+from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.sft_config import SFTConfig
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "prefrl").rglob("*.py"))
+ALGORITHMS = [pytest.param(row, id=row.name) for row in REGISTRY.values()]
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_LEAF_LINES = 150
+
+# Parameters of each HuggingFace method that a trainer of ours overrides or calls through super(). If this fails after
+# an upgrade of transformers, read the method's new body before changing a line here.
+HOOKS = {
+    "_load_optimizer_and_scheduler": ["checkpoint"],
+    "_prepare_inputs": ["inputs"],
+    "_save_optimizer_and_scheduler": ["output_dir"],
+    "_track_num_input_tokens": ["inputs"],
+    "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+    "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
+    "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
+    "floating_point_ops": ["inputs"],
+    "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
+    "get_eval_dataloader": ["eval_dataset"],
+    "get_train_dataloader": [],
+    "log": ["logs", "start_time"],
+    "save_model": ["output_dir", "_internal_call"],
+    "training_step": ["model", "inputs", "num_items_in_batch"],
+}
+# Their arguments are passed on or ignored as they are.
+VARIADIC = {"__init__", "create_model_card"}
+
+# Optional packages that `require` may be asked for, and where.
+OPTIONAL = {
+    "peft": ("prefrl/models/", "prefrl/scripts/train.py"),
+    "math_verify": ("prefrl/rewards/",),
+    "matplotlib": ("prefrl/scripts/",),
+}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("row", ALGORITHMS)
+def test_config_and_trainer_of_each_algorithm_are_public(row: Algorithm) -> None:
+    for path, loaded in ((row.config, row.load_config()), (row.trainer, row.load_trainer())):
+        name = path.partition(":")[2]
+        assert name in prefrl.__all__
+        assert getattr(prefrl, name) is loaded
+
+
+def test_no_public_config_or_trainer_is_outside_the_registry() -> None:
+    registered = {path.partition(":")[2] for row in REGISTRY.values() for path in (row.config, row.trainer)}
+    assert {name for name in prefrl.__all__ if name.endswith(("Config", "Trainer"))} == registered
+
+
+def test_each_algorithm_has_one_docs_page_and_the_site_lists_it() -> None:
+    pages = {relative(path) for path in (ROOT / "docs/trainers").glob("*.md")}
+    assert pages == {row.docs for row in REGISTRY.values()}
+    assert {row.docs for row in REGISTRY.values()} == {f"docs/trainers/{name}.md" for name in REGISTRY}
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    missing = [path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT / "docs").as_posix() not in navigation]
+    assert not missing
+
+
+@pytest.mark.parametrize("row", ALGORITHMS)
+def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) -> None:
+    trainer = row.load_trainer()
+    assert trainer.__bases__ in ((OfflineTrainer,), (OnlineTrainer,))
+    assert OfflineTrainer.__bases__ == OnlineTrainer.__bases__ == (BaseTrainer,)
+    assert BaseTrainer.__bases__ == (Trainer,)
+    assert trainer.algorithm == row.name
+    assert len(inspect.getsource(trainer).splitlines()) <= MAX_LEAF_LINES
+
+
+def test_configs_import_no_trainer() -> None:
+    graph = grimp.build_graph("prefrl", exclude_type_checking_imports=True)
+    trainers = {row.trainer.partition(":")[0] for row in REGISTRY.values()}
+    for row in REGISTRY.values():
+        assert not trainers & graph.find_upstream_modules(row.config.partition(":")[0])
+
+
+def test_closed_sets_of_the_configs_are_the_keys_of_the_tables() -> None:
+    hints = {config: get_type_hints(config) for config in (GRPOConfig, SFTConfig)}
+    assert set(get_args(hints[GRPOConfig]["loss_type"])) == set(POLICY_LOSSES)
+    assert set(get_args(hints[SFTConfig]["loss_type"])) == set(SUPERVISED_LOSSES)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.isascii()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    long = [
+        node.name
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _lines_of_code(node) > MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def _lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    docstring = function.body[0] if ast.get_docstring(function) is not None else None
+    if docstring is not None and docstring.end_lineno is not None:
+        lines -= docstring.end_lineno - docstring.lineno + 1
+    return lines
+
+
+def test_optional_packages_are_asked_for_in_their_places_only() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require"):
+                continue
+            assert isinstance(node.args[0], ast.Constant), relative(path)
+            package = str(node.args[0].value).partition(".")[0]
+            assert relative(path).startswith(OPTIONAL[package]), package
+
+
+@pytest.mark.parametrize("name", sorted(HOOKS))
+def test_hooks_of_the_huggingface_loop_have_the_signature_that_was_read(name: str) -> None:
+    parameters = inspect.signature(getattr(Trainer, name)).parameters
+    assert [parameter for parameter in parameters if parameter != "self"] == HOOKS[name]
+
+
+def test_every_overridden_hook_is_pinned() -> None:
+    classes = [BaseTrainer, OfflineTrainer, OnlineTrainer, *(row.load_trainer() for row in REGISTRY.values())]
+    overridden = {
+        name
+        for cls in classes
+        for name, value in vars(cls).items()
+        if inspect.isfunction(value) and name in vars(Trainer)
+    }
+    assert overridden - VARIADIC == set(HOOKS)
+
+
+def test_transformers_still_reads_the_flag_that_the_loss_is_scaled_already() -> None:
+    # Without it, HuggingFace would divide by gradient_accumulation_steps once more.
+    assert "loss_is_scaled_for_ga" in inspect.getsource(Trainer.training_step)
+
+
+def _yaml_texts() -> list[object]:
+    files = [(relative(path), path.read_text(encoding="utf-8")) for path in sorted((ROOT / "examples").glob("*.yaml"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    blocks = [
+        (f"{relative(page)}:{i}", block)
+        for page in pages
+        for i, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
+    ]
+    return [pytest.param(text, id=name) for name, text in files + blocks]
+
+
+@pytest.mark.parametrize("text", _yaml_texts())
+def test_every_yaml_of_examples_and_docs_is_a_config(text: str, tmp_path: Path) -> None:
+    """The first line names the algorithm: `# prefrl grpo --config ...`."""
+    found = re.match(r"# prefrl (\w+) ", text)
+    assert found, "the first line must be: # prefrl <algorithm> --config <file>"
+    row = REGISTRY[found[1]]
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    arguments = RewardArguments if "reward_funcs" in yaml.safe_load(text) else ScriptArguments
+    parser = CommandParser(row.name, (arguments, row.load_config()), "")
+    parser.parse(["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=relative)
+def test_examples_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 60

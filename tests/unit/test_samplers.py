@@ -1,0 +1,75 @@
+"""Rows of a step are the same however they are cut."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
+
+sizes = st.integers(1, 5)
+
+
+@given(num_rows=st.integers(1, 60), micro=sizes, accumulation=sizes, world=st.integers(1, 4), epoch=st.integers(0, 3))
+def test_steps_hold_the_same_rows_for_any_world_size(
+    num_rows: int, micro: int, accumulation: int, world: int, epoch: int
+) -> None:
+    def steps(micro: int, accumulation: int, world: int) -> list[list[int]]:
+        ranks = []
+        for rank in range(world):
+            sampler = StepBatchSampler(
+                num_rows,
+                micro_batch_size=micro,
+                micro_batches_per_step=accumulation,
+                rank=rank,
+                world_size=world,
+                shuffle=True,
+                seed=7,
+            )
+            sampler.set_epoch(epoch)
+            items = list(sampler)
+            assert len(items) == len(sampler)
+            assert all(len(item) <= micro for item in items)
+            ranks.append([sum(items[i : i + accumulation], []) for i in range(0, len(items), accumulation)])
+        assert len({len(rank) for rank in ranks}) == 1
+        return [sum((rank[i] for rank in ranks), []) for i in range(len(ranks[0]))]
+
+    cut = steps(micro, accumulation, world)
+    assert cut == steps(micro * accumulation * world, 1, 1)
+    assert sorted(sum(cut, [])) == list(range(num_rows))
+
+
+def test_epochs_have_different_orders() -> None:
+    sampler = StepBatchSampler(50, micro_batch_size=50, shuffle=True, seed=1)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_drop_last_leaves_the_shorter_step_out() -> None:
+    sampler = StepBatchSampler(11, micro_batch_size=2, micro_batches_per_step=2, drop_last=True)
+    assert list(sampler) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert len(sampler) == 4
+
+
+def test_prompts_come_once_for_each_window_and_stay_on_one_rank() -> None:
+    def of_rank(rank: int) -> list[list[int]]:
+        sampler = GenerationBatchSampler(
+            9, prompts_per_window=4, items_per_window=3, rank=rank, world_size=2, shuffle=False, seed=0
+        )
+        assert len(list(sampler)) == len(sampler)
+        return list(sampler)
+
+    assert of_rank(0) == [[0, 1], [], [], [4, 5], [], []]
+    assert of_rank(1) == [[2, 3], [], [], [6, 7], [], []]
+
+
+def test_loader_hands_the_epoch_on() -> None:
+    sampler = StepBatchSampler(10, micro_batch_size=10, shuffle=True)
+    loader = EpochDataLoader(list(range(10)), sampler, collate_fn=list)
+    first = list(loader)
+    loader.set_epoch(1)
+    assert sampler.epoch == 1
+    assert list(loader) != first

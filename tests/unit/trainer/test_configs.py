@@ -1,0 +1,118 @@
+"""One parameter for each rule of each config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl import ConfigError, GRPOConfig, SFTConfig
+
+GRPO_RULES = [
+    pytest.param({"num_generations": 1}, "num_generations=1: group advantages need at least 2", id="singleton group"),
+    pytest.param({"num_generations": 3}, "multiple of num_generations=3.* nearest that works is 9", id="indivisible"),
+    pytest.param({"loss_type": "ppo"}, "loss_type='ppo': must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo'", id="loss"),
+    pytest.param({"epsilon": -0.1}, "epsilon=-0.1: must be a number >= 0 and <= 1", id="epsilon"),
+    pytest.param({"epsilon": float("nan")}, "epsilon=nan: must be a number", id="nan"),
+    pytest.param({"delta": 1.1}, r"delta=1.1: must be above 1 \+ epsilon_high = 1.2", id="delta"),
+    pytest.param({"beta": -1}, "beta=-1: must be a number >= 0", id="beta"),
+    pytest.param({"beta": True}, "beta=True: must be a number", id="bool as number"),
+    pytest.param({"temperature": 0.0}, "temperature=0.0: must be a number > 0", id="temperature"),
+    pytest.param({"top_p": 1.5}, "top_p=1.5: must be a number > 0 and <= 1", id="top_p"),
+    pytest.param({"scale_rewards": "std"}, "scale_rewards='std': must be one of 'group', 'batch', 'none'", id="scale"),
+    pytest.param({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model=True with beta=0.0", id="no reference"),
+    pytest.param({"ref_model_sync_steps": 3}, "ref_model_sync_steps=3 has no effect because sync_ref_model", id="sync"),
+    pytest.param({"ref_model_mixup_alpha": 0.3}, "ref_model_mixup_alpha=0.3 has no effect", id="alpha"),
+    pytest.param({"num_completions_to_print": 3}, "num_completions_to_print=3 has no effect", id="print"),
+    pytest.param(
+        {"generation_batch_size": 16, "steps_per_generation": 2}, "set one of them", id="both generation sizes"
+    ),
+    pytest.param({"generation_batch_size": 12}, "generation_batch_size=12: must be a multiple of 8", id="gen size"),
+    pytest.param(
+        {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+        "steps_per_generation=3: must be a multiple of gradient_accumulation_steps=2",
+        id="steps per generation",
+    ),
+    pytest.param(
+        {"filter_overlong_prompts": True, "max_prompt_length": None}, "max_prompt_length=None", id="nothing to filter"
+    ),
+    pytest.param({"truncation_mode": "left"}, "truncation_mode='left': must be one of 'keep_start'", id="truncation"),
+    pytest.param({"chat_template_kwargs": "{a"}, "chat_template_kwargs='{a': must be a JSON object", id="json"),
+]
+SFT_RULES = [
+    pytest.param({"loss_type": "mse"}, "loss_type='mse': must be one of 'nll', 'dft'", id="loss"),
+    pytest.param({"packing": True, "max_length": None}, "packing=True with max_length=None", id="packing"),
+    pytest.param({"packing_strategy": "wrapped"}, "packing_strategy='wrapped' has no effect", id="strategy"),
+    pytest.param(
+        {"assistant_only_loss": True, "completion_only_loss": True}, "choose one", id="two kinds of completion"
+    ),
+    pytest.param({"max_length": 1}, "max_length=1: must be a number >= 2", id="length"),
+    pytest.param({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 has no effect", id="label smoothing"),
+    pytest.param({"remove_unused_columns": True}, "remove_unused_columns=True: must be False", id="columns"),
+    pytest.param(
+        {"train_sampling_strategy": "group_by_length"}, "must be 'random' or 'sequential'", id="group by length"
+    ),
+    pytest.param({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0: must be a number >= 1", id="tokens"),
+    pytest.param({"forward_plan": "dense"}, "forward_plan='dense': must be one of 'auto'", id="plan"),
+    pytest.param({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported", id="auto batch"),
+    pytest.param({"include_num_input_tokens_seen": "all"}, "Read num_tokens", id="tokens seen"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), GRPO_RULES)
+def test_grpo_config_refuses(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **overrides)
+
+
+@pytest.mark.parametrize(("overrides", "message"), SFT_RULES)
+def test_sft_config_refuses(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SFTConfig(output_dir=str(tmp_path), use_cpu=True, **overrides)
+
+
+def test_defaults_are_those_of_the_trl_grpo_page(tmp_path: Path) -> None:
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    expected = {
+        "learning_rate": 1e-6,
+        "max_prompt_length": 512,
+        "num_generations": 8,
+        "max_completion_length": 256,
+        "temperature": 0.9,
+        "top_p": 1.0,
+        "top_k": 50,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "beta": 0.04,
+        "num_iterations": 1,
+        "epsilon": 0.2,
+        "epsilon_high": None,
+        "reward_weights": None,
+        "sync_ref_model": False,
+        "ref_model_mixup_alpha": 0.6,
+        "ref_model_sync_steps": 512,
+        "log_completions": False,
+        "remove_unused_columns": False,
+        "model_init_kwargs": None,
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch")])
+def test_scale_rewards_takes_the_old_booleans(given: Any, meant: str, tmp_path: Path) -> None:
+    assert GRPOConfig(output_dir=str(tmp_path), use_cpu=True, scale_rewards=given).scale_rewards == meant
+
+
+def test_json_options_are_parsed(tmp_path: Path) -> None:
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs='{"revision": "main"}')
+    assert config.model_init_kwargs == {"revision": "main"}
+
+
+def test_generation_sizes_follow_from_each_other(tmp_path: Path) -> None:
+    config = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, gradient_accumulation_steps=2, generation_batch_size=32
+    )
+    assert config.micro_batches_per_generation == 4
+    assert config.updates_per_generation == 2
+    assert config.completions_per_rank == 32
