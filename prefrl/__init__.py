@@ -21,7 +21,7 @@ _HOME = {
     "WeightSyncError": "prefrl.errors",
 }
 
-__all__ = [*_HOME]  # noqa: PLE0604  # strings, all of them
+__all__ = [*_HOME]  # strings, all of them
 __version__ = "0.1.0"
 
 

@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+from prefrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.types import Completion
 
-__all__ = ["Generator", "SamplingParams", "WeightSource"]
+__all__ = ["Generator", "LogprobsMode", "SamplingParams", "WeightSource"]
 
 # Names as in the checkpoint, full (unsharded) tensors; read lazily, in order.
 WeightSource = Iterable[tuple[str, "Tensor"]]
 
+# "sampled": of the distribution really sampled from; "raw": untruncated, at temperature 1.
+LogprobsMode = Literal["sampled", "raw"]
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are drawn. `temperature=0` is greedy decoding."""
+    """How completions are drawn. `temperature=0` is greedy decoding, whose "sampled" log-probs are all 0.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
 
     num_samples: int  # completions of each prompt
     max_tokens: int
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float | None = None
+    top_p: float = 1.0  # 1 switches it off
+    top_k: int | None = None  # None and 0 switch it off
+    min_p: float | None = None  # None and 0 switch it off
     repetition_penalty: float = 1.0
     # Besides those of the generation config and the tokenizer.
     stop_token_ids: tuple[int, ...] = ()
-    # "sampled": of the distribution really sampled from; "raw": untruncated, at temperature 1.
-    logprobs: Literal["sampled", "raw"] = "sampled"
+    logprobs: LogprobsMode = "sampled"
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _check("num_samples", self.num_samples, self.num_samples >= 1, "must be at least 1")
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "must be at least 1")
+        is_temperature = self.temperature >= 0 and math.isfinite(self.temperature)
+        _check("temperature", self.temperature, is_temperature, "must be at least 0; 0 is greedy decoding")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]; 1 switches it off")
+        _check("top_k", self.top_k, self.top_k is None or self.top_k >= 0, "must be at least 1; None switches it off")
+        _check("min_p", self.min_p, self.min_p is None or 0 <= self.min_p <= 1, "must be in [0, 1] or None")
+        is_penalty = self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)
+        _check("repetition_penalty", self.repetition_penalty, is_penalty, "must be above 0; 1 switches it off")
+        modes = get_args(LogprobsMode)
+        _check("logprobs", self.logprobs, self.logprobs in modes, f"must be one of {modes}")
+
+
+def _check(field: str, value: object, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
 class Generator(Protocol):

@@ -17,6 +17,7 @@ from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.load import load_model, load_tokenizer
+from prefrl.models.modes import eval_mode
 from prefrl.trainer.model_card import write_model_card
 from prefrl.types import LossOutput, TokenBatch
 
@@ -236,16 +237,11 @@ class BaseTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
         model = distributed.unwrap(self.model).to(self.args.device)
-        was_training = model.training
-        model.eval()
         num_rows = 0
-        try:
-            with torch.no_grad():
-                for item in dataloader:
-                    merge(self.metrics["eval"], self.evaluation_step(model, item))
-                    num_rows += self.rows_of(item)
-        finally:
-            model.train(was_training)
+        with eval_mode(model), torch.no_grad():
+            for item in dataloader:
+                merge(self.metrics["eval"], self.evaluation_step(model, item))
+                num_rows += self.rows_of(item)
         (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
         values = {f"{metric_key_prefix}_{name}": value for name, value in self._drain("eval").items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))

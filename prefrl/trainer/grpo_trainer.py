@@ -106,12 +106,13 @@ class GRPOTrainer(OnlineTrainer):
 
     def num_items(self, batch: TokenBatch) -> Tensor:
         """Tokens, sequences or a constant, as the loss asks."""
+        reduction = POLICY_LOSSES[self.args.loss_type].reduction
         return reduce.item_count(
             batch.trainable,
             batch.row_index,
             batch.num_rows,
-            reduction=POLICY_LOSSES[self.args.loss_type].reduction,
-            constant=self.args.max_completion_length,
+            reduction=reduction,
+            constant=self.args.max_completion_length if reduction == "constant" else None,
         )
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:

@@ -9,13 +9,15 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from prefrl import __version__
+
 __all__ = ["write_model_card"]
 
 _PAPERS = {
     "sft": "Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.",
     "grpo": "Group relative policy optimisation: DeepSeekMath, [arXiv 2402.03300](https://arxiv.org/abs/2402.03300).",
 }
-_PACKAGES = ("prefrl", "transformers", "torch", "datasets", "tokenizers")
+_PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 
 
 def write_model_card(
@@ -55,6 +57,7 @@ def write_model_card(
 
 ## Versions
 
+- prefrl {__version__}
 {chr(10).join(f"- {package} {version(package)}" for package in _PACKAGES)}
 """
     ModelCard(text).save(folder / "README.md")

@@ -19,8 +19,8 @@ from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.local import LocalGenerator
 from prefrl.metrics import Mean, Metric, merge
-from prefrl.models.forward import token_logprobs
-from prefrl.models.reference import make_reference
+from prefrl.models.modes import eval_mode
+from prefrl.models.reference import logprobs_in_pieces, make_reference
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, collect, prompt_seed, to_token_batch
@@ -86,11 +86,19 @@ class OnlineTrainer(BaseTrainer):
             peft_config=peft_config,
         )
         self._check_dataset_size()
-        self.reference = make_reference(self.model, beta=args.beta, is_new_adapter=peft_config is not None)
+        self.reference = make_reference(
+            self.model,
+            beta=args.beta,
+            moves=args.sync_ref_model,
+            max_tokens=args.max_tokens_per_micro_batch,
+            plan=args.forward_plan,
+        )
         if args.sync_ref_model and self.reference is not None:
             alpha, steps = args.ref_model_mixup_alpha, args.ref_model_sync_steps
             self.add_callback(SyncReference(self.reference, alpha=alpha, steps=steps))
-        self.generator = LocalGenerator(self.model, tokenizer=self.processing_class)
+        self.generator = LocalGenerator(
+            self.model, tokenizer=self.processing_class, max_rows=args.completions_per_rank
+        )
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
         self._fresh_logprobs: list[Tensor] = []
         self._step_started = 0.0
@@ -248,19 +256,15 @@ class OnlineTrainer(BaseTrainer):
 
     def _frozen_logprobs(self, batch: TokenBatch) -> Tensor:
         model = distributed.unwrap(self.model)
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                scores = token_logprobs(
-                    model,
-                    batch.to(self.args.device),
-                    temperature=self.scoring_temperature,
-                    plan=self.args.forward_plan,
-                )
-        finally:
-            model.train(was_training)
-        return scores.logprobs.to(batch.device)
+        with eval_mode(model):
+            logprobs = logprobs_in_pieces(
+                model,
+                batch.to(self.args.device),
+                temperature=self.scoring_temperature,
+                max_tokens=self.args.max_tokens_per_micro_batch,
+                plan=self.args.forward_plan,
+            )
+        return logprobs.to(batch.device)
 
     def training_step(
         self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None

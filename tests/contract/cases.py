@@ -45,6 +45,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def stopping_model() -> PreTrainedModel:
+    """Every fifth token ends a completion, so that lengths differ and some are cut off."""
+    return tiny_model(eos_token_id=[1, *range(10, 128, 5)])
+
+
 def make_trainer(
     algorithm: str, output_dir: Path, *, model: PreTrainedModel | None = None, rows: int = 24, **options: Any
 ) -> BaseTrainer:
@@ -73,7 +78,7 @@ def make_trainer(
     arguments: dict[str, Any] = {"train_dataset": dataset_of(algorithm, rows), "processing_class": tiny_tokenizer()}
     if algorithm == "grpo":
         arguments["reward_funcs"] = ragged_reward
-    return row.load_trainer()(model=model or tiny_model(), args=config, **arguments, **extra)
+    return row.load_trainer()(model=model or stopping_model(), args=config, **arguments, **extra)
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.assets import tiny_model
-from tests.contract.cases import make_trainer, weights_of
+from tests.contract.cases import make_trainer, stopping_model, weights_of
 
 SAVED_AT = 3
 STEPS = 8
@@ -32,7 +31,7 @@ def test_resumed_run_is_bit_exact(name: str, options: dict[str, Any], tmp_path: 
     whole.train()
     resumed = make_trainer(name, tmp_path, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED_AT}"))
-    start = weights_of(tiny_model())
+    start = weights_of(stopping_model())
     expected, actual = weights_of(whole.model), weights_of(resumed.model)
     assert any(not torch.equal(start[key], expected[key]) for key in start)
     for key, value in expected.items():

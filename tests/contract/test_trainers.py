@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
-from tests.assets import tiny_model
-from tests.contract.cases import dataset_of, make_trainer, relative_difference, update_of, weights_of
+from tests.contract.cases import dataset_of, make_trainer, relative_difference, stopping_model, update_of, weights_of
 
 NAMES = list(REGISTRY)
 
@@ -57,7 +56,7 @@ def test_lora_moves_the_adapter_alone(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_users_model_is_trained_in_place_and_config_is_left_alone(name: str, tmp_path: Path) -> None:
-    model = tiny_model()
+    model = stopping_model()
     trainer = make_trainer(name, tmp_path, model=model)
     trainer.train()
     assert trainer.model is model

@@ -1,4 +1,4 @@
-"""What the design promises about the code itself. Layers and forbidden imports are import-linter's, see pyproject.toml."""
+"""What the design promises about the code itself. Layers and forbidden imports are import-linter's."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_each_algorithm_has_one_docs_page_and_the_site_lists_it() -> None:
     assert pages == {row.docs for row in REGISTRY.values()}
     assert {row.docs for row in REGISTRY.values()} == {f"docs/trainers/{name}.md" for name in REGISTRY}
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    missing = [path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT / "docs").as_posix() not in navigation]
+    missing = [
+        path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT / "docs").as_posix() not in navigation
+    ]
     assert not missing
 
 

@@ -1,0 +1,80 @@
+# Two targets do everything on a fresh machine: `make demo` and `make test`. Needs GNU make, a POSIX shell and Python >= 3.11.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Torch threads fight with test workers for the cores, so that a test has one thread.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU.
+GPU_PYTHON ?= python3
+
+.PHONY: demo test check bench gpu lint types imports unit demo-gain clean help
+
+help:
+	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
+	@echo "make test    install the test tools too and run everything that continuous integration runs"
+	@echo "make check   lint, types, imports, unit and property tests"
+	@echo "make bench   memory and speed of the loss step"
+	@echo "make gpu     the tests and the benchmark that need a CUDA device, with $(GPU_PYTHON)"
+	@echo "make clean   remove $(VENV) and the caches"
+
+demo: $(VENV)/.runtime
+	$(BIN)/prefrl demo
+
+# pytest comes last, so that its summary ends the log.
+test: lint types imports demo-gain
+	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
+
+check: lint types imports unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.dev
+	$(BIN)/lint-imports --no-logo
+
+unit: $(VENV)/.dev
+	$(PYTEST) -n $(WORKERS) tests/unit tests/property
+
+demo-gain: $(VENV)/.dev
+	rm -rf runs/demo-gain
+	$(BIN)/prefrl demo --seed 0 --output_dir runs/demo-gain
+	$(BIN)/python .ci/demo_gain.py runs/demo-gain/summary.json
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/logprob_memory.py
+	$(BIN)/python benchmarks/loss_step.py
+
+gpu:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
+	@files=$$(grep -rlE 'mark\.gpu' tests --include='test_*.py'); \
+	if [ -z "$$files" ]; then echo 'make gpu: no test is marked gpu'; exit 1; fi; \
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -ra --forbid-skips $$files; status=$$?; \
+	if [ $$status -eq 5 ]; then echo 'make gpu: no test was collected'; fi; exit $$status
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/loss_step.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# Torch first and pinned: pip must never choose another version for it.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "prefrl needs Python >= 3.11; set PYTHON=/path/to/it")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install '$(TORCH)'
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[plot]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.runtime

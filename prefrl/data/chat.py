@@ -1,0 +1,296 @@
+"""Chat templates: rendering, and finding an assistant's tokens by comparing renderings.
+
+No template is known by name. Where a turn starts and stops in the rendered conversation is found from renderings of
+parts of the conversation, or, where the template renders a part otherwise than the whole (drops earlier thinking,
+say), from renderings with the turn's content replaced by a marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prefrl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from prefrl.data.formats import Message
+
+__all__ = [
+    "ChatTemplate",
+    "EncodedText",
+    "Span",
+    "assistant_spans",
+    "completion_start",
+    "encode",
+    "join_prompt",
+    "prompt_text",
+    "special_tokens",
+    "trim_after_end_token",
+]
+
+_MARKER = "prefrlTurnContentMarker"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters `start` to `stop` (exclusive) of a rendered text."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """A text's tokens and, for each, whether it belongs to one of the spans asked for."""
+
+    token_ids: list[int]
+    in_span: list[bool]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template with all that a rendering depends on besides the messages."""
+
+    tokenizer: PreTrainedTokenizerBase
+    special_tokens: tuple[str, ...]  # as `special_tokens` lists them; asked for once, because it is slow
+    tools: Sequence[Mapping[str, Any]] | None = None
+    kwargs: Mapping[str, Any] | None = None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: The conversation.
+            add_generation_prompt: End with the header of an assistant's turn.
+            continue_final_message: Leave the last turn open, so that generation goes on with it.
+        Raises:
+            DataError: The tokenizer has no chat template, or the template raises; names template and turn.
+        """
+        if self.tokenizer.chat_template is None:
+            raise DataError(
+                f"tokenizer {self.name!r} has no chat template, but the dataset is conversational. Set "
+                "tokenizer.chat_template, use the tokenizer of an instruction-tuned model, or give plain text"
+            )
+        try:
+            return self._apply(messages, add_generation_prompt, continue_final_message)
+        except Exception as error:  # a template is a program that came with the tokenizer: it may raise anything
+            turn = self._failing_turn(messages, str(error))
+            raise DataError(
+                f"chat template of {self.name!r} failed at message {turn} "
+                f"(role {messages[turn]['role']!r}) of {len(messages)}: {type(error).__name__}: {error}. "
+                "Change the conversation, the template or chat_template_kwargs"
+            ) from error
+
+    def try_render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
+        """The text of a part of a conversation; None if the template does not accept the part on its own."""
+        try:
+            return self._apply(messages, add_generation_prompt, False)
+        except Exception:  # see render; many templates refuse no messages, or a last message of some role
+            return None
+
+    @property
+    def name(self) -> str:
+        """How messages call the template: the name of its tokenizer."""
+        return str(self.tokenizer.name_or_path or type(self.tokenizer).__name__)
+
+    def _apply(self, messages: Sequence[Message], add_generation_prompt: bool, continue_final_message: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(self.tools) if self.tools else None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **(self.kwargs or {}),
+        )
+        return text
+
+    def _failing_turn(self, messages: Sequence[Message], reason: str) -> int:
+        for turn in range(len(messages)):
+            try:
+                self._apply(messages[: turn + 1], False, False)
+            except Exception as error:  # looking for the turn whose error is the one to report
+                if str(error) == reason:
+                    return turn
+        return len(messages) - 1
+
+
+def prompt_text(template: ChatTemplate, messages: Sequence[Message]) -> str:
+    """A prompt as generation reads it: open for an assistant's turn, or in the middle of the one it ends with.
+
+    Raises:
+        DataError: The prompt cannot be rendered.
+    """
+    if messages[-1]["role"] == "assistant":
+        return template.render(messages, continue_final_message=True)
+    return template.render(messages, add_generation_prompt=True)
+
+
+def join_prompt(prompt: Sequence[Message], completion: Sequence[Message]) -> list[Message]:
+    """One conversation of a prompt and its completion.
+
+    A prompt that ends with an assistant's turn is one that generation continues: the completion's first message goes
+    on in that same turn.
+
+    Raises:
+        DataError: The completion does not start with an assistant's turn, or cannot continue the prompt's last one.
+    """
+    if completion[0]["role"] != "assistant":
+        raise DataError(
+            f"column 'completion' starts with role {completion[0]['role']!r}: needs 'assistant'. "
+            "Move what the model does not write into the prompt"
+        )
+    if prompt[-1]["role"] != "assistant":
+        return [*prompt, *completion]
+    opening, rest = prompt[-1], completion[0]
+    if not isinstance(opening.get("content"), str) or not isinstance(rest.get("content"), str):
+        raise DataError(
+            "column 'prompt' ends with an assistant's message that the completion continues: both need content as str"
+        )
+    joined = {**opening, **rest, "content": opening["content"] + rest["content"]}
+    return [*prompt[:-1], joined, *completion[1:]]
+
+
+def completion_start(
+    template: ChatTemplate, prompt: Sequence[Message], conversation: Sequence[Message], text: str
+) -> int:
+    """The character of `text` at which a completion starts.
+
+    Args:
+        template: Rendered both texts.
+        prompt: The conversation before the completion.
+        conversation: Prompt and completion, as `join_prompt` makes it.
+        text: The rendered conversation.
+    Raises:
+        DataError: Neither the rendered prompt nor the turn's own content tells; names the turn.
+    """
+    continues = prompt[-1]["role"] == "assistant"
+    opening = prompt_text(template, prompt)
+    if text.startswith(opening):
+        return len(opening)
+    if continues:
+        raise DataError(_not_found_message(template, conversation, len(prompt) - 1))
+    return _content_span(template, conversation, len(prompt), text).start
+
+
+def assistant_spans(
+    template: ChatTemplate, conversation: Sequence[Message], text: str, *, first_turn: int = 0
+) -> list[Span]:
+    """Where the assistant's turns stand in a rendered conversation: what it writes, with the token that ends a turn.
+
+    Args:
+        template: Rendered the text.
+        conversation: All messages.
+        text: The rendered conversation.
+        first_turn: Earlier messages are left out.
+    Raises:
+        DataError: A turn cannot be found; names it.
+    """
+    turns = [turn for turn in range(first_turn, len(conversation)) if conversation[turn]["role"] == "assistant"]
+    return [_turn_span(template, conversation, turn, text) for turn in turns]
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """All special tokens: the named ones (bos, eos, ...) and the other added ones that are marked special."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+
+
+def trim_after_end_token(span: Span, text: str, special_tokens: tuple[str, ...]) -> Span:
+    """The span without white space after a special token at its end: generation stops before writing it."""
+    stripped = text[span.start : span.stop].rstrip()
+    return Span(span.start, span.start + len(stripped)) if stripped.endswith(special_tokens) else span
+
+
+def encode(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> EncodedText:
+    """Tokenise a text once, without adding special tokens, and mark the tokens of some spans.
+
+    A token across a span's start is marked, because no other holds the span's first characters; a token across its
+    end is not.
+
+    Args:
+        text: All of it.
+        spans: Characters of `text`.
+        tokenizer: Fast tokenizers say where a token stands; slow ones encode the text up to each border again.
+    """
+    if tokenizer.is_fast:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        token_ids = list(encoded["input_ids"])
+        stops = [stop for _, stop in encoded["offset_mapping"]]
+        # A token that stands for no character, as a dummy prefix at 0, belongs to a span that starts there.
+        borders = [(span.start or -1, span.stop) for span in spans]
+        in_span = [any(start < stop <= end for start, end in borders) for stop in stops]
+        return EncodedText(token_ids, in_span)
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ranges = [range(*(_token_at(c, text, token_ids, tokenizer) for c in (span.start, span.stop))) for span in spans]
+    return EncodedText(token_ids, [any(i in tokens for tokens in ranges) for i in range(len(token_ids))])
+
+
+def _turn_span(template: ChatTemplate, conversation: Sequence[Message], turn: int, text: str) -> Span:
+    before = template.try_render(conversation[:turn], add_generation_prompt=True)
+    through = template.try_render(conversation[: turn + 1])
+    start = len(before) if before is not None and text.startswith(before) else None
+    stop = len(through) if through is not None and text.startswith(through) else None
+    if start is None or stop is None:
+        content = _content_span(template, conversation, turn, text)
+        start = content.start if start is None else start
+        stop = content.stop if stop is None else stop
+    if start >= stop:
+        raise DataError(_not_found_message(template, conversation, turn))
+    return trim_after_end_token(Span(start, stop), text, template.special_tokens)
+
+
+def _content_span(template: ChatTemplate, conversation: Sequence[Message], turn: int, text: str) -> Span:
+    """A turn's content and end in the rendered text, from renderings that have a marker as the turn's content."""
+    if not isinstance(conversation[turn].get("content"), str):
+        raise DataError(_not_found_message(template, conversation, turn))
+    marked = [*conversation[:turn], {**conversation[turn], "content": _MARKER}, *conversation[turn + 1 :]]
+    before, found, after = template.render(marked).partition(_MARKER)
+    if not found or _MARKER in after or not text.startswith(before) or not text.endswith(after):
+        raise DataError(_not_found_message(template, conversation, turn))
+    content_stop = len(text) - len(after)
+    if len(before) > content_stop:
+        raise DataError(_not_found_message(template, conversation, turn))
+    alone = template.try_render(marked[: turn + 1])
+    ending = after[: _common_length(after, alone.partition(_MARKER)[2])] if alone is not None else ""
+    return Span(len(before), content_stop + _end_of_turn(ending, template.special_tokens))
+
+
+def _end_of_turn(ending: str, special_tokens: tuple[str, ...]) -> int:
+    """The length of a turn's end token.
+
+    `ending` follows the turn's content whether or not the conversation goes on. It may hold first characters that the
+    next header shares with an end of text, as `<|` of `<|user|>` and `<|endoftext|>`.
+    """
+    ends = [ending.rfind(token) + len(token) for token in special_tokens if token in ending]
+    return max(ends, default=len(ending))
+
+
+def _not_found_message(template: ChatTemplate, conversation: Sequence[Message], turn: int) -> str:
+    return (
+        f"chat template of {template.name!r}: cannot tell which "
+        f"tokens belong to message {turn} (role {conversation[turn]['role']!r}) of {len(conversation)}: the template "
+        "renders it differently when the conversation ends there, and does not print its content as a whole. "
+        "Use a template that keeps earlier turns as they are, set chat_template_kwargs that match the conversation, "
+        "or train on all tokens"
+    )
+
+
+def _token_at(character: int, text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of tokens that the text up to a character shares with all of it."""
+    head = tokenizer(text[:character], add_special_tokens=False, verbose=False)["input_ids"]
+    return _common_length(head, token_ids)
+
+
+def _common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many first items two sequences share."""
+    shortest = min(len(a), len(b))
+    return next((i for i in range(shortest) if a[i] != b[i]), shortest)

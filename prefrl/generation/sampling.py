@@ -1,0 +1,117 @@
+"""From logits to a token and its log-prob, with random numbers that belong to one sample alone.
+
+Legend: B rows that are sampled together, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import LogitsProcessor
+
+    from prefrl.generation.base import SamplingParams
+
+__all__ = ["Draw", "TokenSampler", "uniform_numbers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token for each row."""
+
+    tokens: Tensor  # [B] int64
+    logprobs: Tensor  # [B] float32, nats
+    is_valid: Tensor  # [B] bool: False where the logits are no distribution (NaN, infinity)
+
+
+def uniform_numbers(seed: int, sample: int, count: int) -> Tensor:
+    """[count] float64 numbers in [0, 1) for one sample of a prompt; the same for the same arguments, wherever it runs.
+
+    Args:
+        seed: Of the prompt.
+        sample: Number of the sample among those of the prompt.
+        count: Tokens at most.
+    """
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+class TokenSampler:
+    """Draws tokens by inversion of the cumulative distribution that transformers' logits processors leave."""
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._is_greedy = sampling.temperature == 0
+        self._wants_raw = sampling.logprobs == "raw"
+        self.reads_history = sampling.repetition_penalty != 1.0
+        self._processors = _processors(sampling)
+
+    def draw(self, logits: Tensor, uniforms: Tensor, history: Tensor | None) -> Draw:
+        """Draw a token for each row.
+
+        Args:
+            logits: [B, V] float32.
+            uniforms: [B] float64 in [0, 1); not read when greedy.
+            history: [B, .] int64, tokens so far; needed if `reads_history`.
+        """
+        scores = logits
+        for processor in self._processors:
+            scores = processor(history, scores)
+        if self._is_greedy:
+            tokens = scores.argmax(dim=-1)
+            logprobs = torch.zeros_like(scores[:, 0])
+            is_valid = _at(scores, tokens).isfinite()
+        else:
+            probabilities = scores.softmax(dim=-1)
+            tokens, is_valid = _invert(probabilities, uniforms)
+            logprobs = _at(probabilities, tokens).log()
+        if self._wants_raw:
+            logprobs = _at(logits, tokens) - logits.logsumexp(dim=-1)
+        return Draw(tokens, logprobs, is_valid)
+
+
+def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:
+    # In the order of transformers' generate.
+    processors: list[LogitsProcessor] = []
+    if sampling.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
+    if sampling.temperature == 0:
+        return processors
+    if sampling.temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(sampling.min_p))
+    return processors
+
+
+def _at(values: Tensor, tokens: Tensor) -> Tensor:
+    return values.gather(1, tokens[:, None])[:, 0]
+
+
+def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token whose cumulative probability exceeds u times the total, and whether there is a total.
+
+    A token of probability 0 adds nothing to the sum, so it is never the first to exceed a number.
+    """
+    cumulative = probabilities.cumsum(dim=-1, dtype=uniforms.dtype)
+    total = cumulative[:, -1]
+    # Rounding may lift u * total to the total itself, which no token exceeds.
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return tokens.clamp(max=probabilities.shape[-1] - 1), total.isfinite()

@@ -1,0 +1,337 @@
+"""Log-probs of tokens from hidden states and the output head, without logits for more than a chunk of tokens.
+
+Logits are made chunk by chunk in one buffer and made again in backward, so memory does not grow with the number of
+tokens. `chunked_logprobs` is for a head that is a matrix; `module_logprobs` takes any head, at the price of a few more
+buffers of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Head", "TokenScores", "chunked_logprobs", "default_chunk_size", "module_logprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Logits = cap(scale * (x W^T + b)), with cap(z) = softcap * tanh(z / softcap)."""
+
+    weight: Tensor  # [V, h]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What is known about each token; in float32, or float64 if the hidden states are."""
+
+    logprobs: Tensor  # [M] nats
+    entropy: Tensor | None  # [M] nats, of the distribution that the token was drawn from
+    correct: Tensor | None  # [M] bool: the token is the most likely one
+
+
+def default_chunk_size(device: torch.device) -> int:
+    """Rows of logits that are held at once: 128 on CPU; 512 elsewhere, where each chunk reads the whole head again."""
+    return 128 if device.type == "cpu" else 512
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    *,
+    temperature: float,
+    want_entropy: bool,
+    want_correct: bool,
+    chunk_size: int | None = None,
+) -> TokenScores:
+    """Log-probs of `targets` under softmax(logits / temperature).
+
+    The product with the head runs in the dtype of autocast, if it is on, else in the wider one of hidden states and
+    weight; all that follows runs in float32, or float64 for float64. Gradients are computed for those of `hidden`, the
+    weight and the bias that want one.
+
+    Args:
+        hidden: [M, h], gradient flows.
+        targets: [M] int64, token ids in 0 .. V-1.
+        head: Output head, gradient flows.
+        temperature: Logits are divided by it.
+        want_entropy: Compute the entropy, -sum p log p, with its gradient.
+        want_correct: Compute whether the target has the largest logit.
+        chunk_size: Rows of logits held at once; None: `default_chunk_size`.
+
+    Returns:
+        Scores of each token; `entropy` and `correct` are None unless wanted.
+
+    Raises:
+        ValueError: Shapes that do not fit, or a number that is not positive.
+    """
+    chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
+    _check(hidden, targets, temperature, chunk_size)
+    if head.weight.dim() != 2 or head.weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"head.weight {tuple(head.weight.shape)}: needs to be [V, {hidden.shape[1]}], as hidden is")
+    if head.softcap is not None and head.softcap <= 0:
+        raise ValueError(f"head.softcap={head.softcap}: needs to be positive, or None for no cap")
+    plan = _Plan(
+        scale=head.scale,
+        softcap=head.softcap,
+        temperature=temperature,
+        want_entropy=want_entropy,
+        want_correct=want_correct,
+        chunk_size=chunk_size,
+        product_dtype=_product_dtype(hidden, head.weight),
+    )
+    scores = _ChunkedLogprobs.apply(hidden, head.weight, head.bias, targets, plan)  # type: ignore[no-untyped-call]
+    return TokenScores(*scores)
+
+
+def module_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    head_fn: Callable[[Tensor], Tensor],
+    *,
+    temperature: float,
+    want_entropy: bool,
+    want_correct: bool,
+    chunk_size: int | None = None,
+) -> TokenScores:
+    """`chunked_logprobs` for a head that is no plain matrix: with LoRA, quantised, or of a user's own making.
+
+    Each chunk is checkpointed: its logits are made again in backward, and autograd differentiates through `head_fn`.
+
+    Args:
+        hidden: [M, h], gradient flows.
+        targets: [M] int64, token ids in 0 .. V-1.
+        head_fn: [m, h] -> [m, V] logits as the model's own forward makes them; gradient flows to its parameters.
+        temperature: Logits are divided by it.
+        want_entropy: Compute the entropy, -sum p log p, with its gradient.
+        want_correct: Compute whether the target has the largest logit.
+        chunk_size: Rows of logits held at once; None: `default_chunk_size`.
+
+    Returns:
+        Scores of each token; `entropy` and `correct` are None unless wanted.
+
+    Raises:
+        ValueError: Shapes that do not fit, or a number that is not positive.
+    """
+    chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
+    _check(hidden, targets, temperature, chunk_size)
+
+    def score(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        logits = head_fn(rows)
+        logits = logits.to(_score_dtype(logits)) / temperature
+        log_probs = logits.log_softmax(1)
+        return (
+            log_probs.gather(1, row_targets[:, None]).squeeze(1),
+            -(log_probs.exp() * log_probs).sum(1) if want_entropy else None,
+            logits.argmax(1) == row_targets if want_correct else None,
+        )
+
+    # An empty batch is split into one empty chunk, so that the head's parameters get a gradient, of zeros.
+    parts = [
+        checkpoint(score, rows, row_targets, use_reentrant=False)
+        for rows, row_targets in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
+    ]
+    logprobs, entropy, correct = zip(*parts, strict=True)
+    return TokenScores(
+        logprobs=torch.cat(logprobs),
+        entropy=torch.cat(entropy) if want_entropy else None,
+        correct=torch.cat(correct) if want_correct else None,
+    )
+
+
+def _slices(num_rows: int, chunk_size: int) -> list[slice]:
+    return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]
+
+
+def _check(hidden: Tensor, targets: Tensor, temperature: float, chunk_size: int) -> None:
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: need to be [M, h] and [M]")
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature}: needs to be positive")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}: needs to be >= 1")
+
+
+def _score_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    scale: float
+    softcap: float | None
+    temperature: float
+    want_entropy: bool
+    want_correct: bool
+    chunk_size: int
+    product_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    rows: slice
+    hidden: Tensor  # [c, h] in the dtype of the product
+    product: Tensor  # [c, V] in the dtype of the product; the memory of `logits` if that is the same dtype
+    logits: Tensor  # [c, V] in the dtype of scores, after `_transform`; whoever reads it may overwrite it
+    scratch: Tensor  # [c, V] in the dtype of scores; the memory of `logits` unless asked for
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, *, with_scratch: bool
+) -> Iterator[_Chunk]:
+    """Chunks in order, all in the same buffers. `weight` and `bias` are in the dtype of the product."""
+    dtype = _score_dtype(hidden)
+    logits = hidden.new_empty(min(plan.chunk_size, hidden.shape[0]), weight.shape[0], dtype=dtype)
+    product = logits if plan.product_dtype == dtype else torch.empty_like(logits, dtype=plan.product_dtype)
+    scratch = torch.empty_like(logits) if with_scratch else logits
+    for rows in _slices(hidden.shape[0], plan.chunk_size):
+        n = rows.stop - rows.start
+        chunk = _Chunk(rows, hidden[rows].to(plan.product_dtype), product[:n], logits[:n], scratch[:n])
+        if bias is None:
+            torch.mm(chunk.hidden, weight.t(), out=chunk.product)
+        else:
+            torch.addmm(bias, chunk.hidden, weight.t(), out=chunk.product)
+        if product is not logits:
+            chunk.logits.copy_(chunk.product)
+        _transform(chunk.logits, plan)
+        yield chunk
+
+
+def _transform(logits: Tensor, plan: _Plan) -> None:
+    """cap(scale * z) / temperature, in place."""
+    if plan.softcap is not None:
+        logits.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
+    elif plan.scale != plan.temperature:
+        logits.mul_(plan.scale / plan.temperature)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """With z = logits / temperature, p = softmax(z) and t the target, in each row:
+
+    log p_t = z_t - log sum exp z        d log p_t / d z_j = [j = t] - p_j
+    H = log sum exp z - sum p z          d H / d z_j = -p_j (log p_j + H) = p_j (sum p z - z_j)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        logprobs = hidden.new_empty(hidden.shape[0], dtype=_score_dtype(hidden))
+        entropy = torch.empty_like(logprobs) if plan.want_entropy else None
+        mean_logits = torch.empty_like(logprobs) if plan.want_entropy else None  # sum p z
+        correct = torch.empty_like(targets, dtype=torch.bool) if plan.want_correct else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            product_weight, product_bias = _in_product_dtype(weight, bias, plan)
+            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch=plan.want_entropy):
+                rows, logits = chunk.rows, chunk.logits
+                target_logits = logits.gather(1, targets[rows, None]).squeeze(1)
+                if correct is not None:
+                    correct[rows] = logits.argmax(1) == targets[rows]
+                largest = logits.amax(1)
+                probs = torch.softmax(logits, 1, out=chunk.scratch)
+                # p = exp(z - log sum exp z) at the largest logit, where it cannot underflow: p >= 1 / V.
+                log_normalizers = largest - probs.amax(1).log()
+                logprobs[rows] = target_logits - log_normalizers
+                if entropy is not None and mean_logits is not None:
+                    mean_logits[rows] = probs.mul_(logits).sum(1)
+                    entropy[rows] = log_normalizers - mean_logits[rows]
+        if correct is not None:
+            ctx.mark_non_differentiable(correct)
+        ctx.plan = plan
+        ctx.save_for_backward(hidden, weight, bias, targets, mean_logits)
+        return logprobs, entropy, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, targets, mean_logits = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        dtype = _score_dtype(hidden)
+        grad_hidden, grad_weight, grad_bias = (
+            # Sums over tokens: kept in the dtype of scores however many chunks there are.
+            torch.zeros_like(tensor, dtype=dtype) if is_needed else None
+            for tensor, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        )
+        if grad_logprobs is None:
+            grad_logprobs = hidden.new_zeros(hidden.shape[0], dtype=dtype)
+        offsets = -grad_logprobs if grad_entropy is None else grad_entropy * mean_logits - grad_logprobs
+        with torch.autocast(hidden.device.type, enabled=False):
+            product_weight, product_bias = _in_product_dtype(weight, bias, plan)
+            with_scratch = grad_entropy is not None
+            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch):
+                rows = chunk.rows
+                grads = _RowGrads(
+                    grad_logprobs[rows], offsets[rows], None if grad_entropy is None else grad_entropy[rows]
+                )
+                _logits_to_grad(chunk, targets[rows], grads, plan)
+                if grad_bias is not None:
+                    grad_bias += chunk.logits.sum(0)
+                if chunk.product.dtype != dtype:
+                    chunk.product.copy_(chunk.logits)
+                if grad_hidden is not None:
+                    grad_hidden[rows] = chunk.product @ product_weight
+                if grad_weight is not None:
+                    _add_product(grad_weight, chunk.product.t(), chunk.hidden)
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _in_product_dtype(weight: Tensor, bias: Tensor | None, plan: _Plan) -> tuple[Tensor, Tensor | None]:
+    return weight.to(plan.product_dtype), None if bias is None else bias.to(plan.product_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowGrads:
+    logprobs: Tensor  # [c]
+    offsets: Tensor  # [c], entropy * sum p z - logprobs
+    entropy: Tensor | None  # [c]
+
+
+def _logits_to_grad(chunk: _Chunk, targets: Tensor, grads: _RowGrads, plan: _Plan) -> None:
+    """Replace the chunk's logits by the gradient of what they were before `_transform`."""
+    logits = chunk.logits
+    slope = None if plan.softcap is None else 1 - (logits * (plan.temperature / plan.softcap)).square_()
+    probs = torch.softmax(logits, 1, out=chunk.scratch)
+    if grads.entropy is None:
+        probs.mul_(grads.offsets[:, None])
+    else:
+        logits.mul_(-grads.entropy[:, None]).add_(grads.offsets[:, None]).mul_(probs)
+    logits.scatter_add_(1, targets[:, None], grads.logprobs[:, None])
+    if slope is not None:
+        logits.mul_(slope)
+    if plan.scale != plan.temperature:
+        logits.mul_(plan.scale / plan.temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to a total that may have a wider dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,101 @@
+"""From token losses to one number: weights of tokens, and what their sum is divided by.
+
+    total = (token_weights * token_loss).sum()
+    loss  = (sum of totals) / (sum of item_counts), both over all micro-batches and ranks of an optimizer step
+
+so that the loss does not depend on how a step is cut.
+
+| reduction | loss |
+|---|---|
+| token | mean over all trainable tokens of the step |
+| sequence_mean | mean over rows of the mean over their trainable tokens |
+| sequence_sum | mean over rows of the sum over their trainable tokens |
+| constant | sum over trainable tokens / (rows * constant), Dr. GRPO |
+
+A row without a trainable token counts as a row whose loss is 0, as in TRL.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from prefrl.losses.shapes import check_same_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Reduction", "item_count", "token_weights", "trainable_per_row"]
+
+Reduction = Literal["token", "sequence_mean", "sequence_sum", "constant"]
+
+
+def trainable_per_row(trainable: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
+    """[B] float32: trainable tokens of each row.
+
+    Args:
+        trainable: [N] bool, tokens that have a loss.
+        row_index: [N] int64, row of each token, in 0 .. B-1.
+        num_rows: B.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    check_same_shape(trainable=trainable, row_index=row_index)
+    counts = torch.zeros(num_rows, dtype=torch.float32, device=trainable.device)
+    return counts.index_add_(0, row_index, trainable.float())
+
+
+def token_weights(trainable: Tensor, row_index: Tensor, num_rows: int, *, reduction: Reduction) -> Tensor:
+    """What each token's loss is multiplied by before summing; 0 where a token is not trainable.
+
+    Args:
+        trainable: [N] bool, tokens that have a loss.
+        row_index: [N] int64, row of each token, in 0 .. B-1.
+        num_rows: B.
+        reduction: See the table of this module.
+
+    Returns:
+        [N] float32: 1 / (trainable tokens of the row) for `sequence_mean`, else 1.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    check_same_shape(trainable=trainable, row_index=row_index)
+    if reduction != "sequence_mean":
+        return trainable.float()
+    return trainable / trainable_per_row(trainable, row_index, num_rows).clamp(min=1)[row_index]
+
+
+def item_count(
+    trainable: Tensor, row_index: Tensor, num_rows: int, *, reduction: Reduction, constant: float | None
+) -> Tensor:
+    """What the weighted sum of these rows is divided by; adds up over micro-batches and ranks.
+
+    Args:
+        trainable: [N] bool, tokens that have a loss.
+        row_index: [N] int64, row of each token, in 0 .. B-1.
+        num_rows: B.
+        reduction: See the table of this module.
+        constant: Tokens that each row counts as, for `constant` alone: the longest completion, in Dr. GRPO.
+
+    Returns:
+        Scalar float32.
+
+    Raises:
+        ValueError: Shapes differ; or `constant` is missing, not positive, or given where it has no effect.
+
+    Source: Liu et al. 2025, arXiv 2503.20783, section 3.2 (constant)
+    """
+    check_same_shape(trainable=trainable, row_index=row_index)
+    if reduction != "constant" and constant is not None:
+        raise ValueError(f"constant={constant} has no effect with reduction={reduction!r}: pass None")
+    if reduction == "token":
+        return trainable.sum().float()
+    tokens_per_row = 1.0
+    if reduction == "constant":
+        if constant is None or constant <= 0:
+            raise ValueError(f"constant={constant}: reduction='constant' needs a positive number of tokens")
+        tokens_per_row = constant
+    return torch.tensor(num_rows * tokens_per_row, dtype=torch.float32, device=trainable.device)

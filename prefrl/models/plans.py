@@ -1,0 +1,144 @@
+"""How the rows of a TokenBatch are laid out for one forward pass: shared prefixes, packed rows, or padded rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from prefrl.models.attention import Layout, Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from prefrl.types import TokenBatch
+
+__all__ = ["ForwardPlan", "ModelInputs", "Plan", "lay_out"]
+
+ForwardPlan = Literal["shared_prefix", "packed", "padded"]
+Plan = Literal["auto", "shared_prefix", "packed", "padded"]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelInputs:
+    """What the model reads, and where in its output each response token is predicted."""
+
+    input_ids: Tensor  # [1, T] int64 of a flat row; padded: [B, width]
+    position_ids: Tensor | None  # [1, T] int64; padded: None, the model counts by itself
+    attention_mask: Tensor | None  # padded: [B, width] int64, 1 on tokens
+    predictors: Tensor  # [N] int64: position in the flattened input_ids whose output predicts each response token
+    layout: Layout | None  # of a flat row
+
+
+def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
+    """The model's inputs for the batch, on its device. Indices are made on the host and never wait for the device.
+
+    The last token of a response is not fed: nothing reads what it predicts.
+
+    Raises:
+        ValueError: The batch has no rows.
+    """
+    if batch.num_rows == 0:
+        raise ValueError(
+            "TokenBatch has 0 rows: a forward pass needs at least one. Give an idle rank an untrainable row."
+        )
+    if plan == "padded":
+        return _padded(batch)
+    groups = _rows_by_prompt(batch) if plan == "shared_prefix" else [[row] for row in range(batch.num_rows)]
+    return _flat(batch, groups)
+
+
+def _rows_by_prompt(batch: TokenBatch) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for row, prompt in enumerate(batch.prompt_index):
+        groups.setdefault(prompt, []).append(row)
+    return list(groups.values())
+
+
+def _starts(lengths: Sequence[int], first: int = 0) -> list[int]:
+    return list(accumulate(lengths, initial=first))[:-1]
+
+
+class _Source:
+    """Where prompts and responses lie in `cat([prompt_ids, response_ids])`."""
+
+    def __init__(self, batch: TokenBatch) -> None:
+        self.batch = batch
+        self.prompt_starts = _starts(batch.prompt_lengths)
+        self.response_starts = _starts(batch.response_lengths, sum(batch.prompt_lengths))
+
+    def prompt(self, row: int) -> Tensor:
+        prompt = self.batch.prompt_index[row]
+        return _range(self.prompt_starts[prompt], self.batch.prompt_lengths[prompt])
+
+    def response(self, row: int) -> Tensor:
+        """All but the last token."""
+        return _range(self.response_starts[row], self.batch.response_lengths[row] - 1)
+
+    def take(self, index: Tensor, *, padding: bool = False) -> Tensor:
+        """The tokens at `index`; with padding, the index one past the end is token 0."""
+        batch = self.batch
+        parts = [batch.prompt_ids, batch.response_ids]
+        if padding:
+            parts.append(batch.response_ids.new_zeros(1))
+        return torch.cat(parts)[index.to(batch.device, non_blocking=True)]
+
+
+def _range(start: int, length: int) -> Tensor:
+    return torch.arange(start, start + length)
+
+
+def _flat(batch: TokenBatch, groups: list[list[int]]) -> ModelInputs:
+    """One row: for each group of rows its prompt once, then their responses; a single row is one sequence."""
+    source = _Source(batch)
+    index: list[Tensor] = []
+    positions: list[Tensor] = []
+    predictors: dict[int, Tensor] = {}
+    trees: list[Tree] = []
+    cursor = 0
+    for rows in groups:
+        prompt = source.prompt(rows[0])
+        responses = [source.response(row) for row in rows]
+        index += [prompt, *responses]
+        positions += [_range(0, len(prompt)), *(_range(len(prompt), len(response)) for response in responses)]
+        branches = [len(response) for response in responses]
+        last_of_prompt = torch.tensor([cursor + len(prompt) - 1])
+        for row, start, length in zip(rows, _starts(branches, cursor + len(prompt)), branches, strict=True):
+            predictors[row] = torch.cat([last_of_prompt, _range(start, length)])
+        trees.append(_tree(len(prompt), branches))
+        cursor += len(prompt) + sum(branches)
+    return ModelInputs(
+        input_ids=source.take(torch.cat(index))[None],
+        position_ids=torch.cat(positions)[None].to(batch.device, non_blocking=True),
+        attention_mask=None,
+        predictors=torch.cat([predictors[row] for row in range(batch.num_rows)]).to(batch.device, non_blocking=True),
+        layout=Layout(tuple(trees)),
+    )
+
+
+def _tree(trunk: int, branches: list[int]) -> Tree:
+    if len(branches) == 1:
+        return Tree(trunk + branches[0])
+    return Tree(trunk, tuple(length for length in branches if length > 0))
+
+
+def _padded(batch: TokenBatch) -> ModelInputs:
+    """[B, width]: each row's prompt and response, then token 0 up to the longest row."""
+    source = _Source(batch)
+    sequences = [torch.cat([source.prompt(row), source.response(row)]) for row in range(batch.num_rows)]
+    padding = len(batch.prompt_ids) + len(batch.response_ids)
+    index = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=padding)
+    width = index.size(1)
+    firsts = [row * width + batch.prompt_lengths[prompt] - 1 for row, prompt in enumerate(batch.prompt_index)]
+    predictors = [_range(first, length) for first, length in zip(firsts, batch.response_lengths, strict=True)]
+    return ModelInputs(
+        input_ids=source.take(index, padding=True),
+        position_ids=None,
+        attention_mask=(index != padding).long().to(batch.device, non_blocking=True),
+        predictors=torch.cat(predictors).to(batch.device, non_blocking=True),
+        layout=None,
+    )

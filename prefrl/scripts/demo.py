@@ -1,0 +1,249 @@
+"""`prefrl demo`: a tiny model learns to add, first from examples (SFT), then from a verifiable reward (GRPO).
+
+Everything is made on the spot: tokenizer, model and data. It needs no network and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+from prefrl.generation.base import SamplingParams
+from prefrl.generation.local import LocalGenerator
+from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.grpo_trainer import GRPOTrainer
+from prefrl.trainer.sft_config import SFTConfig
+from prefrl.trainer.sft_trainer import SFTTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+
+NUM_HELD_OUT = 256
+MAX_SFT_STEPS = 1500
+SFT_TOKEN_ACCURACY = 0.78  # supervised training stops here, with room left for GRPO
+GRPO_STEPS = 150
+
+
+def main(argv: list[str]) -> int:
+    """Run the demo; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="prefrl demo", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="Of the model, the data and the samples.")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="Where results are written.")
+    arguments = parser.parse_args(argv)
+    run(arguments.seed, arguments.output_dir, Console())
+    return 0
+
+
+def run(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
+    """SFT, then GRPO; writes summary, curve, metrics and model into `output_dir` and returns the summary."""
+    started = time.monotonic()
+    transformers_logging.set_verbosity_error()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    metrics = output_dir / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    train, held_out = make_questions(seed)
+    tokenizer, model = make_tokenizer(), make_model(seed)
+
+    answers = {"base": greedy_answers(model, tokenizer, held_out)}
+    console.rule("SFT: learn from worked sums, stop early")
+    sft(model, tokenizer, train, seed, output_dir, [ReportProgress("sft", metrics, console), StopAtTokenAccuracy()])
+    answers["sft"] = greedy_answers(model, tokenizer, held_out)
+    console.rule("GRPO: learn from a reward, 1 for the right sum and 0 otherwise")
+    rewards = grpo(model, tokenizer, train, seed, output_dir, [ReportProgress("grpo", metrics, console)])
+    answers["grpo"] = greedy_answers(model, tokenizer, held_out)
+
+    accuracy = {stage: _share_right(given, held_out) for stage, given in answers.items()}
+    summary = {
+        **{f"accuracy_{stage}": value for stage, value in accuracy.items()},
+        "grpo_steps": len(rewards),
+        "seconds_total": round(time.monotonic() - started, 1),
+        "seed": seed,
+    }
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot_rewards(rewards, output_dir / "reward_curve.png")
+    model.save_pretrained(output_dir / "model")
+    tokenizer.save_pretrained(output_dir / "model")
+    show_answers(held_out, answers, console)
+    for stage, name in (("base", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO")):
+        console.print(f"held-out accuracy {name}: {accuracy[stage]:.3f}")
+    console.print(f"{summary['seconds_total']} s; everything is in {output_dir}")
+    return summary
+
+
+def make_questions(seed: int) -> tuple[Dataset, Dataset]:
+    """Sums of two numbers below 100; the held-out ones are never trained on."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(seed).shuffle(pairs)
+    rows = [{"prompt": f"{a:02d}+{b:02d}=", "completion": str(a + b), "answer": str(a + b)} for a, b in pairs]
+    return Dataset.from_list(rows[NUM_HELD_OUT:]), Dataset.from_list(rows[:NUM_HELD_OUT])
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+="])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+
+
+def make_model(seed: int) -> PreTrainedModel:
+    """Half a million random parameters."""
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=16,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def right_sum(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 for the right sum, 0 otherwise."""
+    return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
+
+
+def _common(seed: int, output_dir: Path) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "output_dir": str(output_dir),
+        "use_cpu": True,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 10,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def sft(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    train: Dataset,
+    seed: int,
+    output_dir: Path,
+    callbacks: list[TrainerCallback],
+) -> None:
+    """Train in place on the worked sums."""
+    config = SFTConfig(
+        **_common(seed, output_dir), max_steps=MAX_SFT_STEPS, per_device_train_batch_size=64, learning_rate=2e-3
+    )
+    examples = train.remove_columns("answer")
+    SFTTrainer(model, config, train_dataset=examples, processing_class=tokenizer, callbacks=callbacks).train()
+
+
+def grpo(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    train: Dataset,
+    seed: int,
+    output_dir: Path,
+    callbacks: list[TrainerCallback],
+) -> list[float]:
+    """Train in place on the reward; returns the mean reward of each step."""
+    config = GRPOConfig(
+        **{**_common(seed, output_dir), "logging_steps": 1},
+        max_steps=GRPO_STEPS,
+        per_device_train_batch_size=256,
+        num_generations=8,
+        max_completion_length=4,
+        temperature=1.0,
+        top_k=None,
+        beta=0.0,
+        learning_rate=3e-4,
+    )
+    trainer = GRPOTrainer(
+        model,
+        right_sum,
+        config,
+        train.remove_columns("completion"),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    trainer.train()
+    return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+
+
+def greedy_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: Dataset) -> list[str]:
+    """The model's most likely answer to each question."""
+    prompts = [tokenizer(prompt).input_ids for prompt in questions["prompt"]]
+    sampling = SamplingParams(num_samples=1, max_tokens=4, temperature=0.0)
+    completions = LocalGenerator(model, tokenizer=tokenizer).generate(prompts, sampling, seeds=[0] * len(prompts))
+    return [tokenizer.decode(samples[0].token_ids, skip_special_tokens=True) for samples in completions]
+
+
+def _share_right(answers: list[str], questions: Dataset) -> float:
+    pairs = zip(answers, questions["answer"], strict=True)
+    return sum(given == expected for given, expected in pairs) / len(answers)
+
+
+class ReportProgress(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
+    """Appends every log to the metrics file; shows every tenth step."""
+
+    def __init__(self, stage: str, path: Path, console: Console) -> None:
+        self.stage = stage
+        self.path = path
+        self.console = console
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write and show the latest log."""
+        logs = kwargs["logs"]
+        with self.path.open("a") as file:
+            file.write(json.dumps({"stage": self.stage, "step": state.global_step, **logs}) + "\n")
+        shown = [name for name in ("loss", "mean_token_accuracy", "reward", "reward_std", "entropy") if name in logs]
+        if shown and state.global_step % 10 == 0:
+            values = "  ".join(f"{name} {logs[name]:.3f}" for name in shown)
+            self.console.print(f"{self.stage} step {state.global_step}  {values}")
+
+
+class StopAtTokenAccuracy(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
+    """Stops supervised training early."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Look at the accuracy of the trained tokens since the last log."""
+        if kwargs["logs"].get("mean_token_accuracy", 0.0) >= SFT_TOKEN_ACCURACY:
+            control.should_training_stop = True
+
+
+def show_answers(questions: Dataset, answers: dict[str, list[str]], console: Console) -> None:
+    """A table of held-out questions and what the model answered at each stage."""
+    table = Table(title="Held-out completions (greedy)")
+    for column in ("prompt", "right", "before SFT", "after SFT", "after GRPO"):
+        table.add_column(column)
+    for i in range(10):
+        row = questions[i]
+        table.add_row(row["prompt"], row["answer"], *(answers[stage][i] for stage in ("base", "sft", "grpo")))
+    console.print(table)
+
+
+def plot_rewards(rewards: list[float], path: Path) -> None:
+    """The mean reward of each GRPO step as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4))
+    axes = figure.subplots()
+    axes.plot(range(1, len(rewards) + 1), rewards)
+    axes.set(xlabel="GRPO step", ylabel="mean reward", ylim=(0, 1), title="prefrl demo")
+    figure.savefig(path, dpi=120)

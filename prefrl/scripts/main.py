@@ -1,0 +1,69 @@
+"""The `prefrl` command: one sub-command for each algorithm of the registry, and the demo."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import prefrl
+from prefrl.errors import ConfigError, PrefrlError
+from prefrl.registry import REGISTRY
+from prefrl.scripts.suggest import nearest
+
+__all__ = ["main"]
+
+_DEMO_HELP = "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sub-command.
+
+    Args:
+        argv: The command line without the program's name; None: that of this process.
+
+    Returns:
+        The exit code: 0, or 2 for anything that prefrl refuses.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return _run(arguments.command, arguments.arguments)
+    except PrefrlError as error:
+        if arguments.debug:
+            raise
+        print(f"prefrl {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    commands = {row.name: f"dataset: {row.dataset}" for row in REGISTRY.values()} | {"demo": _DEMO_HELP}
+    width = max(map(len, commands))
+    parser = argparse.ArgumentParser(
+        prog="prefrl",
+        description="Post-training of language models.",
+        epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in commands.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"prefrl {prefrl.__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("command", metavar="command", nargs="?", help="see below; prefrl COMMAND --help says more")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="options of the command")
+    return parser
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    if command == "demo":
+        return int(importlib.import_module("prefrl.scripts.demo").main(list(arguments)))
+    if command in REGISTRY:
+        return int(importlib.import_module("prefrl.scripts.train").main(REGISTRY[command], arguments))
+    raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, 'demo'])}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

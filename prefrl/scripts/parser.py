@@ -1,0 +1,240 @@
+"""Command line and YAML to dataclasses, with errors that name the place and the nearest option."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from prefrl.errors import ConfigError
+from prefrl.scripts.suggest import nearest
+
+__all__ = ["CommandParser"]
+
+# Options of TrainingArguments that `--help` shows besides prefrl's own; `--help_all` shows every one.
+_COMMON = frozenset(
+    {
+        "output_dir",
+        "learning_rate",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_train_epochs",
+        "max_steps",
+        "eval_strategy",
+        "eval_steps",
+        "save_steps",
+        "logging_steps",
+        "report_to",
+        "seed",
+        "bf16",
+        "resume_from_checkpoint",
+        "push_to_hub",
+    }
+)
+_SEE_ALL = "See --help_all for all options."
+
+
+class CommandParser(HfArgumentParser):
+    """`HfArgumentParser` with `--config FILE.yaml`: the file gives defaults, the command line wins.
+
+    A scalar in the file is read as the same text on the command line would be, so `1e-6` and `no` mean what they say.
+    """
+
+    def __init__(self, command: str, dataclass_types: Sequence[type], description: str) -> None:
+        super().__init__(
+            prog=f"prefrl {command}",
+            usage=f"prefrl {command} [--config FILE.yaml] [--option value ...]",
+            description=description,
+            epilog="--help_all also lists the other options of transformers.TrainingArguments.",
+            formatter_class=_HelpFormatter,
+            add_help=False,
+            allow_abbrev=False,
+        )
+        self.add_argument("--config", metavar="FILE.yaml", help="Options by name; those of the command line win.")
+        self.add_argument("-h", "--help", action="store_true", help="Show prefrl's own options and the common others.")
+        self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
+        for cls in dataclass_types:
+            self.dataclass_types.append(cls)
+            self._add_dataclass_arguments(cls)
+        self._hints = {n: h for cls in dataclass_types for n, h in typing.get_type_hints(cls).items()}
+        # The first of two is the option itself, the second its --no_ form.
+        first = {action.dest: action for action in reversed(self._actions)}
+        self._by_name = {name: first[name] for name in self._hints if name in first}
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Instead of argparse's page of usage."""
+        raise ConfigError(message)
+
+    def parse(self, argv: Sequence[str]) -> tuple[Any, ...]:
+        """One instance of each dataclass.
+
+        Raises:
+            ConfigError: An unknown or missing option, a value of the wrong type, or one that the config refuses.
+            SystemExit: Help was asked for.
+        """
+        early = _EarlyParser(argv)
+        if early.wants_help:
+            self.print_help(everything=early.wants_all)
+            raise SystemExit(0)
+        if early.config is not None:
+            self._read_defaults(Path(early.config))
+        values = self._values(argv)
+        try:
+            return tuple(cls(**{f.name: values[f.name] for f in _fields(cls)}) for cls in self.dataclass_types)
+        except ConfigError:
+            raise
+        except ValueError as error:  # TrainingArguments checks its own options
+            raise ConfigError(str(error)) from error
+
+    def print_help(self, file: Any = None, *, everything: bool = False) -> None:
+        """Print prefrl's own options and the common others, or everything."""
+        hidden = {field.name for field in dataclasses.fields(TrainingArguments)} - _COMMON
+        if not everything:
+            for action in self._actions:
+                if action.dest in hidden:
+                    action.help = argparse.SUPPRESS
+        super().print_help(file)
+
+    def _values(self, argv: Sequence[str]) -> dict[str, Any]:
+        required = [action for action in self._by_name.values() if action.required]
+        for action in required:  # an unknown option is told first: it may be the one that is missing
+            action.required = False
+        namespace, unknown = self.parse_known_args(list(argv))
+        if unknown:
+            self._refuse(unknown)
+        values: dict[str, Any] = vars(namespace)
+        missing = [action.dest for action in required if values[action.dest] is None]
+        if missing:
+            example = f"--{missing[0]} VALUE"
+            raise ConfigError(f"{', '.join(missing)}: not given. Write {example}, or set it in the file of --config.")
+        return values
+
+    def _refuse(self, unknown: Sequence[str]) -> typing.NoReturn:
+        word = unknown[0].split("=")[0]
+        if not word.startswith("-"):
+            raise ConfigError(f"unexpected argument {word!r}: options are written as --name value")
+        options = {option for action in self._actions for option in action.option_strings}
+        raise ConfigError(f"unknown option {word!r}. {nearest(word, options, otherwise=_SEE_ALL)}")
+
+    def _read_defaults(self, path: Path) -> None:
+        for name, line, node, loader in _entries(path):
+            where = f"{path}:{line}"
+            if name not in self._by_name:
+                raise ConfigError(
+                    f"{where}: unknown option {name!r}. {nearest(name, self._by_name.keys(), otherwise=_SEE_ALL)}"
+                )
+            action = self._by_name[name]
+            try:
+                action.default = self._value(action, node, loader)
+            except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+                raise ConfigError(f"{where}: {name}={_text(node)}: {error}") from error
+
+    def _value(self, action: argparse.Action, node: yaml.Node, loader: yaml.SafeLoader) -> Any:
+        hint = self._hints[action.dest]
+        alternatives = typing.get_args(hint) or (hint,)
+        if node.tag == "tag:yaml.org,2002:null":
+            if type(None) not in alternatives:
+                raise ValueError("null is not allowed, the option always has a value")
+            return None
+        if isinstance(node, yaml.MappingNode):
+            if not any(typing.get_origin(part) is dict or part is dict for part in alternatives):
+                raise ValueError("a mapping is not allowed here")
+            return loader.construct_object(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            if action.nargs != "+":
+                raise ValueError("a list is not allowed here")
+            return [_scalar(action, item) for item in node.value]
+        value = _scalar(action, node)
+        return [value] if action.nargs == "+" else value
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """One spelling of each option, and what kind of value it takes."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        option = action.option_strings[0] if action.option_strings else action.dest
+        if action.nargs == 0:
+            return ", ".join(action.option_strings)
+        return f"{option} {action.metavar or self._kind(action)}"
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = (action.help or "").replace("%%", "%")
+        is_unset = action.default is None or action.default is False
+        return text if is_unset else f"{text} (default: {action.default})"
+
+    def _kind(self, action: argparse.Action) -> str:
+        if action.choices is not None:
+            return "{" + ",".join(map(str, action.choices)) + "}"
+        kind = {"string_to_bool": "true|false", "str": "text"}.get(name := _name(action.type or str), name)
+        return f"{kind} ..." if action.nargs == "+" else kind
+
+
+class _EarlyParser:
+    """What must be known before the options are parsed."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("--config")
+        parser.add_argument("-h", "--help", action="store_true")
+        parser.add_argument("--help_all", "--help-all", action="store_true")
+        try:
+            known, _ = parser.parse_known_args(list(argv))
+        except argparse.ArgumentError as error:
+            raise ConfigError(str(error)) from error
+        self.config: str | None = known.config
+        self.wants_all: bool = known.help_all
+        self.wants_help: bool = known.help or known.help_all
+
+
+def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
+def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
+    """Name, line number and value of each option in a YAML file."""
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+    except OSError as error:
+        raise ConfigError(f"config={str(path)!r}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config={str(path)!r}: is not YAML: {error}") from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}:{root.start_mark.line + 1}: must be a mapping of options to values")
+    loader.flatten_mapping(root)
+    entries = [(str(key.value), key.start_mark.line + 1, value, loader) for key, value in root.value]
+    lines: dict[str, int] = {}
+    for name, line, _, _ in entries:
+        if name in lines:
+            raise ConfigError(f"{path}:{line}: {name} was set in line {lines[name]} already. Remove one of them.")
+        lines[name] = line
+    return entries
+
+
+def _scalar(action: argparse.Action, node: yaml.Node) -> Any:
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError("a list of lists or mappings is not allowed here")
+    convert: Any = action.type or str
+    try:
+        value = convert(node.value)
+    except ValueError as error:
+        raise ValueError(f"must be of type {_name(convert)}") from error
+    if action.choices is not None and value not in action.choices:
+        raise ValueError(f"must be one of {', '.join(map(str, action.choices))}")
+    return value
+
+
+def _name(convert: Any) -> str:
+    return str(getattr(convert, "__name__", convert))
+
+
+def _text(node: yaml.Node) -> str:
+    return repr(node.value) if isinstance(node, yaml.ScalarNode) else type(node).__name__.removesuffix("Node").lower()

@@ -1,0 +1,42 @@
+"""A model folder and datasets on disk, as a user of the command line has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.assets import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tiny_model("qwen2").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with two datasets and a module with a reward."""
+    monkeypatch.chdir(tmp_path)
+    questions = [
+        {"prompt": "1+1=", "answer": "2"},
+        {"prompt": "What is 20 + 3?", "answer": "23"},
+        {"prompt": [{"role": "user", "content": "9-4"}], "answer": "5"},
+    ]
+    plain, conversational = questions[:2], [questions[2], questions[2]]
+    write_jsonl(tmp_path / "prompts.jsonl", plain)
+    write_jsonl(tmp_path / "chats.jsonl", conversational)
+    write_jsonl(tmp_path / "texts.jsonl", [{"text": "to be"}, {"text": "or not to be"}, {"text": "that"}])
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(completions, **columns):\n    return [-float(len(text)) for text in completions]\n\n\nNUMBER = 3\n",
+        encoding="utf-8",
+    )
+    return tmp_path
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,87 @@
+"""What the README, the docs and the examples show really runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from prefrl.registry import REGISTRY
+from prefrl.scripts.main import main
+from tests.cli.conftest import write_jsonl
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+# A block that cannot run here has a comment in the line before it, which says why: <!-- no-run: needs a GPU -->
+PYTHON_BLOCK = re.compile(r"^(<!-- no-run: .+ -->\n)?```python\n(.*?)^```", re.M | re.S)
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_option_tables_are_those_of_the_configs(page: Path) -> None:
+    """Else run `python docs/make_tables.py`."""
+    text = page.read_text(encoding="utf-8")
+    assert module(ROOT / "docs/make_tables.py").render(text) == text
+
+
+def test_each_algorithm_has_its_option_table() -> None:
+    for row in REGISTRY.values():
+        marker = f"<!-- options: prefrl.{row.config.partition(':')[2]} -->"
+        assert marker in (ROOT / row.docs).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def _blocks() -> list[object]:
+    return [
+        pytest.param(code, id=f"{name(page)}-{i}")
+        for page in PAGES
+        for i, (no_run, code) in enumerate(PYTHON_BLOCK.findall(page.read_text(encoding="utf-8")))
+        if not no_run
+    ]
+
+
+@pytest.mark.parametrize("code", _blocks())
+def test_python_blocks_run(code: str, workspace: Path, model_folder: Path) -> None:
+    shutil.copy(workspace / "prompts.jsonl", workspace / "questions.jsonl")
+    exec(compile(code.replace(MODEL, str(model_folder)), "<docs>", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=name)
+def test_example_configs_parse_and_train(path: Path, workspace: Path, model_folder: Path) -> None:
+    words = shlex.split(path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#"))
+    assert words[:2] == ["prefrl", path.stem]
+    assert words[2:4] == ["--config", name(path)]
+    write_jsonl(workspace / "questions.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 8)
+    write_jsonl(workspace / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 8)
+    options = ["--model_name_or_path", str(model_folder), "--use_cpu", "--max_steps", "1", "--output_dir", "out"]
+    assert main([path.stem, "--config", str(path), *options]) == 0
+
+
+@pytest.mark.parametrize(("script", "data"), [("sft.py", "texts.jsonl"), ("grpo_gsm8k.py", "gsm8k.jsonl")])
+def test_example_scripts_train(script: str, data: str, workspace: Path, model_folder: Path) -> None:
+    write_jsonl(workspace / "gsm8k.jsonl", [{"question": "What is 2+3?", "answer": "#### 5"}] * 4)
+    module(ROOT / "examples" / script).main(str(model_folder), data, "out")
+    assert (workspace / "out/model.safetensors").exists()

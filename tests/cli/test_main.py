@@ -1,0 +1,137 @@
+"""The command itself: help, unknown commands and options, how errors are shown, and what is imported for that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import prefrl
+from prefrl.errors import ConfigError
+from prefrl.registry import REGISTRY
+from prefrl.scripts.main import main
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
+
+
+def python(code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    return done.stdout
+
+
+def test_import_of_prefrl_loads_nothing_heavy() -> None:
+    assert python(f"import sys, prefrl; print([m for m in {HEAVY} if m in sys.modules])").strip() == "[]"
+
+
+def test_help_loads_nothing_heavy_and_names_every_command() -> None:
+    code = (
+        "import sys\nfrom prefrl.scripts.main import main\n"
+        "try: main(['--help'])\n"
+        f"finally: print([m for m in {HEAVY} if m in sys.modules])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    *help_lines, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    assert {line.split()[0] for line in help_lines if line.startswith("  ") and line.strip()} >= {*REGISTRY, "demo"}
+
+
+def test_help_is_quick() -> None:
+    best = float("inf")
+    for _ in range(3):  # the quickest of three: other work on the machine does not count
+        start = time.perf_counter()
+        python("from prefrl.scripts.main import main\ntry: main(['--help'])\nexcept SystemExit: pass")
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.5
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_help_of_an_algorithm_imports_its_config_but_no_trainer(name: str) -> None:
+    row = REGISTRY[name]
+    config, trainer = (path.partition(":")[0] for path in (row.config, row.trainer))
+    code = (
+        f"import sys\nfrom prefrl.scripts.main import main\ntry: main(['{name}', '--help'])\n"
+        f"except SystemExit: pass\nprint(['{config}' in sys.modules, '{trainer}' in sys.modules])"
+    )
+    lines = python(code).splitlines()
+    assert lines[-1] == "[True, False]"
+    text = "\n".join(lines)
+    assert "--model_name_or_path" in text
+    assert "--max_tokens_per_micro_batch" in text
+    assert "--fsdp" not in text  # in --help_all only
+    assert ("--reward_funcs" in text) == (name == "grpo")
+
+
+def test_help_all_shows_the_options_of_huggingface_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["sft", "--help_all"])
+    assert stopped.value.code == 0
+    assert "--weight_decay" in capsys.readouterr().out
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"prefrl {prefrl.__version__}\n"
+
+
+def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        pytest.param(["grop"], "prefrl grop: ConfigError: unknown command. Did you mean 'grpo'?", id="command"),
+        pytest.param(["xyz"], "unknown command. Known: demo, grpo, sft.", id="command unlike any"),
+        pytest.param(
+            ["sft", "--learnin_rate", "1"],
+            "unknown option '--learnin_rate'. Did you mean '--learning_rate'?",
+            id="flag",
+        ),
+        pytest.param(
+            ["grpo", "--num-generation=4"], "Did you mean '--num-generations'?", id="flag with value, dashes"
+        ),
+        pytest.param(["sft", "--zzzzqqq", "1"], "unknown option '--zzzzqqq'. See --help_all", id="flag unlike any"),
+        pytest.param(["sft", "x.yaml"], "unexpected argument 'x.yaml'", id="no flag"),
+        pytest.param(["sft", "--learning_rate", "x"], "invalid float value: 'x'", id="type"),
+        pytest.param(["sft", "--loss_type", "nlll"], "invalid choice: 'nlll' (choose from 'nll', 'dft')", id="choice"),
+        pytest.param(["sft"], "model_name_or_path, dataset_name: not given.", id="missing"),
+        pytest.param(
+            ["grpo", "--model_name_or_path", "m", "--dataset_name", "d"],
+            "reward_funcs=None: at least one reward is needed",
+            id="no reward",
+        ),
+        pytest.param(
+            ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--lora_r", "4"],
+            "lora_r=4 has no effect because use_peft=False",
+            id="LoRA option without LoRA",
+        ),
+        pytest.param(
+            ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r", "--lora_alpha", "1"],
+            "lora_alpha=1 has no effect because use_peft=False",
+            id="the same with rewards",
+        ),
+        pytest.param(["sft", "--config", "missing.yaml"], "config='missing.yaml': cannot be read", id="no file"),
+    ],
+)
+def test_what_is_refused_is_one_line_on_stderr_and_exit_code_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(ConfigError, match="learnin_rate"):
+        main(["--debug", "sft", "--learnin_rate", "1"])

@@ -1,0 +1,134 @@
+"""YAML and the command line together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl.errors import ConfigError
+from prefrl.scripts.arguments import RewardArguments, ScriptArguments
+from prefrl.scripts.parser import CommandParser
+from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.sft_config import SFTConfig
+
+REQUIRED = "model_name_or_path: m\ndataset_name: d\n"
+
+
+def parse(tmp_path: Path, text: str, *argv: str) -> tuple[ScriptArguments, SFTConfig]:
+    return _parse(tmp_path, REQUIRED + text, (ScriptArguments, SFTConfig), argv)
+
+
+def _parse(tmp_path: Path, text: str, classes: tuple[type, ...], argv: tuple[str, ...]) -> Any:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    output = ["--output_dir", str(tmp_path / "out"), "--use_cpu"]
+    return CommandParser("sft", classes, "").parse(["--config", str(path), *output, *argv])
+
+
+def test_the_file_overrides_defaults_and_the_command_line_overrides_the_file(tmp_path: Path) -> None:
+    text = "learning_rate: 1e-3\nmax_length: 77\nfreeze: [embed, norm]\npacking: true\n"
+    script, config = parse(tmp_path, text, "--max_length", "88", "--freeze", "head")
+    assert script.model_name_or_path == "m"
+    assert (config.learning_rate, config.max_length, config.freeze, config.packing) == (1e-3, 88, ["head"], True)
+    assert config.weight_decay == 0.0  # in neither
+
+
+def test_the_command_line_wins_wherever_config_stands(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(REQUIRED + "max_length: 77\n", encoding="utf-8")
+    argv = ["--max_length", "88", "--use_cpu", "--output_dir", str(tmp_path), f"--config={path}"]
+    _, config = CommandParser("sft", (ScriptArguments, SFTConfig), "").parse(argv)
+    assert config.max_length == 88
+
+
+def test_scalars_mean_what_they_mean_on_the_command_line(tmp_path: Path) -> None:
+    # YAML 1.1 reads 1e-3 as a text and no as false.
+    text = "learning_rate: 1e-3\neval_strategy: no\nuse_peft: yes\nlora_target_modules: all-linear\nrun_name: 2024\n"
+    script, config = parse(tmp_path, text)
+    assert config.learning_rate == 1e-3
+    assert config.eval_strategy == "no"
+    assert config.run_name == "2024"
+    assert script.use_peft is True
+    assert script.lora_target_modules == ["all-linear"]
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_an_option_that_is_on_by_default_can_be_set_both_ways(tmp_path: Path, value: str) -> None:
+    text = REQUIRED + f"reward_funcs: [a]\nshuffle_dataset: {value}\n"
+    _, config = _parse(tmp_path, text, (RewardArguments, GRPOConfig), ())
+    assert config.shuffle_dataset is (value == "true")
+
+
+def test_null_and_mappings_keep_their_types(tmp_path: Path) -> None:
+    text = "max_length: null\nmodel_init_kwargs: {dtype: bfloat16, nested: {k: 1}}\n"
+    _, config = parse(tmp_path, text)
+    assert config.max_length is None
+    assert config.model_init_kwargs == {"dtype": "bfloat16", "nested": {"k": 1}}
+
+
+def test_json_on_the_command_line_is_a_mapping(tmp_path: Path) -> None:
+    _, config = parse(tmp_path, "", "--model_init_kwargs", '{"dtype": "bfloat16"}')
+    assert config.model_init_kwargs == {"dtype": "bfloat16"}
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    text = "lora_target_modules: &names [q_proj, v_proj]\nuse_peft: true\nfreeze: *names\n"
+    script, config = parse(tmp_path, text)
+    assert script.lora_target_modules == config.freeze == ["q_proj", "v_proj"]
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    required = ("--model_name_or_path", "m", "--dataset_name", "d")
+    _, config = _parse(tmp_path, "# nothing\n", (ScriptArguments, SFTConfig), required)
+    assert config.max_length == SFTConfig.max_length
+
+
+def test_two_runs_of_the_parser_do_not_influence_each_other(tmp_path: Path) -> None:
+    parse(tmp_path, "max_length: 77\nfreeze: [a]\n")
+    _, config = parse(tmp_path, "")
+    assert config.max_length == SFTConfig.max_length
+    assert config.freeze is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            "\nlearnin_rate: 1", r"run.yaml:4: unknown option 'learnin_rate'. Did you mean 'learning_rate'\?"
+        ),
+        pytest.param("num_generations: 4", r"run.yaml:3: unknown option 'num_generations'"),
+        pytest.param("max_length: long", r"run.yaml:3: max_length='long': must be of type int"),
+        pytest.param("max_length: 1.5", r"run.yaml:3: max_length='1.5': must be of type int"),
+        pytest.param("packing: perhaps", r"run.yaml:3: packing='perhaps': Truthy value expected"),
+        pytest.param("loss_type: mse", r"run.yaml:3: loss_type='mse': must be one of nll, dft"),
+        pytest.param("packing: null", r"run.yaml:3: packing='null': null is not allowed"),
+        pytest.param("max_length: [1, 2]", r"run.yaml:3: max_length=sequence: a list is not allowed"),
+        pytest.param("freeze:\n  - [a, b]", r"run.yaml:3: freeze=sequence: a list of lists"),
+        pytest.param("max_length: {a: 1}", r"run.yaml:3: max_length=mapping: a mapping is not allowed"),
+        pytest.param("seed: 1\nseed: 2", r"run.yaml:4: seed was set in line 3 already"),
+        pytest.param("max_length: 0", r"max_length=0: must be a number >= 2"),
+        pytest.param("seed: [", r"is not YAML"),
+    ],
+)
+def test_a_bad_entry_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(tmp_path, text)
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run.yaml:1: must be a mapping"):
+        _parse(tmp_path, "- 1\n", (ScriptArguments, SFTConfig), ())
+
+
+def test_what_huggingface_refuses_is_a_config_error_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="save_strategy"):
+        parse(tmp_path, "load_best_model_at_end: true\neval_strategy: epoch\nsave_strategy: steps\n")
+
+
+def test_rewards_are_options_of_grpo(tmp_path: Path) -> None:
+    text = REQUIRED + "reward_funcs: [a, b]\nreward_weights: [1, 0.5]\n"
+    script, config = _parse(tmp_path, text, (RewardArguments, GRPOConfig), ())
+    assert script.reward_funcs == ["a", "b"]
+    assert config.reward_weights == [1.0, 0.5]

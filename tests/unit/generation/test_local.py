@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from prefrl.errors import ConfigError, GenerationError
+from prefrl.generation.base import SamplingParams
+from prefrl.generation.local import LocalGenerator
+from tests.assets import tiny_model, tiny_tokenizer
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [7], [9, 10, 11, 12, 100, 101, 33], [60, 61] * 10]
+ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("qwen2", {}),
+    ("gemma2", {"sliding_window": 4}),
+    ("mistral", {"sliding_window": 6}),
+    ("gpt2", {}),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("qwen2", seed=1)
+
+
+def sampled(max_tokens: int = 12, num_samples: int = 3, **options: Any) -> SamplingParams:
+    return SamplingParams(num_samples=num_samples, max_tokens=max_tokens, **options)
+
+
+def greedy_by_transformers(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def forward_shapes(model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
+    shapes: list[tuple[int, ...]] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield shapes
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("architecture", "options"), ARCHITECTURES)
+@pytest.mark.parametrize("max_rows", [1, 3, 64])
+def test_greedy_equals_transformers_token_by_token(architecture: str, options: dict[str, Any], max_rows: int) -> None:
+    model = tiny_model(architecture, **options)
+    # A token that the second prompt reaches in the middle: rows of other lengths end at other times.
+    model.generation_config.eos_token_id = [1, greedy_by_transformers(model, PROMPTS[1], 24)[9]]
+    expected = [greedy_by_transformers(model, prompt, 24) for prompt in PROMPTS]
+    assert len(expected[1]) <= 10
+    generator = LocalGenerator(model, max_rows=max_rows)
+    together = generator.generate(PROMPTS, sampled(24, 2, temperature=0), seeds=[0] * 4)
+    alone = [generator.generate([prompt], sampled(24, 1, temperature=0), seeds=[0])[0] for prompt in PROMPTS]
+    assert [[sample.token_ids for sample in samples] for samples in together] == [[ids, ids] for ids in expected]
+    assert [[sample.token_ids for sample in samples] for samples in alone] == [[ids] for ids in expected]
+
+
+def test_greedy_with_repetition_penalty_equals_transformers(model: PreTrainedModel) -> None:
+    completions = LocalGenerator(model).generate(
+        PROMPTS, sampled(16, 1, temperature=0, repetition_penalty=1.7), seeds=[0] * 4
+    )
+    for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, do_sample=False, max_new_tokens=16, repetition_penalty=1.7, pad_token_id=0)
+        assert completion.token_ids == output[0, len(prompt) :].tolist()
+
+
+# peft 0.21 asks transformers 5.23 by the old name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_greedy_of_a_lora_model_equals_transformers() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model("qwen2", seed=1)
+    plain = greedy_by_transformers(model, PROMPTS[0], 16)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    expected = [greedy_by_transformers(adapted.eval(), prompt, 16) for prompt in PROMPTS]
+    completions = LocalGenerator(adapted).generate(PROMPTS, sampled(16, 1, temperature=0), seeds=[0] * 4)
+    assert [samples[0].token_ids for samples in completions] == expected
+    assert expected[0] != plain
+
+
+TRUNCATED = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3}
+
+
+def full_forward(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+    """[T, V] logits, each of the token at the same place of the completion."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0].float()
+    return logits[len(prompt) - 1 : -1]
+
+
+def test_sampled_logprobs_are_of_the_distribution_after_all_processors(model: PreTrainedModel) -> None:
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.3),
+            TemperatureLogitsWarper(0.7),
+            TopKLogitsWarper(20),
+            TopPLogitsWarper(0.9),
+            MinPLogitsWarper(0.02),
+        ]
+    )
+    completions = LocalGenerator(model).generate(PROMPTS, sampled(**TRUNCATED), seeds=range(4))
+    for prompt, samples in zip(PROMPTS, completions, strict=True):
+        for sample in samples:
+            logits = full_forward(model, prompt, sample.token_ids)
+            for t, (token, logprob) in enumerate(zip(sample.token_ids, sample.logprobs or [], strict=True)):
+                history = torch.tensor([[*prompt, *sample.token_ids[:t]]])
+                expected = processors(history, logits[t : t + 1]).log_softmax(dim=-1)[0, token]
+                assert logprob == pytest.approx(float(expected), abs=2e-5)
+
+
+def test_raw_logprobs_are_untruncated_at_temperature_one(model: PreTrainedModel) -> None:
+    completions = LocalGenerator(model).generate(PROMPTS, sampled(logprobs="raw", **TRUNCATED), seeds=range(4))
+    same_ids = LocalGenerator(model).generate(PROMPTS, sampled(**TRUNCATED), seeds=range(4))
+    for prompt, samples, others in zip(PROMPTS, completions, same_ids, strict=True):
+        for sample, other in zip(samples, others, strict=True):
+            assert sample.token_ids == other.token_ids
+            expected = full_forward(model, prompt, sample.token_ids).log_softmax(dim=-1)
+            chosen = expected.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(sample.logprobs), chosen, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, TRUNCATED], ids=["plain", "truncated"])
+def test_a_sample_does_not_depend_on_what_else_is_drawn(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    sampling, seeds = sampled(20, 4, stop_token_ids=tuple(range(2, 10)), **options), [11, 5, 5, 2**40]
+    together = LocalGenerator(model).generate(PROMPTS, sampling, seeds=seeds)
+    ids = [[sample.token_ids for sample in samples] for samples in together]
+    assert len({len(sample) for samples in ids for sample in samples}) > 3  # rows left at different steps
+    for max_rows in (1, 3, 5):
+        again = LocalGenerator(model, max_rows=max_rows).generate(PROMPTS, sampling, seeds=seeds)
+        assert [[sample.token_ids for sample in samples] for samples in again] == ids
+    for prompt, seed, expected in zip(PROMPTS, seeds, ids, strict=True):
+        (alone,) = LocalGenerator(model).generate([prompt], sampling, seeds=[seed])
+        assert [sample.token_ids for sample in alone] == expected
+    (fewer,) = LocalGenerator(model).generate(
+        PROMPTS[:1], sampled(20, 2, stop_token_ids=tuple(range(2, 10)), **options), seeds=seeds[:1]
+    )
+    assert [sample.token_ids for sample in fewer] == ids[0][:2]
+
+
+def test_samples_seeds_and_repeated_prompts_differ(model: PreTrainedModel) -> None:
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1]]
+    first, second, other = LocalGenerator(model).generate(prompts, sampled(), seeds=[0, 1, 0])
+    assert len({tuple(sample.token_ids) for sample in [*first, *second, *other]}) == 9
+
+
+def test_first_tokens_follow_the_softmax(model: PreTrainedModel) -> None:
+    (samples,) = LocalGenerator(model, max_rows=4000).generate(
+        [PROMPTS[0]], sampled(1, 4000, temperature=0.5), seeds=[7]
+    )
+    counts = torch.bincount(torch.tensor([sample.token_ids[0] for sample in samples]), minlength=128)
+    expected = (full_forward(model, PROMPTS[0], [0])[0] / 0.5).softmax(dim=-1)
+    variation = float((counts / 4000 - expected).abs().sum() / 2)
+    # The mean of |count / n - p| is sqrt(2 p (1 - p) / (pi n)) for a right sampler.
+    noise = float((2 * expected * (1 - expected) / (math.pi * 4000)).sqrt().sum() / 2)
+    assert variation < 1.25 * noise
+    assert float((expected - (full_forward(model, PROMPTS[0], [0])[0]).softmax(-1)).abs().sum() / 2) > 3 * noise
+
+
+def test_a_stop_token_belongs_to_its_completion_and_ends_it(model: PreTrainedModel) -> None:
+    stop_ids = (40, 41, 42, 43, 44, 45, 46, 47, 48)
+    samples = LocalGenerator(model).generate([PROMPTS[0]], sampled(30, 16, stop_token_ids=stop_ids), seeds=[0])[0]
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for sample in samples:
+        stops = [token in (*stop_ids, model.generation_config.eos_token_id) for token in sample.token_ids]
+        assert not any(stops[:-1])
+        assert stops[-1] == (sample.finish_reason == "stop")
+        assert (len(stops) == 30) or stops[-1]
+        assert len(sample.logprobs or []) == len(sample.trainable) == len(sample.policy_versions) == len(stops)
+        assert all(sample.trainable)
+
+
+def test_a_stop_token_at_the_last_place_is_a_stop(model: PreTrainedModel) -> None:
+    (full,) = LocalGenerator(model).generate([PROMPTS[0]], sampled(6, 1, temperature=0), seeds=[0])[0]
+    place = full.token_ids.index(full.token_ids[-1]) + 1
+    (cut,) = LocalGenerator(model).generate(
+        [PROMPTS[0]], sampled(place, 1, temperature=0, stop_token_ids=(full.token_ids[-1],)), seeds=[0]
+    )[0]
+    assert full.finish_reason == "length"
+    assert (cut.finish_reason, cut.token_ids) == ("stop", full.token_ids[:place])
+
+
+@pytest.mark.parametrize("source", ["config list", "config", "tokenizer", "sampling"])
+def test_stop_tokens_of_every_source_count(source: str) -> None:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    free = LocalGenerator(model).generate([PROMPTS[0]], sampled(8, 1, temperature=0), seeds=[0])[0][0].token_ids
+    stop_ids: tuple[int, ...] = ()
+    if source.startswith("config"):
+        model.generation_config.eos_token_id = [1, free[2]] if source == "config list" else free[2]
+    elif source == "tokenizer":
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(free[2])
+    else:
+        stop_ids = (free[2],)
+    generator = LocalGenerator(model, tokenizer=tokenizer)
+    (cut,) = generator.generate([PROMPTS[0]], sampled(8, 1, temperature=0, stop_token_ids=stop_ids), seeds=[0])[0]
+    assert cut.token_ids == free[: free.index(free[2]) + 1]
+
+
+def test_a_prompt_is_computed_once_and_finished_rows_leave(model: PreTrainedModel) -> None:
+    sampling = sampled(25, 6, stop_token_ids=tuple(range(2, 12)))
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[0]]  # two distinct ones
+    with forward_shapes(model) as shapes:
+        completions = LocalGenerator(model).generate(prompts, sampling, seeds=[0, 1, 2])
+    lengths = [len(sample.token_ids) for samples in completions for sample in samples]
+    longest = max(lengths)
+    assert min(lengths) < longest
+    assert shapes[0] == (2, 11)
+    # The token at place t is fed if its row goes on after it.
+    assert shapes[1:] == [(sum(length > t for length in lengths), 1) for t in range(1, longest)]
+
+
+def test_waves_of_one_prompt_share_its_computation(model: PreTrainedModel) -> None:
+    with forward_shapes(model) as shapes:
+        LocalGenerator(model, max_rows=2).generate([PROMPTS[0]], sampled(3, 5), seeds=[0])
+    assert shapes == [(1, 11), (2, 1), (2, 1), (2, 1), (2, 1), (1, 1), (1, 1)]
+
+
+def test_prompts_of_like_length_run_together(model: PreTrainedModel) -> None:
+    prompts = [[5] * 20, [6], [5] * 19, [7, 8]]
+    with forward_shapes(model) as shapes:
+        LocalGenerator(model, max_rows=2).generate(prompts, sampled(1, 1), seeds=[0] * 4)
+    assert shapes == [(2, 2), (2, 20)]
+
+
+def test_global_random_state_and_modes_are_left_alone(model: PreTrainedModel) -> None:
+    model = tiny_model("qwen2", attention_dropout=0.5)
+    model.activation_checkpointing_enable()
+    model.config.use_cache = False
+    model.train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    first = LocalGenerator(model).generate(PROMPTS, sampled(), seeds=range(4))
+    assert torch.get_rng_state().equal(state)
+    assert [module.training for module in model.modules()] == modes
+    assert model.is_activation_checkpointing
+    assert model.config.use_cache is False
+    torch.manual_seed(123)
+    assert LocalGenerator(model.eval()).generate(PROMPTS, sampled(), seeds=range(4)) == first  # no dropout
+
+
+def test_the_model_can_be_trained_after_generating() -> None:
+    model = tiny_model("llama").train()
+    LocalGenerator(model).generate(PROMPTS, sampled(), seeds=range(4))
+    model(torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_completions_carry_the_version_of_the_weights(model: PreTrainedModel) -> None:
+    generator = LocalGenerator(model)
+    before = generator.generate([PROMPTS[1]], sampled(2, 1), seeds=[0])[0][0]
+    generator.sync(iter(()), version=17)
+    after = generator.generate([PROMPTS[1]], sampled(2, 1), seeds=[0])[0][0]
+    generator.close()
+    assert (before.policy_versions, after.policy_versions) == ([0, 0], [17, 17])
+
+
+def test_logits_that_are_not_finite_stop_the_run() -> None:
+    model = tiny_model("gpt2").train()
+    model.transformer.wte.weight.data[0, 10] = math.nan  # tied: the logit of token 0 is NaN
+    generator = LocalGenerator(model)
+    generator.sync(iter(()), version=3)
+    with pytest.raises(GenerationError, match="sample 0, token 0: the logits of weight version 3 are NaN"):
+        generator.generate(PROMPTS, sampled(), seeds=range(4))
+    assert model.training
+
+
+def test_one_bad_prompt_is_named() -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+    model.model.embed_tokens.weight.data[33] = math.nan  # token 33 ends prompt 2
+    with pytest.raises(GenerationError, match="prompt 2, sample 0, token 0"):
+        LocalGenerator(model).generate([PROMPTS[0], PROMPTS[1], PROMPTS[2]], sampled(4, 2), seeds=range(3))
+
+
+def test_a_table_of_positions_limits_prompt_and_completion() -> None:
+    generator = LocalGenerator(tiny_model("gpt2", n_positions=24))
+    with pytest.raises(
+        GenerationError, match=r"prompt 3 has 20 tokens and max_tokens=5: together at most 24 for GPT2"
+    ):
+        generator.generate(PROMPTS, sampled(5), seeds=range(4))
+    assert len(generator.generate(PROMPTS, sampled(4, 1, temperature=0), seeds=range(4))[3][0].token_ids) == 4
+
+
+def test_computed_positions_have_no_limit() -> None:
+    generator = LocalGenerator(tiny_model("llama", max_position_embeddings=24))
+    assert len(generator.generate(PROMPTS, sampled(30, 1, temperature=0), seeds=range(4))[3][0].token_ids) > 4
+
+
+def test_architectures_without_a_usable_cache_are_refused_by_name() -> None:
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=128, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(GenerationError, match="MambaForCausalLM cannot generate in this process"):
+        LocalGenerator(mamba)
+    sizes = {"vocab_size": 32, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+    with pytest.raises(GenerationError, match="T5Model cannot generate in this process: it is an encoder"):
+        LocalGenerator(AutoModel.from_config(AutoConfig.for_model("t5", **sizes)))
+
+
+def test_bad_calls_are_named(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="max_rows=0"):
+        LocalGenerator(model, max_rows=0)
+    with pytest.raises(ValueError, match="1 seeds for 2 prompts"):
+        LocalGenerator(model).generate(PROMPTS[:2], sampled(), seeds=[0])
+    with pytest.raises(GenerationError, match="prompt 1 is empty"):
+        LocalGenerator(model).generate([[5], []], sampled(), seeds=[0, 0])
+    assert LocalGenerator(model).generate([], sampled(), seeds=[]) == []

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from prefrl.generation.base import SamplingParams
+from prefrl.generation.sampling import TokenSampler, uniform_numbers
+
+LOGITS = torch.tensor([[-math.inf, math.log(0.5), -math.inf, math.log(0.3), math.log(0.2), -math.inf]])
+LARGEST = 1 - 2.0**-53
+
+
+def draw(logits: torch.Tensor, u: float, **sampling: float) -> tuple[int, float]:
+    sampler = TokenSampler(SamplingParams(num_samples=1, max_tokens=1, **sampling))  # type: ignore[arg-type]
+    result = sampler.draw(logits, torch.full((len(logits),), u, dtype=torch.float64), None)
+    return int(result.tokens[0]), float(result.logprobs[0])
+
+
+@pytest.mark.parametrize(
+    ("u", "token", "probability"),
+    [(0.0, 1, 0.5), (0.49, 1, 0.5), (0.51, 3, 0.3), (0.79, 3, 0.3), (0.81, 4, 0.2), (LARGEST, 4, 0.2)],
+)
+def test_a_number_picks_the_token_whose_share_of_the_unit_interval_holds_it(
+    u: float, token: int, probability: float
+) -> None:
+    drawn, logprob = draw(LOGITS, u)
+    assert drawn == token
+    assert logprob == pytest.approx(math.log(probability), abs=1e-6)
+
+
+@pytest.mark.parametrize("u", [0.0, 0.3, 0.999999, LARGEST])
+def test_a_token_of_probability_zero_is_never_drawn(u: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (7, 1000, 40_000):
+        logits = torch.randn(20, size, generator=generator) * 3
+        logits[:, :3] = -math.inf
+        logits[:, -3:] = -math.inf
+        sampler = TokenSampler(SamplingParams(num_samples=1, max_tokens=1, top_k=5))
+        result = sampler.draw(logits, torch.full((20,), u, dtype=torch.float64), None)
+        assert result.logprobs.isfinite().all()
+        assert (logits.gather(1, result.tokens[:, None]) > -math.inf).all()
+
+
+def test_the_largest_number_is_safe_where_probabilities_sum_to_more_than_one() -> None:
+    # 49 equal shares: the float64 sum of float32 shares is 1 + 2e-8, on which u * total may round up to the total.
+    for size in range(2, 200):
+        token, logprob = draw(torch.cat([torch.zeros(1, size), torch.full((1, 2), -math.inf)], dim=1), LARGEST)
+        assert token == size - 1
+        assert math.isfinite(logprob)
+
+
+def test_temperature_sharpens_before_truncation() -> None:
+    # Probabilities 0.5, 0.3, 0.2 squared and normalised: 0.25, 0.09, 0.04 over 0.38.
+    assert draw(LOGITS, 0.0, temperature=0.5)[1] == pytest.approx(math.log(0.25 / 0.38), abs=1e-6)
+    # Of these, the smallest set with at least 0.8 of the mass is the first two.
+    assert draw(LOGITS, LARGEST, temperature=0.5, top_p=0.8) == (3, pytest.approx(math.log(0.09 / 0.34), abs=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("option", "token", "probability"),
+    [
+        ({"top_k": 2}, 3, 0.3 / 0.8),
+        ({"top_p": 0.6}, 3, 0.3 / 0.8),
+        ({"min_p": 0.5}, 3, 0.3 / 0.8),
+        ({"top_k": 1}, 1, 1.0),
+    ],
+)
+def test_truncation_renormalises(option: dict[str, float], token: int, probability: float) -> None:
+    assert draw(LOGITS, LARGEST, **option) == (token, pytest.approx(math.log(probability), abs=1e-6))
+
+
+def test_repetition_penalty_counts_each_token_of_the_history_once() -> None:
+    sampler = TokenSampler(SamplingParams(num_samples=1, max_tokens=1, repetition_penalty=2.0, temperature=0))
+    result = sampler.draw(torch.tensor([[1.0, 3.0, 2.0]]), torch.zeros(1), torch.tensor([[1, 1, 1]]))
+    assert result.tokens.tolist() == [2]  # 3 / 2 < 2; the penalty of a token seen three times is the same
+    result = sampler.draw(torch.tensor([[1.0, 5.0, 2.0]]), torch.zeros(1), torch.tensor([[1, 1, 1]]))
+    assert result.tokens.tolist() == [1]
+
+
+def test_raw_logprobs_ignore_temperature_and_truncation() -> None:
+    sampler = TokenSampler(SamplingParams(num_samples=1, max_tokens=1, temperature=0.5, top_k=1, logprobs="raw"))
+    result = sampler.draw(LOGITS, torch.tensor([0.4], dtype=torch.float64), None)
+    assert float(result.logprobs) == pytest.approx(math.log(0.5), abs=1e-6)
+
+
+def test_a_greedy_token_is_certain() -> None:
+    assert draw(LOGITS, 0.9, temperature=0) == (1, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_distribution_are_flagged_in_their_row_only(bad: float, temperature: float) -> None:
+    logits = LOGITS.repeat(3, 1)
+    logits[1, 3] = bad
+    sampler = TokenSampler(SamplingParams(num_samples=1, max_tokens=1, temperature=temperature))
+    assert sampler.draw(logits, torch.full((3,), 0.5, dtype=torch.float64), None).is_valid.tolist() == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_random_numbers_belong_to_seed_and_sample() -> None:
+    numbers = uniform_numbers(3, 1, 50)
+    assert numbers.equal(uniform_numbers(3, 1, 50))
+    for seed, sample in [(3, 2), (4, 1), (1, 3), (31, 1), (-3, 1), (2**63 + 3, 1)]:
+        assert not numbers.equal(uniform_numbers(seed, sample, 50))
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
+
+
+def test_random_numbers_of_many_samples_are_uniform() -> None:
+    first = torch.stack([uniform_numbers(0, sample, 2) for sample in range(4000)])
+    counts = torch.histc(first[:, 0], bins=10, min=0, max=1)
+    assert float(((counts - 400) ** 2 / 400).sum()) < 27.9  # chi-squared, 9 degrees of freedom, p = 0.001
+    assert abs(float(torch.corrcoef(first.T)[0, 1])) < 0.05

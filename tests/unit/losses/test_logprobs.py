@@ -1,0 +1,381 @@
+"""chunked_logprobs and module_logprobs against log_softmax of all logits."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prefrl.losses.logprobs import Head, TokenScores, chunked_logprobs, default_chunk_size, module_logprobs
+
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 2.0},
+    "all": {"bias": True, "scale": 1.7, "softcap": 3.0},
+}
+
+
+def make(m, *, hidden_size=6, vocab=11, bias=False, scale=1.0, softcap=None, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+    hidden, weight = leaf(m, hidden_size), leaf(vocab, hidden_size)
+    targets = torch.randint(vocab, (m,), generator=generator)
+    return hidden, targets, Head(weight, leaf(vocab) if bias else None, scale, softcap)
+
+
+def full_logits(hidden, head):
+    logits = hidden @ head.weight.t() if head.bias is None else hidden @ head.weight.t() + head.bias
+    logits = logits * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def full_scores(hidden, targets, head, temperature):
+    log_probs = (full_logits(hidden, head) / temperature).log_softmax(1)
+    return TokenScores(
+        logprobs=log_probs[range(len(targets)), targets],
+        entropy=-(log_probs.exp() * log_probs).sum(1),
+        correct=log_probs.argmax(1) == targets,
+    )
+
+
+def gradients(scores, leaves):
+    """Of a loss that weighs every token differently, and entropy otherwise than log-probs."""
+    w = torch.linspace(-1.0, 2.0, len(scores.logprobs), dtype=scores.logprobs.dtype, device=scores.logprobs.device)
+    return torch.autograd.grad((w * scores.logprobs).sum() + 0.7 * (w.square() * scores.entropy).sum(), leaves)
+
+
+def leaves_of(hidden, head):
+    return [hidden, head.weight] + ([] if head.bias is None else [head.bias])
+
+
+def test_hand_number():
+    # Logits 2 * (1, 0) = (2, 0), at temperature 2: (1, 0). p = e / (e + 1) = 0.731059, H = -sum p log p = 0.582203.
+    head = Head(torch.tensor([[1.0], [0.0]]), scale=2.0)
+    scores = chunked_logprobs(
+        torch.tensor([[1.0], [1.0]]), torch.tensor([0, 1]), head, temperature=2.0, want_entropy=True, want_correct=True
+    )
+    torch.testing.assert_close(scores.logprobs, torch.tensor([-0.313262, -1.313262]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores.entropy, torch.tensor([0.582203, 0.582203]), atol=1e-6, rtol=0)
+    assert scores.correct.tolist() == [True, False]
+
+
+def test_hand_gradient_is_one_hot_minus_probability():
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]], requires_grad=True)
+    scores = chunked_logprobs(
+        hidden, torch.tensor([0]), Head(weight), temperature=1.0, want_entropy=False, want_correct=False
+    )
+    scores.logprobs.sum().backward()
+    # dlogp/dz = (1 - p, -(1 - p)) with p = 0.731059; dz/dW = 1; dz/dx = (1, 0).
+    torch.testing.assert_close(weight.grad, torch.tensor([[0.268941], [-0.268941]]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(hidden.grad, torch.tensor([[0.268941]]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 7, 13, 50, None])
+@pytest.mark.parametrize("head_options", HEADS.values(), ids=HEADS.keys())
+def test_equals_log_softmax_of_all_logits_for_any_chunk_size(head_options, chunk_size):
+    hidden, targets, head = make(13, **head_options)
+    scores = chunked_logprobs(
+        hidden, targets, head, temperature=0.7, want_entropy=True, want_correct=True, chunk_size=chunk_size
+    )
+    expected = full_scores(hidden, targets, head, 0.7)
+    torch.testing.assert_close(scores.logprobs, expected.logprobs, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(scores.entropy, expected.entropy, atol=2e-6, rtol=1e-5)
+    assert torch.equal(scores.correct, expected.correct)
+    leaves = leaves_of(hidden, head)
+    for ours, theirs in zip(gradients(scores, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_options", HEADS.values(), ids=HEADS.keys())
+def test_gradcheck_in_float64(head_options):
+    hidden, targets, head = make(5, hidden_size=3, vocab=7, dtype=torch.float64, **head_options)
+
+    def score(hidden, weight, *bias):
+        head_of_leaves = Head(weight, bias[0] if bias else None, head.scale, head.softcap)
+        scores = chunked_logprobs(
+            hidden, targets, head_of_leaves, temperature=1.3, want_entropy=True, want_correct=False, chunk_size=2
+        )
+        assert scores.logprobs.dtype == torch.float64
+        return scores.logprobs, scores.entropy
+
+    assert torch.autograd.gradcheck(score, leaves_of(hidden, head))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "entropy"])
+def test_gradient_of_one_output_alone(name):
+    hidden, targets, head = make(9, bias=True, softcap=3.0)
+    options = {"temperature": 1.3, "want_entropy": True, "want_correct": True}
+    scores = chunked_logprobs(hidden, targets, head, **options, chunk_size=4)
+    expected = full_scores(hidden, targets, head, 1.3)
+    weights, leaves = torch.arange(9.0), leaves_of(hidden, head)
+    ours = torch.autograd.grad((weights * getattr(scores, name)).sum(), leaves)
+    theirs = torch.autograd.grad((weights * getattr(expected, name)).sum(), leaves)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_scores_are_float32_and_as_precise_as_the_logits():
+    hidden, targets, head = make(40, hidden_size=32, vocab=50, bias=True, dtype=torch.bfloat16)
+    scores = chunked_logprobs(
+        hidden, targets, head, temperature=0.9, want_entropy=True, want_correct=True, chunk_size=16
+    )
+    exact_head = Head(head.weight.detach().float().requires_grad_(), head.bias.detach().float().requires_grad_())
+    exact_hidden = hidden.detach().float().requires_grad_()
+    expected = full_scores(exact_hidden, targets, exact_head, 0.9)
+    assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
+    # Logits reach 20, where bfloat16 is spaced by 1/8.
+    torch.testing.assert_close(scores.logprobs, expected.logprobs, atol=0.1, rtol=0)
+    torch.testing.assert_close(scores.entropy, expected.entropy, atol=0.1, rtol=0)
+    # Rounding the logits once is all that is allowed to differ: the softmax itself is float32.
+    rounded = ((hidden @ head.weight.t() + head.bias).float() / 0.9).log_softmax(1)[range(40), targets]
+    torch.testing.assert_close(scores.logprobs, rounded, atol=0.05, rtol=0)
+    ours = gradients(scores, leaves_of(hidden, head))
+    theirs = gradients(expected, leaves_of(exact_hidden, exact_head))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.float() - b).norm() <= 0.03 * b.norm()
+
+
+def test_weight_gradient_in_bfloat16_does_not_lose_small_terms_over_chunks():
+    # Each of 512 rows adds 1/512 to one entry: a bfloat16 sum over chunks would stop at 0.5, where its spacing is 1/256.
+    hidden = torch.ones(512, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    scores = chunked_logprobs(
+        hidden,
+        torch.zeros(512, dtype=torch.long),
+        Head(weight),
+        temperature=1.0,
+        want_entropy=False,
+        want_correct=False,
+        chunk_size=1,
+    )
+    scores.logprobs.backward(torch.full((512,), 2.0 / 512))
+    assert weight.grad.flatten().tolist() == [1.0, -1.0]
+
+
+def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_those_of_the_leaves():
+    hidden, targets, head = make(12, hidden_size=32, vocab=50, bias=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = chunked_logprobs(
+            hidden, targets, head, temperature=1.0, want_entropy=True, want_correct=False, chunk_size=5
+        )
+    low = Head(head.weight.detach().bfloat16(), head.bias.detach().bfloat16())
+    expected = chunked_logprobs(
+        hidden.detach().bfloat16(), targets, low, temperature=1.0, want_entropy=True, want_correct=False, chunk_size=5
+    )
+    torch.testing.assert_close(scores.logprobs, expected.logprobs, atol=0, rtol=0)
+    assert [g.dtype for g in gradients(scores, leaves_of(hidden, head))] == [torch.float32] * 3
+
+
+def test_extreme_logits_stay_finite():
+    weight = torch.tensor([[3e4], [0.0], [-3e4]], requires_grad=True)
+    hidden = torch.ones(3, 1, requires_grad=True)
+    scores = chunked_logprobs(
+        hidden, torch.tensor([0, 1, 2]), Head(weight), temperature=1.0, want_entropy=True, want_correct=True
+    )
+    assert scores.logprobs.tolist() == [0.0, -3e4, -6e4]
+    assert scores.entropy.tolist() == [0.0, 0.0, 0.0]
+    assert all(g.isfinite().all() for g in gradients(scores, [hidden, weight]))
+
+
+def test_correct_is_the_argmax_in_ties_too():
+    scores = chunked_logprobs(
+        torch.ones(2, 1),
+        torch.tensor([0, 1]),
+        Head(torch.ones(2, 1)),
+        temperature=1.0,
+        want_entropy=False,
+        want_correct=True,
+    )
+    assert scores.correct.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("head_options", [{}, {"bias": True, "softcap": 2.0}])
+def test_empty_batch_has_zero_gradients(head_options):
+    hidden, targets, head = make(0, **head_options)
+    scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want_entropy=True, want_correct=True)
+    assert scores.logprobs.shape == scores.entropy.shape == scores.correct.shape == (0,)
+    for leaf, grad in zip(leaves_of(hidden, head), gradients(scores, leaves_of(hidden, head)), strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest output of any operator, and the matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+        self.num_products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        self.num_products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return out
+
+
+@pytest.mark.parametrize("function", [chunked_logprobs, module_logprobs])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_of_all_tokens_by_vocabulary_is_made(function, dtype):
+    m, vocab, hidden_size, chunk_size = 64, 96, 4, 8
+    hidden, targets, head = make(m, hidden_size=hidden_size, vocab=vocab, softcap=3.0, dtype=dtype)
+    with LargestTensor() as largest:
+        scores = function(
+            hidden,
+            targets,
+            head if function is chunked_logprobs else (lambda rows: full_logits(rows, head)),
+            temperature=0.8,
+            want_entropy=True,
+            want_correct=True,
+            chunk_size=chunk_size,
+        )
+        gradients(scores, [hidden, head.weight])
+    assert largest.numel == max(chunk_size, hidden_size) * vocab
+    with LargestTensor() as largest:
+        full_scores(hidden, targets, head, 0.8)
+    assert largest.numel == m * vocab  # the meter sees such a tensor
+
+
+@pytest.mark.parametrize(
+    ("trained", "products_per_chunk"),
+    [(("hidden", "weight", "bias"), 3), (("hidden",), 2), (("weight",), 2), (("bias",), 1)],
+)
+def test_frozen_parts_cost_no_product_and_get_no_gradient(trained, products_per_chunk):
+    hidden, targets, head = make(12, bias=True)
+    named = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    for name, leaf in named.items():
+        leaf.requires_grad_(name in trained)
+    scores = chunked_logprobs(
+        hidden, targets, head, temperature=1.0, want_entropy=True, want_correct=True, chunk_size=4
+    )
+    with LargestTensor() as meter:
+        scores.logprobs.sum().backward()
+    assert meter.num_products == 3 * products_per_chunk  # logits again; hidden; weight
+    assert {name for name, leaf in named.items() if leaf.grad is not None} == set(trained)
+
+
+def test_nothing_is_saved_or_differentiated_without_grad():
+    hidden, targets, head = make(5)
+    with torch.no_grad():
+        scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want_entropy=False, want_correct=False)
+    assert scores.logprobs.grad_fn is None
+    assert scores.entropy is None
+    assert scores.correct is None
+
+
+def test_inputs_are_left_as_they_were():
+    hidden, targets, head = make(9, bias=True, softcap=2.0)
+    before = [leaf.detach().clone() for leaf in leaves_of(hidden, head)]
+    scores = chunked_logprobs(
+        hidden, targets, head, temperature=0.5, want_entropy=True, want_correct=True, chunk_size=4
+    )
+    first = gradients_twice = None
+    loss = scores.logprobs.sum() + scores.entropy.sum()
+    first = torch.autograd.grad(loss, leaves_of(hidden, head), retain_graph=True)
+    gradients_twice = torch.autograd.grad(loss, leaves_of(hidden, head))
+    for a, b in zip(first, gradients_twice, strict=True):
+        assert torch.equal(a, b)
+    for leaf, copy in zip(leaves_of(hidden, head), before, strict=True):
+        assert torch.equal(leaf, copy)
+
+
+class LowRankHead(nn.Module):
+    """A head as LoRA makes it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.base = nn.Linear(6, 11)
+        self.base.weight.requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 11, bias=False)
+
+    def forward(self, rows):
+        return self.base(rows) + self.up(self.down(rows))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 13, None])
+def test_module_head_equals_its_merged_matrix(chunk_size):
+    hidden, targets, _ = make(13)
+    module = LowRankHead()
+    merged = Head(module.base.weight + module.up.weight @ module.down.weight, module.base.bias)
+    options = {"temperature": 0.7, "want_entropy": True, "want_correct": True}
+    scores = module_logprobs(hidden, targets, module, **options, chunk_size=chunk_size)
+    expected = full_scores(hidden, targets, merged, 0.7)
+    torch.testing.assert_close(scores.logprobs, expected.logprobs, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(scores.entropy, expected.entropy, atol=2e-6, rtol=1e-5)
+    assert torch.equal(scores.correct, expected.correct)
+    leaves = [hidden, module.base.bias, module.down.weight, module.up.weight]
+    for a, b in zip(gradients(scores, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_module_head_on_an_empty_batch_has_zero_gradients():
+    hidden, targets, _ = make(0)
+    module = LowRankHead()
+    options = {"temperature": 1.0, "want_entropy": False, "want_correct": False}
+    scores = module_logprobs(hidden, targets, module, **options)
+    assert scores == TokenScores(scores.logprobs, None, None)
+    scores.logprobs.sum().backward()
+    assert torch.equal(module.up.weight.grad, torch.zeros(11, 2))
+
+
+@pytest.mark.parametrize("function", [chunked_logprobs, module_logprobs])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "temperature=0.0: needs to be positive"),
+        ({"chunk_size": 0}, "chunk_size=0: needs to be >= 1"),
+        ({"targets": torch.zeros(4, dtype=torch.long)}, r"hidden \(5, 6\), targets \(4,\): need to be \[M, h\] and"),
+    ],
+)
+def test_bad_input_is_refused(function, changes, message):
+    hidden, targets, head = make(5)
+    arguments = {"targets": targets, "temperature": 1.0, "chunk_size": 2} | changes
+    with pytest.raises(ValueError, match=message):
+        function(hidden, head=head, want_entropy=True, want_correct=True, **arguments) if (
+            function is chunked_logprobs
+        ) else function(hidden, head_fn=nn.Identity(), want_entropy=True, want_correct=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (Head(torch.zeros(11, 5)), r"head.weight \(11, 5\): needs to be \[V, 6\]"),
+        (Head(torch.zeros(11, 6), softcap=0.0), "head.softcap=0.0: needs to be positive"),
+    ],
+)
+def test_bad_head_is_refused(head, message):
+    hidden, targets, _ = make(5)
+    with pytest.raises(ValueError, match=message):
+        chunked_logprobs(hidden, targets, head, temperature=1.0, want_entropy=False, want_correct=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("vocab", [600, 40_000])
+@pytest.mark.parametrize("want_entropy", [False, True])
+def test_cuda_equals_cpu(vocab, want_entropy):
+    hidden, targets, head = make(700, hidden_size=64, vocab=vocab, bias=True, softcap=9.0)
+    assert default_chunk_size(torch.device("cuda")) < 700
+    results = []
+    for device in ("cpu", "cuda"):
+        moved = [leaf.detach().to(device).requires_grad_() for leaf in leaves_of(hidden, head)]
+        scores = chunked_logprobs(
+            moved[0],
+            targets.to(device),
+            Head(moved[1], moved[2], softcap=9.0),
+            temperature=0.9,
+            want_entropy=want_entropy,
+            want_correct=False,
+        )
+        grads = gradients(scores, moved) if want_entropy else torch.autograd.grad(scores.logprobs.sum(), moved)
+        results.append([tensor.detach().cpu() for tensor in (scores.logprobs, *grads)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
