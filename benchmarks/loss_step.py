@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.loss_step
 
-All plans use the same chunked head on response positions only, so the ratios show what padding and repeated prompts cost.
-Plans are timed in alternation; a ratio is printed only if the losses and gradients of all plans agree.
+All plans use the same chunked head on response positions only, so the ratios show what padding and repeated prompts
+cost. Plans are timed in alternation; a ratio is printed only if the losses and gradients of all plans agree.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["Max", "Mean", "Metric", "Min", "Std", "Sum", "host", "merge"]
 
 
-
 @dataclass(frozen=True, slots=True)
 class Mean:
     """total / count; NaN where nothing was counted."""

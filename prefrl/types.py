@@ -59,8 +59,8 @@ class TokenBatch:
     """Rows of different lengths laid end to end: no padding, every prompt once.
 
     Row b reads prompt `prompt_index[b]` and then its own response. Log-probs, losses and advantages exist for response
-    tokens only, so every `[N]` tensor follows `response_ids`. Lengths and indices are host integers: reading them never
-    waits for a device.
+    tokens only, so every `[N]` tensor follows `response_ids`. Lengths and indices are host integers: reading them
+    never waits for a device.
     """
 
     prompt_ids: Tensor  # [sum(prompt_lengths)] int64
@@ -197,17 +197,18 @@ class TokenBatch:
         if len(names) > 1:
             raise ValueError(f"batches carry different tensors: {sorted(map(sorted, names))}")
         offsets = [sum(batch.num_prompts for batch in batches[:i]) for i in range(len(batches))]
-        return cls(
+        tensors = {name: torch.cat([batch.tensors()[name] for batch in batches]) for name in batches[0].tensors()}
+        return batches[0].replace(
             prompt_lengths=sum((batch.prompt_lengths for batch in batches), ()),
             prompt_index=tuple(o + i for o, batch in zip(offsets, batches, strict=True) for i in batch.prompt_index),
             response_lengths=sum((batch.response_lengths for batch in batches), ()),
             group_index=sum((batch.group_index for batch in batches), ()),
-            **{name: torch.cat([batch.tensors()[name] for batch in batches]) for name in batches[0].tensors()},
+            **tensors,
         )
 
 
 def _take_segments(flat: Tensor, lengths: Sequence[int], which: Sequence[int]) -> Tensor:
-    segments = flat.split(list(lengths))
+    segments = torch.split(flat, list(lengths))
     return torch.cat([segments[i] for i in which]) if which else flat[:0]
 
 

@@ -33,7 +33,9 @@ def tiny_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTo
     )
 
 
-def tiny_model(architecture: str = "qwen2", *, seed: int = 0, vocab_size: int = 128, **overrides: Any) -> PreTrainedModel:
+def tiny_model(
+    architecture: str = "qwen2", *, seed: int = 0, vocab_size: int = 128, **overrides: Any
+) -> PreTrainedModel:
     """A random model of two layers and hidden size 32, in float32, in eval mode; weights depend on `seed` alone."""
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,

@@ -1,8 +1,8 @@
 """Chat templates: rendering, and finding an assistant's tokens by comparing renderings.
 
 No template is known by name. Where a turn starts and stops in the rendered conversation is found from renderings of
-parts of the conversation, or, where the template renders a part otherwise than the whole (drops earlier thinking,
-say), from renderings with the turn's content replaced by a marker.
+parts of the conversation; or, where the template renders a part otherwise than the whole (drops earlier thinking,
+say), from a rendering with the turn's text replaced by a marker.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prefrl.data.formats import REASONING_FIELDS
 from prefrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -176,9 +177,10 @@ def completion_start(
     opening = prompt_text(template, prompt)
     if text.startswith(opening):
         return len(opening)
-    if continues:
-        raise DataError(_not_found_message(template, conversation, len(prompt) - 1))
-    return _content_span(template, conversation, len(prompt), text).start
+    start = None if continues else _turn_start(template, conversation, len(prompt), text)
+    if start is None:
+        raise DataError(_not_found_message(template, conversation, len(prompt) - continues))
+    return start
 
 
 def assistant_spans(
@@ -235,33 +237,54 @@ def encode(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase)
 
 
 def _turn_span(template: ChatTemplate, conversation: Sequence[Message], turn: int, text: str) -> Span:
-    before = template.try_render(conversation[:turn], add_generation_prompt=True)
-    through = template.try_render(conversation[: turn + 1])
-    start = len(before) if before is not None and text.startswith(before) else None
-    stop = len(through) if through is not None and text.startswith(through) else None
-    if start is None or stop is None:
-        content = _content_span(template, conversation, turn, text)
-        start = content.start if start is None else start
-        stop = content.stop if stop is None else stop
-    if start >= stop:
+    start = _turn_start(template, conversation, turn, text)
+    stop = _turn_stop(template, conversation, turn, text)
+    if start is None or stop is None or start >= stop:
         raise DataError(_not_found_message(template, conversation, turn))
     return trim_after_end_token(Span(start, stop), text, template.special_tokens)
 
 
-def _content_span(template: ChatTemplate, conversation: Sequence[Message], turn: int, text: str) -> Span:
-    """A turn's content and end in the rendered text, from renderings that have a marker as the turn's content."""
-    if not isinstance(conversation[turn].get("content"), str):
-        raise DataError(_not_found_message(template, conversation, turn))
-    marked = [*conversation[:turn], {**conversation[turn], "content": _MARKER}, *conversation[turn + 1 :]]
-    before, found, after = template.render(marked).partition(_MARKER)
-    if not found or _MARKER in after or not text.startswith(before) or not text.endswith(after):
-        raise DataError(_not_found_message(template, conversation, turn))
-    content_stop = len(text) - len(after)
-    if len(before) > content_stop:
-        raise DataError(_not_found_message(template, conversation, turn))
-    alone = template.try_render(marked[: turn + 1])
-    ending = after[: _common_length(after, alone.partition(_MARKER)[2])] if alone is not None else ""
-    return Span(len(before), content_stop + _end_of_turn(ending, template.special_tokens))
+def _turn_start(template: ChatTemplate, conversation: Sequence[Message], turn: int, text: str) -> int | None:
+    """Where generation would begin to write the turn, or else where the text that the turn brings begins."""
+    opening = template.try_render(conversation[:turn], add_generation_prompt=True)
+    if opening is not None and text.startswith(opening):
+        return len(opening)
+    before, found, _ = _render_marked(template, conversation, turn).partition(_MARKER)
+    return len(before) if found and text.startswith(before) else None
+
+
+def _turn_stop(template: ChatTemplate, conversation: Sequence[Message], turn: int, text: str) -> int | None:
+    """Where the conversation up to the turn stops; behind the turn's content and end token; or behind its tail."""
+    through = template.try_render(conversation[: turn + 1])
+    if through is not None and text.startswith(through):
+        return len(through)
+    _, found, after = _render_marked(template, conversation, turn).rpartition(_MARKER)
+    if found and text.endswith(after):
+        alone = _render_marked(template, conversation[: turn + 1], turn).rpartition(_MARKER)[2]
+        ending = after[: _common_length(after, alone)]
+        return len(text) - len(after) + _end_of_turn(ending, template.special_tokens)
+    start = _turn_start(template, conversation, turn, text)
+    if through is None or start is None:
+        return None
+    tail = _overlap(through, text[start:])
+    # Anything shorter than the turn's end token may be alike by chance.
+    ending = through.rstrip()
+    ends = [len(token) for token in template.special_tokens if ending.endswith(token)]
+    return start + tail if ends and tail >= max(ends) + len(through) - len(ending) else None
+
+
+def _render_marked(template: ChatTemplate, conversation: Sequence[Message], turn: int) -> str:
+    """The conversation with a marker as the text of one turn; empty if the template refuses it."""
+    message = conversation[turn]
+    texts = [name for name in ("content", *REASONING_FIELDS) if isinstance(message.get(name), str)]
+    marked = {**message, **dict.fromkeys(texts or ["content"], _MARKER)}
+    return template.try_render([*conversation[:turn], marked, *conversation[turn + 1 :]]) or ""
+
+
+def _overlap(first: str, second: str) -> int:
+    """The length of the longest text that `first` ends with and `second` starts with."""
+    starts = range(max(0, len(first) - len(second)), len(first))
+    return next((len(first) - start for start in starts if second.startswith(first[start:])), 0)
 
 
 def _end_of_turn(ending: str, special_tokens: tuple[str, ...]) -> int:

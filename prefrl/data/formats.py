@@ -22,6 +22,7 @@ import datasets
 from prefrl.errors import DataError
 
 __all__ = [
+    "REASONING_FIELDS",
     "ROLES",
     "Format",
     "Kind",
@@ -39,6 +40,8 @@ Kind = Literal["language_modeling", "prompt_only", "prompt_completion"]
 Style = Literal["standard", "conversational"]
 Message = dict[str, Any]
 
+# Names under which a message holds its thinking, besides a block in its content.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -80,7 +83,7 @@ _VALUE_TYPES: dict[Style | None, str] = {
     None: "str | list of messages",
 }
 # A turn with one of these says something even if its content is empty.
-_CONTENT_SUBSTITUTES = ("tool_calls", "reasoning_content", "thinking", "reasoning")
+_CONTENT_SUBSTITUTES = ("tool_calls", *REASONING_FIELDS)
 
 
 def detect_format(dataset: datasets.Dataset, kinds: Sequence[Kind], *, text_field: str = "text") -> Format:

@@ -94,8 +94,8 @@ class GenerationBatchSampler(Sampler[list[int]]):
     """Prompts for the generation batches of one rank, spread over the micro-batches that learn from them.
 
     The first item of each window of `items_per_window` micro-batches has the rank's prompts and the others are empty:
-    so HuggingFace's count of steps and its skipping on resume hold, and no prompt is delivered twice. Prompts that do not
-    fill a last window are left out of the epoch.
+    so HuggingFace's count of steps and its skipping on resume hold, and no prompt is delivered twice. Prompts that do
+    not fill a last window are left out of the epoch.
 
     Args:
         num_rows: Number of prompts in the dataset.

@@ -85,6 +85,19 @@ class _RowEncoder:
         start, stop = self._kept(len(row["prompt_ids"]), index)
         return {"prompt_ids": row["prompt_ids"][start:stop]}
 
+    def warn_without_end_token(self, row: Mapping[str, Any]) -> None:
+        """Look whether a conversation ends with a special token; plain text always does."""
+        if self.dataset_format.style == "standard":
+            return
+        token_ids = self._at_row(0, self._encode_sft, row).token_ids
+        end = self.tokenizer.decode(token_ids[-8:]).rstrip()
+        if not end.endswith(self.special_tokens):
+            logger.warning(
+                "The chat template ends the assistant's turn with %r, not with a special token: the model does not "
+                "learn to stop. Use a template that puts an end token behind each turn.",
+                end,
+            )
+
     def _at_row(self, index: int, encode_row: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> Any:
         try:
             return encode_row(row)
@@ -206,6 +219,7 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
         assistant_only=assistant_only_loss,
     )
     dataset = convert_from_value(dataset, dataset_format)
+    encoder.warn_without_end_token(dataset[0])
     rows = dataset.map(
         encoder.sft_row,
         with_indices=True,

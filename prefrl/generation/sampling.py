@@ -107,11 +107,12 @@ def _at(values: Tensor, tokens: Tensor) -> Tensor:
 def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The first token whose cumulative probability exceeds u times the total, and whether there is a total.
 
-    A token of probability 0 adds nothing to the sum, so it is never the first to exceed a number.
+    A token of probability 0 adds nothing to the sum, so it is never the first to exceed a number. Summed in float64:
+    with float32 the tokens at the end of a large vocabulary would be drawn too often or not at all.
     """
     cumulative = probabilities.cumsum(dim=-1, dtype=uniforms.dtype)
     total = cumulative[:, -1]
-    # Rounding may lift u * total to the total itself, which no token exceeds.
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return tokens.clamp(max=probabilities.shape[-1] - 1), total.isfinite()
+    # The largest u is one rounding step below 1, so u * total stays below the total and some token exceeds it.
+    tokens = torch.searchsorted(cumulative, (uniforms * total)[:, None], right=True)[:, 0]
+    is_valid = total.isfinite()
+    return tokens.where(is_valid, 0), is_valid

@@ -3,7 +3,7 @@
 The tokens of a flat row form trees: a trunk that attends to itself, then branches that each attend to the trunk and to
 themselves, never to each other. A tree without branches is an ordinary sequence. The trees travel as a `Layout` in a
 keyword argument of the model's forward, down to the attention function: gradient checkpointing passes it again when it
-recomputes a layer, which a global variable would not survive. Without that argument our functions are the implementation
+recomputes a layer, where a global variable would be stale. Without that argument our functions are the implementation
 that they replace.
 """
 
@@ -75,7 +75,7 @@ class Layout:
         return max(tree.trunk + max(tree.branches, default=0) for tree in self.trees)
 
     def mask(self, rows: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-        """[rows, keys] additive mask for the last `rows` positions of `keys`: a view of one that all segments share."""
+        """[rows, keys] to add to scores of the last `rows` of `keys` positions; a view of one for all segments."""
         before, key = self.longest, (window, like.dtype, like.device)
         if key not in self._masks:
             most_rows = min(before, _ROWS_PER_MASK)
@@ -88,7 +88,7 @@ class Layout:
 
 
 def mask_placeholder(device: torch.device) -> Tensor:
-    """An empty 4D mask: transformers takes a 4D mask as it is, so it builds none (T x T) of its own for the flat row."""
+    """An empty 4D mask: transformers takes a 4D mask as it is, so it builds none of its own, which would be T x T."""
     return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
 
 
@@ -116,6 +116,7 @@ def flat_attention(
         [1, T, H, D].
     """
     lengths = layout.lengths
+    query, key, value = (_as_autocast_would(x) for x in (query, key, value))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         pieces = _visible(q, k, v, layout, window)
@@ -130,6 +131,14 @@ def flat_attention(
             q, own_key, own_value = next(segments)
             outputs += attend(q, torch.cat([trunk_key, own_key], 2), torch.cat([trunk_value, own_value], 2))
     return torch.cat(outputs, dim=1)
+
+
+def _as_autocast_would(tensor: Tensor) -> Tensor:
+    """Cast once, not in each segment; and a causal bias needs inputs of one dtype to find its kernel."""
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
 
 
 _Piece = tuple["Tensor", "Tensor", "Tensor", "Tensor | None"]

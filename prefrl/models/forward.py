@@ -39,9 +39,9 @@ def token_logprobs(
     """Log softmax(logits / temperature) at every trainable response token, with gradients.
 
     All plans give equal numbers: "shared_prefix" computes each prompt once for all its responses, "packed" lays rows
-    end to end without padding, "padded" is the ordinary batch. "auto" takes the first that can gain something and that
-    the first-use check found right for this model, and says so once where it falls back. While dropout is active "auto"
-    does not share prefixes, since the responses of a prompt would share its dropout mask.
+    end to end without padding, "padded" is the ordinary batch. "auto" takes the first that may gain and that
+    the first-use check found right for this model, and says so once where it falls back. While dropout is active,
+    "auto" does not share prefixes, since the responses of a prompt would share its dropout mask.
 
     Args:
         model: A causal language model, with PEFT or DDP around it if wanted; see `prepare_for_scoring`.

@@ -118,7 +118,7 @@ def load_tokenizer(
 def _from_pretrained(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_pretrained(name, **({"dtype": torch.float32} | dict(arguments)))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}") from error
 
 
@@ -127,11 +127,18 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, **{key: arguments[key] for key in _TOKENIZER_ARGUMENTS if key in arguments}
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
+    # For some architectures AutoTokenizer makes an empty tokenizer where there are no files.
+    if len(tokenizer.get_added_vocab()) == len(tokenizer):
+        raise ConfigError(
+            f"processing_class=None: no tokenizer can be loaded from {name!r}: it has no tokenizer files. Give the "
+            "model's tokenizer."
+        )
+    return tokenizer
 
 
 def _with_adapter(model: PreTrainedModel, peft_config: PeftConfig, seed: int | None) -> PreTrainedModel:

@@ -1,8 +1,8 @@
 """A causal language model whose forward can return the log-probs of given tokens instead of logits.
 
 The whole computation, head included, runs inside the model's own forward: whatever wraps the model (DDP, mixed
-precision, PEFT) sees one ordinary forward pass, and its hooks fire. Logits are made for a chunk of trainable tokens at a
-time.
+precision, PEFT) sees one ordinary forward pass, and its hooks fire. Logits are made for a chunk of trainable tokens at
+a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The first-use check: which plans give a model's own log-probs, found by trying.
 
 An architecture can ignore our attention in many ways, each silently wrong (linear attention, state-space layers,
-sinks, windows that exist only in a mask). So before the first batch every plan scores a few random rows, and the result
-is compared with one plain forward for each row.
+sinks, windows that exist only in a mask). So before the first batch every plan scores a few random rows, and the
+result is compared with one plain forward for each row.
 """
 
 from __future__ import annotations

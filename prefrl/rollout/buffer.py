@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -102,22 +102,17 @@ class RolloutBuffer:
             )
         self.minibatches = [
             Minibatch(
-                [
-                    TokenBatch(
-                        **{name: tuple(values) for name, values in host.items()},
-                        **{
-                            key.removeprefix(f"{i}.{j}."): t
-                            for key, t in tensors.items()
-                            if key.startswith(f"{i}.{j}.")
-                        },
-                    )
-                    for j, host in enumerate(row["micro_batches"])
-                ],
-                row["num_items"],
+                [_batch(host, tensors, f"{i}.{j}.") for j, host in enumerate(row["micro_batches"])], row["num_items"]
             )
             for i, row in enumerate(json.loads(metadata["layout"]))
         ]
         self.position = state["position"]
+
+
+def _batch(host: dict[str, list[int]], tensors: dict[str, Tensor], prefix: str) -> TokenBatch:
+    values: dict[str, Any] = {name: tuple(numbers) for name, numbers in host.items()}
+    values |= {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    return TokenBatch(**values)
 
 
 _HOST_FIELDS = tuple(f.name for f in fields(TokenBatch) if f.type == "tuple[int, ...]")

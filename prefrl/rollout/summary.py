@@ -92,9 +92,7 @@ def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, co
     console.print(table)
 
 
-def write_parquet(
-    rollouts: Sequence[Rollout], folder: Path, *, step: int, extra: Mapping[str, Sequence[Any]]
-) -> Path:
+def write_parquet(rollouts: Sequence[Rollout], folder: Path, *, step: int, extra: Mapping[str, Sequence[Any]]) -> Path:
     """Write `completions_<step>.parquet`: text, token ids, log-probs, rewards, advantage, finish reason, versions.
 
     Args:

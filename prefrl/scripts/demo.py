@@ -17,7 +17,13 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+)
 from transformers.utils import logging as transformers_logging
 
 from prefrl.generation.base import SamplingParams
@@ -151,7 +157,9 @@ def sft(
         **_common(seed, output_dir), max_steps=MAX_SFT_STEPS, per_device_train_batch_size=64, learning_rate=2e-3
     )
     examples = train.remove_columns("answer")
-    SFTTrainer(model, config, train_dataset=examples, processing_class=tokenizer, callbacks=callbacks).train()
+    trainer = SFTTrainer(model, config, train_dataset=examples, processing_class=tokenizer, callbacks=callbacks)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 def grpo(
@@ -182,6 +190,7 @@ def grpo(
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
 
@@ -195,11 +204,11 @@ def greedy_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, q
 
 
 def _share_right(answers: list[str], questions: Dataset) -> float:
-    pairs = zip(answers, questions["answer"], strict=True)
-    return sum(given == expected for given, expected in pairs) / len(answers)
+    num_right: int = sum(given == expected for given, expected in zip(answers, questions["answer"], strict=True))
+    return num_right / len(answers)
 
 
-class ReportProgress(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
+class ReportProgress(TrainerCallback):
     """Appends every log to the metrics file; shows every tenth step."""
 
     def __init__(self, stage: str, path: Path, console: Console) -> None:
@@ -218,7 +227,7 @@ class ReportProgress(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self.console.print(f"{self.stage} step {state.global_step}  {values}")
 
 
-class StopAtTokenAccuracy(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
+class StopAtTokenAccuracy(TrainerCallback):
     """Stops supervised training early."""
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -32,7 +32,9 @@ class BaseConfig(TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
     )
-    freeze: list[str] | None = opt(None, "Regular expressions; parameters whose name contains a match are not trained.")
+    freeze: list[str] | None = opt(
+        None, "Regular expressions; parameters whose name contains a match are not trained."
+    )
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
         "Cut a step's rows into micro-batches of at most this many tokens (prompts counted once for each group) "

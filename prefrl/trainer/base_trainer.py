@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from transformers import Trainer
@@ -39,8 +39,8 @@ Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRS
 class BaseTrainer(Trainer):
     """HuggingFace's loop around flat token batches.
 
-    A leaf gives `loss`, which returns sums, and `num_items`, which counts what the sums are over. This class divides, by
-    the count of the whole optimizer step over all ranks: so micro-batch size, accumulation, world size and layout
+    A leaf gives `loss`, which returns sums, and `num_items`, which counts what the sums are over. This class divides,
+    by the count of the whole optimizer step over all ranks: so micro-batch size, accumulation, world size and layout
     change nothing but rounding.
 
     HuggingFace hands `training_step` one item for each accumulation step. The last of them holds all micro-batches of
@@ -72,7 +72,7 @@ class BaseTrainer(Trainer):
             )
         model = load_model(
             model,
-            model_init_kwargs=args.model_init_kwargs,
+            model_init_kwargs=cast("dict[str, Any] | None", args.model_init_kwargs),
             peft_config=peft_config,
             freeze=args.freeze or (),
             seed=args.seed,
@@ -92,6 +92,11 @@ class BaseTrainer(Trainer):
             optimizers=optimizers,
         )
         self.model.add_model_tags(["prefrl", self.algorithm])
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model that is trained, without what a back-end puts around it."""
+        return cast("PreTrainedModel", distributed.unwrap(self.model))
 
     # What a leaf or the class below gives.
 
@@ -196,7 +201,7 @@ class BaseTrainer(Trainer):
 
     def floating_point_ops(self, inputs: list[TokenBatch]) -> int:
         """6 * parameters outside embeddings * tokens: HuggingFace's estimate, of the tokens really run."""
-        parameters = distributed.unwrap(self.model).num_parameters(exclude_embeddings=True)
+        parameters = int(self.policy.num_parameters(exclude_embeddings=True))
         return 6 * parameters * sum(batch.num_forward_tokens for batch in inputs)
 
     # Datasets.
@@ -225,7 +230,8 @@ class BaseTrainer(Trainer):
                 for name, part in eval_dataset.items()
             }
             return {key: value for metrics in parts.values() for key, value in metrics.items()}
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return metrics
 
     def evaluation_loop(
         self,
@@ -236,7 +242,7 @@ class BaseTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
-        model = distributed.unwrap(self.model).to(self.args.device)
+        model = self.policy.to(self.args.device)
         num_rows = 0
         with eval_mode(model), torch.no_grad():
             for item in dataloader:
@@ -301,7 +307,7 @@ class BaseTrainer(Trainer):
 
     def write_card(self, folder: Path) -> None:
         """Write README.md, the model card, into `folder`."""
-        base_model = distributed.unwrap(self.model).config.name_or_path
+        base_model = str(self.policy.config.name_or_path)
         write_model_card(folder, algorithm=self.algorithm, base_model=base_model, log_history=self.state.log_history)
 
 

@@ -23,7 +23,7 @@ class GRPOConfig(PolicyLossOptions, SamplingOptions, RewardOptions, ReferenceOpt
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        if self.scale_rewards in (True, False):  # the names before there was "batch"
+        if isinstance(self.scale_rewards, bool):  # the names before there was "batch"
             self.scale_rewards = "group" if self.scale_rewards else "none"
         super().validate()
         self._validate_groups()
@@ -40,7 +40,9 @@ class GRPOConfig(PolicyLossOptions, SamplingOptions, RewardOptions, ReferenceOpt
         elif self.beta == 0:
             raise ConfigError("sync_ref_model=True with beta=0.0: there is no reference model to move. Set beta > 0.")
         if self.filter_overlong_prompts and self.max_prompt_length is None:
-            raise ConfigError("filter_overlong_prompts=True with max_prompt_length=None: no prompt is too long. Set it.")
+            raise ConfigError(
+                "filter_overlong_prompts=True with max_prompt_length=None: no prompt is too long. Set it."
+            )
 
     def _validate_groups(self) -> None:
         if self.num_generations < 2:
@@ -52,8 +54,8 @@ class GRPOConfig(PolicyLossOptions, SamplingOptions, RewardOptions, ReferenceOpt
             nearest = max(1, round(self.completions_per_rank / self.num_generations)) * self.num_generations
             raise ConfigError(
                 f"per_device_train_batch_size {self.per_device_train_batch_size} * steps_per_generation "
-                f"{self.micro_batches_per_generation} = {self.completions_per_rank} completions on each process: must be "
-                f"a multiple of num_generations={self.num_generations}, because a group stays on one process. The "
+                f"{self.micro_batches_per_generation} = {self.completions_per_rank} completions on each process: must "
+                f"be a multiple of num_generations={self.num_generations}, because a group stays on one process. The "
                 f"nearest that works is {nearest}."
             )
 

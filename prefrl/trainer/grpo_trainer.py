@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses import reduce
 from prefrl.losses.advantages import Advantages, group_advantages
 from prefrl.losses.kl import k3
 from prefrl.losses.policy import POLICY_LOSSES, sequence_log_ratio
+from prefrl.losses.reduce import item_count, token_weights
 from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.trainer.base_trainer import Optimizers
 from prefrl.trainer.grpo_config import GRPOConfig
@@ -56,13 +56,13 @@ class GRPOTrainer(OnlineTrainer):
         DataError: A dataset that cannot be used; names the row and the column.
         RewardError: A reward failed, during training.
 
-    Source: Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, eq. 3; Yu et al. 2025 (DAPO), arXiv 2503.14476; Liu et al.
-    2025 (Dr. GRPO), arXiv 2503.20783; Zheng et al. 2025 (GSPO), arXiv 2507.18071.
+    Source: Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, eq. 3; Yu et al. 2025 (DAPO), arXiv 2503.14476; Liu et
+    al. 2025 (Dr. GRPO), arXiv 2503.20783; Zheng et al. 2025 (GSPO), arXiv 2507.18071.
     """
 
     algorithm = "grpo"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel,
         reward_funcs: RewardSource | list[RewardSource],
@@ -107,7 +107,7 @@ class GRPOTrainer(OnlineTrainer):
     def num_items(self, batch: TokenBatch) -> Tensor:
         """Tokens, sequences or a constant, as the loss asks."""
         reduction = POLICY_LOSSES[self.args.loss_type].reduction
-        return reduce.item_count(
+        return item_count(
             batch.trainable,
             batch.row_index,
             batch.num_rows,
@@ -137,9 +137,7 @@ class GRPOTrainer(OnlineTrainer):
             kl = k3(scores.logprobs, batch.ref_logprobs)
             per_token = per_token + self.args.beta * kl
             metrics["kl"] = _token_mean(kl.detach(), batch)
-        weights = reduce.token_weights(
-            batch.trainable, batch.row_index, batch.num_rows, reduction=policy_loss.reduction
-        )
+        weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=policy_loss.reduction)
         return LossOutput(total=(weights * per_token).sum(), metrics=metrics)
 
 
@@ -150,7 +148,7 @@ def _token_mean(values: Tensor, batch: TokenBatch) -> Mean:
 def _clip_metrics(stats: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Metric]:
     """Share of clipped tokens over all tokens, and its extremes over rows."""
     metrics: dict[str, Metric] = {f"{name}_mean": _token_mean(values, batch) for name, values in stats.items()}
-    weights = reduce.token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="sequence_mean")
+    weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="sequence_mean")
     for name, kind in (("clip_ratio/low", Min), ("clip_ratio/high", Max)):
         shares = torch.zeros(batch.num_rows, device=batch.device)
         shares.index_add_(0, batch.row_index, stats[name] * weights)

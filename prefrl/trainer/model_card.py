@@ -20,9 +20,7 @@ _PAPERS = {
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 
 
-def write_model_card(
-    folder: Path, *, algorithm: str, base_model: str, log_history: Sequence[dict[str, Any]]
-) -> None:
+def write_model_card(folder: Path, *, algorithm: str, base_model: str, log_history: Sequence[dict[str, Any]]) -> None:
     """Write `README.md`: method, base model, last metrics and versions. Local paths and options are left out.
 
     Args:

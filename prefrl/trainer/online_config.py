@@ -125,9 +125,7 @@ class OnlineConfig(BaseConfig):
         None, "Arguments for the chat template; JSON on the command line."
     )
     shuffle_dataset: bool = opt(True, "Visit prompts in a new order each epoch.")
-    log_completions: bool = opt(
-        False, "Print a table of completions and write them to parquet at every generation."
-    )
+    log_completions: bool = opt(False, "Print a table of completions and write them to parquet at every generation.")
     num_completions_to_print: Annotated[int, Ge(1)] | None = opt(None, "Rows of that table; None: all.")
 
     def validate(self) -> None:
@@ -168,15 +166,15 @@ class OnlineConfig(BaseConfig):
     def micro_batches_per_generation(self) -> int:
         """`steps_per_generation` as it takes effect."""
         if self.generation_batch_size is not None:
-            return self.generation_batch_size // (self.per_device_train_batch_size * self.world_size)
-        return self.steps_per_generation or self.gradient_accumulation_steps
+            return self.generation_batch_size // int(self.per_device_train_batch_size * self.world_size)
+        return self.steps_per_generation or int(self.gradient_accumulation_steps)
 
     @property
     def updates_per_generation(self) -> int:
         """Optimizer steps of one pass over a generation batch."""
-        return self.micro_batches_per_generation // self.gradient_accumulation_steps
+        return self.micro_batches_per_generation // int(self.gradient_accumulation_steps)
 
     @property
     def completions_per_rank(self) -> int:
         """Completions of one generation on this process."""
-        return self.per_device_train_batch_size * self.micro_batches_per_generation
+        return int(self.per_device_train_batch_size) * self.micro_batches_per_generation

@@ -7,8 +7,9 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import datasets
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -53,7 +54,7 @@ class OnlineTrainer(BaseTrainer):
 
     args: GRPOConfig
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel | nn.Module,
         reward_funcs: RewardSource | list[RewardSource],
@@ -73,8 +74,6 @@ class OnlineTrainer(BaseTrainer):
             timeout=args.reward_timeout,
             processing_classes=reward_processing_classes,
         )
-        for dataset in _datasets(train_dataset) + _datasets(eval_dataset):
-            self.rewards.check_columns(dataset.column_names)
         super().__init__(
             model,
             args,
@@ -125,14 +124,16 @@ class OnlineTrainer(BaseTrainer):
     # Datasets.
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Add `prompt_ids`."""
+        """Add `prompt_ids`; the rewards find their columns."""
+        if isinstance(dataset, datasets.Dataset):
+            self.rewards.check_columns(dataset.column_names)
         return prepare_prompt_dataset(
             dataset,
             tokenizer,
             max_prompt_length=self.args.max_prompt_length,
             truncation=TRUNCATION_SIDES[self.args.truncation_mode],
             filter_overlong=self.args.filter_overlong_prompts,
-            chat_template_kwargs=self.args.chat_template_kwargs,
+            chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
             num_proc=self.args.dataset_num_proc,
         )
 
@@ -245,7 +246,7 @@ class OnlineTrainer(BaseTrainer):
         return Minibatch(micro_batches, num_items)
 
     def _rows_with_gradient(self, rollouts: list[Rollout], batch: TokenBatch) -> list[int]:
-        has_loss = [bool(row.any()) for row in batch.trainable.split(list(batch.response_lengths))]
+        has_loss = [bool(row.any()) for row in torch.split(batch.trainable, list(batch.response_lengths))]
         every = self.learns_from_zero_advantage
         return [i for i, r in enumerate(rollouts) if has_loss[i] and (every or r.advantage != 0)]
 
@@ -255,10 +256,9 @@ class OnlineTrainer(BaseTrainer):
         return batch.replace(ref_logprobs=logprobs.to(batch.device))
 
     def _frozen_logprobs(self, batch: TokenBatch) -> Tensor:
-        model = distributed.unwrap(self.model)
-        with eval_mode(model):
+        with eval_mode(self.policy):
             logprobs = logprobs_in_pieces(
-                model,
+                self.policy,
                 batch.to(self.args.device),
                 temperature=self.scoring_temperature,
                 max_tokens=self.args.max_tokens_per_micro_batch,
@@ -352,9 +352,3 @@ class OnlineTrainer(BaseTrainer):
 
 def _nan_if_none(value: float | None) -> float:
     return float("nan") if value is None else value
-
-
-def _datasets(dataset: Any) -> list[Any]:
-    if dataset is None:
-        return []
-    return list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]

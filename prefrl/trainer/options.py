@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
+import operator
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +17,15 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.errors import ConfigError
 
 __all__ = ["check_fields", "check_no_effect", "default_output_dir", "opt", "parse_json"]
+
+
+# Kind of bound -> sign, attribute that holds the limit, test.
+_BOUNDS: dict[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
+    Ge: (">=", "ge", operator.ge),
+    Gt: (">", "gt", operator.gt),
+    Le: ("<=", "le", operator.le),
+    Lt: ("<", "lt", operator.lt),
+}
 
 
 def opt(default: Any, description: str) -> Any:
@@ -77,13 +89,15 @@ def _own_hints(config_class: type) -> dict[str, Any]:
     hints: dict[str, Any] = {}
     for cls in reversed(config_class.__mro__):
         if cls.__module__.startswith("prefrl."):
-            hints |= {n: h for n, h in typing.get_type_hints(cls, include_extras=True).items() if n in _annotations(cls)}
+            hints |= {
+                n: h for n, h in typing.get_type_hints(cls, include_extras=True).items() if n in _annotations(cls)
+            }
     names = {field.name for field in dataclasses.fields(config_class)}
     return {name: hint for name, hint in hints.items() if name in names}
 
 
 def _annotations(cls: type) -> dict[str, Any]:
-    return dict(cls.__dict__.get("__annotations__", {}))
+    return inspect.get_annotations(cls)
 
 
 def _alternatives(hint: Any) -> list[Any]:
@@ -103,16 +117,10 @@ def _check_bounds(name: str, value: Any, hint: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise ConfigError(f"{name}={value!r}: must be a number {_describe(bounds)}")
     for bound in bounds:
-        ok = (
-            (isinstance(bound, Ge) and value >= bound.ge)
-            or (isinstance(bound, Gt) and value > bound.gt)
-            or (isinstance(bound, Le) and value <= bound.le)
-            or (isinstance(bound, Lt) and value < bound.lt)
-        )
-        if not ok:
+        _, attribute, holds = _BOUNDS[type(bound)]
+        if not holds(value, getattr(bound, attribute)):
             raise ConfigError(f"{name}={value!r}: must be a number {_describe(bounds)}")
 
 
 def _describe(bounds: tuple[Any, ...]) -> str:
-    signs = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
-    return " and ".join(f"{signs[type(b)][0]} {getattr(b, signs[type(b)][1])}" for b in bounds)
+    return " and ".join(f"{_BOUNDS[type(b)][0]} {getattr(b, _BOUNDS[type(b)][1])}" for b in bounds)

@@ -54,6 +54,6 @@ class SFTConfig(OfflineConfig):
             )
         if self.assistant_only_loss and self.completion_only_loss:
             raise ConfigError(
-                "assistant_only_loss=True with completion_only_loss=True: choose one. assistant_only_loss learns every "
-                "assistant turn, completion_only_loss everything in the column completion."
+                "assistant_only_loss=True with completion_only_loss=True: choose one. assistant_only_loss learns "
+                "every assistant turn, completion_only_loss everything in the column completion."
             )

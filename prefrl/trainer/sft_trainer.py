@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from prefrl.data.packing import pack_dataset
 from prefrl.data.tokenize import prepare_sft_dataset
-from prefrl.losses import reduce
+from prefrl.losses.reduce import item_count, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
-from prefrl.metrics import Mean
+from prefrl.metrics import Mean, Metric
 from prefrl.trainer.base_config import TRUNCATION_SIDES
 from prefrl.trainer.base_trainer import Optimizers
 from prefrl.trainer.offline_trainer import OfflineTrainer
@@ -51,7 +51,7 @@ class SFTTrainer(OfflineTrainer):
     algorithm = "sft"
     args: SFTConfig
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel,
         args: SFTConfig | None = None,
@@ -91,26 +91,28 @@ class SFTTrainer(OfflineTrainer):
             completion_only_loss=self.args.completion_only_loss,
             assistant_only_loss=self.args.assistant_only_loss,
             text_field=self.args.dataset_text_field,
-            chat_template_kwargs=self.args.chat_template_kwargs,
+            chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
             num_proc=self.args.dataset_num_proc,
         )
         is_packed = self.args.packing if training or self.args.eval_packing is None else self.args.eval_packing
         if is_packed:
+            assert self.args.max_length is not None  # see SFTConfig.validate
             return pack_dataset(dataset, max_length=self.args.max_length, strategy=self.args.packing_strategy)
         return dataset
 
     def num_items(self, batch: TokenBatch) -> Tensor:
         """Tokens that have a loss."""
-        return reduce.item_count(batch.trainable, batch.row_index, batch.num_rows, reduction="token", constant=None)
+        return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction="token", constant=None)
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Sum of the token losses."""
         scores = self.score(model, batch, want=("entropy", "correct"))
-        weights = reduce.token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="token")
+        weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="token")
         total = (weights * SUPERVISED_LOSSES[self.args.loss_type](scores.logprobs)).sum()
         count = weights.sum()
-        assert scores.entropy is not None and scores.correct is not None  # asked for above
-        metrics = {
+        assert scores.entropy is not None
+        assert scores.correct is not None
+        metrics: dict[str, Metric] = {
             "entropy": Mean((scores.entropy.detach() * weights).sum(), count),
             "mean_token_accuracy": Mean((scores.correct * weights).sum(), count),
         }

@@ -65,7 +65,11 @@ def test_users_model_is_trained_in_place_and_config_is_left_alone(name: str, tmp
 
 @pytest.mark.parametrize("name", NAMES)
 def test_row_order_changes_nothing(name: str, tmp_path: Path) -> None:
-    trainer = make_trainer(name, tmp_path, gradient_accumulation_steps=1, beta=0.1) if name == "grpo" else make_trainer(name, tmp_path)
+    trainer = (
+        make_trainer(name, tmp_path, gradient_accumulation_steps=1, beta=0.1)
+        if name == "grpo"
+        else make_trainer(name, tmp_path)
+    )
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = 1
     items, count = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
+
+
+def joined(parts: Iterable[list[int]]) -> list[int]:
+    return [row for part in parts for row in part]
+
 
 sizes = st.integers(1, 5)
 
@@ -30,13 +37,13 @@ def test_steps_hold_the_same_rows_for_any_world_size(
             items = list(sampler)
             assert len(items) == len(sampler)
             assert all(len(item) <= micro for item in items)
-            ranks.append([sum(items[i : i + accumulation], []) for i in range(0, len(items), accumulation)])
+            ranks.append([joined(items[i : i + accumulation]) for i in range(0, len(items), accumulation)])
         assert len({len(rank) for rank in ranks}) == 1
-        return [sum((rank[i] for rank in ranks), []) for i in range(len(ranks[0]))]
+        return [joined(rank[i] for rank in ranks) for i in range(len(ranks[0]))]
 
     cut = steps(micro, accumulation, world)
     assert cut == steps(micro * accumulation * world, 1, 1)
-    assert sorted(sum(cut, [])) == list(range(num_rows))
+    assert sorted(joined(cut)) == list(range(num_rows))
 
 
 def test_epochs_have_different_orders() -> None:

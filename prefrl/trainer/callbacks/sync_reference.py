@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["SyncReference"]
 
 
-class SyncReference(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
+class SyncReference(TrainerCallback):
     """reference = alpha * policy + (1 - alpha) * reference, every `steps` optimizer steps.
 
     Source: Gorbatovski et al. 2024 (TR-DPO), arXiv 2404.09656, eq. 2.

@@ -43,6 +43,17 @@ STRICT = (
     "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
+# Only the last turn has a block of thinking, even an empty one; a turn may be nothing but a call of a tool.
+TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}"
+    "{% if m.tool_calls %}{% if m.content %}\n\n{% endif %}<call>{{ m.tool_calls[0].name }}</call>{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n{% endif %}{% endif %}"
+)
+NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SHOUTS = (  # neither a prefix nor the content survives in a longer conversation
     "{% for m in messages %}<|{{ m.role }}|>"
     "{{ m.content if loop.last else m.content | upper }}<|end|>{% endfor %}"

@@ -65,6 +65,29 @@ def test_assistant_spans_with_a_generation_prompt_that_turns_thinking_off():
     assert assistant_texts(template, THOUGHTS) == ["yo<|im_end|>", "<think>y</think>no<|im_end|>"]
 
 
+CALL = {"role": "assistant", "tool_calls": [{"name": "add"}]}
+TOOL = {"role": "tool", "content": "5"}
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
+@pytest.mark.parametrize("call", [CALL, {**CALL, "content": ""}])
+def test_turn_that_is_only_a_tool_call_is_found(call, kwargs):
+    template = chat_template(templates.TOOLS, **kwargs)
+    answer = "<think>\n\n</think>\n\nno<|im_end|>"
+    expected = ["<call>add</call><|im_end|>", answer.removeprefix("<think>\n") if kwargs else answer]
+    assert assistant_texts(template, [ASK, call, TOOL, SAY_MORE]) == expected
+
+
+def test_thinking_of_a_turn_is_trained_where_only_a_marker_finds_it():
+    # The generation prompt of this template opens something else than what the turn starts with.
+    jinja = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>Well, {% endif %}"
+    )
+    turns = [ASK, {"role": "assistant", "reasoning": "x", "content": "yo"}]
+    assert assistant_texts(chat_template(jinja), turns) == ["x</think>yo<|end|>"]
+
+
 def test_turn_that_cannot_be_found_is_named():
     with pytest.raises(DataError, match=r"message 1 \(role 'assistant'\) of 4"):
         assistant_texts(chat_template(templates.SHOUTS), CHAT)

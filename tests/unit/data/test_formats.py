@@ -32,6 +32,13 @@ def dataset(*rows):
         ({"prompt": ASK, "completion": SAY}, SFT, "prompt_completion", "conversational", ("prompt", "completion")),
         ({"prompt": "a", "completion": "b"}, ("prompt_only",), "prompt_only", "standard", ("prompt",)),
         ({"prompt": ASK, "answer": "4"}, ("prompt_only",), "prompt_only", "conversational", ("prompt",)),
+        (
+            {"prompt": "a", "completion": "b"},
+            ("prompt_only", "prompt_completion"),
+            "prompt_completion",
+            "standard",
+            ("prompt", "completion"),
+        ),
         # As in UltraChat: a prompt beside whole conversations does not make it prompt-completion.
         ({"prompt": "a", "messages": ASK + SAY}, SFT, "language_modeling", "conversational", ("messages",)),
     ],

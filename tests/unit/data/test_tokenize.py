@@ -36,12 +36,12 @@ def text_of(token_ids, tokenizer=None):
     return "".join((tokenizer or tiny_tokenizer()).convert_ids_to_tokens(token_ids))
 
 
-def bos_tokenizer(chat_template=templates.LLAMA3):
-    """Adds `<|bos|>` before and, as a trap, `<|eot|>` behind a text."""
+def bos_tokenizer(before="<|bos|>", chat_template=templates.LLAMA3):
+    """Adds `before` and, as a trap, `<|eot|>` behind a text."""
     tokenizer = chat_tokenizer(chat_template)
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<|bos|>", "<|eot|>")}
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|bos|> $A <|eot|>", special_tokens=list(ids.items())
+        single=f"{before} $A <|eot|>", special_tokens=list(ids.items())
     )
     return tokenizer
 
@@ -79,10 +79,20 @@ def test_bos_is_added_once_and_never_trained():
     tokenizer = bos_tokenizer()
     rows = sft([{"text": "ab"}, {"text": "<|bos|>ab"}], tokenizer)
     assert [text_of(row["input_ids"], tokenizer) for row in rows] == ["<|bos|>ab<|end|>"] * 2
-    row = sft([{"prompt": "a", "completion": "b"}], tokenizer)[0]
-    assert row["trainable"] == [False, False, True, True]
     row = sft([{"messages": [ASK, SAY]}], tokenizer)[0]
     assert text_of(row["input_ids"], tokenizer).count("<|bos|>") == 1
+
+
+def test_what_the_tokenizer_puts_before_a_prompt_has_no_loss():
+    row = sft([{"prompt": "a", "completion": "b"}], bos_tokenizer("<|bos|> <|bos|>"))[0]
+    assert row["trainable"] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize(("template", "warnings"), [(templates.NO_END, 1), (templates.CHATML, 0)])
+def test_template_without_end_token_is_warned_of_once(template, warnings, caplog):
+    with caplog.at_level(logging.WARNING, logger="prefrl"):
+        sft([{"messages": [ASK, SAY]}] * 2, chat_tokenizer(template))
+    assert ["does not learn to stop" in record.getMessage() for record in caplog.records] == [True] * warnings
 
 
 def test_whole_conversation_is_trained_by_default():

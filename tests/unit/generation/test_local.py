@@ -24,6 +24,7 @@ from transformers import (
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local import LocalGenerator
+from prefrl.generation.sampling import uniform_numbers
 from tests.assets import tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [7], [9, 10, 11, 12, 100, 101, 33], [60, 61] * 10]
@@ -181,6 +182,15 @@ def test_first_tokens_follow_the_softmax(model: PreTrainedModel) -> None:
     noise = float((2 * expected * (1 - expected) / (math.pi * 4000)).sqrt().sum() / 2)
     assert variation < 1.25 * noise
     assert float((expected - (full_forward(model, PROMPTS[0], [0])[0]).softmax(-1)).abs().sum() / 2) > 3 * noise
+
+
+def test_every_token_has_a_random_number_of_its_own() -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+    model.lm_head.weight.data.zero_()  # 128 tokens of equal probability
+    (samples,) = LocalGenerator(model).generate([PROMPTS[0]], sampled(10, 3), seeds=[9])
+    for number, sample in enumerate(samples):
+        expected = (uniform_numbers(9, number, 10) * 128).floor().int().tolist()
+        assert sample.token_ids == expected[: len(sample.token_ids)]
 
 
 def test_a_stop_token_belongs_to_its_completion_and_ends_it(model: PreTrainedModel) -> None:

@@ -43,8 +43,13 @@ def test_a_token_of_probability_zero_is_never_drawn(u: float) -> None:
         assert (logits.gather(1, result.tokens[:, None]) > -math.inf).all()
 
 
-def test_the_largest_number_is_safe_where_probabilities_sum_to_more_than_one() -> None:
-    # 49 equal shares: the float64 sum of float32 shares is 1 + 2e-8, on which u * total may round up to the total.
+def test_rare_tokens_of_a_large_vocabulary_keep_their_share() -> None:
+    for u in torch.rand(20, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist():
+        assert abs(draw(torch.zeros(1, 100_000), u)[0] - u * 100_000) < 1.01
+
+
+def test_the_largest_number_is_safe_where_probabilities_do_not_sum_to_one() -> None:
+    # Rounded to float32, equal shares sum to as much as 1 +- 3e-8.
     for size in range(2, 200):
         token, logprob = draw(torch.cat([torch.zeros(1, size), torch.full((1, 2), -math.inf)], dim=1), LARGEST)
         assert token == size - 1

@@ -82,5 +82,5 @@ def test_a_spent_buffer_is_stored_empty(tmp_path: Path) -> None:
 
 def test_another_number_of_iterations_is_refused(tmp_path: Path) -> None:
     filled().save(tmp_path / "rollouts.safetensors")
-    with pytest.raises(DataError, match="num_iterations was 2 .* is 3 now"):
+    with pytest.raises(DataError, match=r"num_iterations was 2 .* is 3 now"):
         RolloutBuffer(3).load(tmp_path / "rollouts.safetensors")

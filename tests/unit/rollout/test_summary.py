@@ -19,7 +19,13 @@ def rollout(group: int, length: int, reward: float | None, finish: FinishReason 
     return Rollout([1, 2], completion, {}, group, "[red]p", "c" * length, {"good": reward}, total, 0.25)
 
 
-ROLLOUTS = [rollout(0, 2, 1.0), rollout(0, 4, 3.0), rollout(1, 6, 5.0, "length"), rollout(1, 8, 5.0), rollout(2, 1, None)]
+ROLLOUTS = [
+    rollout(0, 2, 1.0),
+    rollout(0, 4, 3.0),
+    rollout(1, 6, 5.0, "length"),
+    rollout(1, 8, 5.0),
+    rollout(2, 1, None),
+]
 
 
 def test_metrics_by_hand() -> None:

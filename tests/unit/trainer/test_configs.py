@@ -22,7 +22,9 @@ GRPO_RULES = [
     pytest.param({"top_p": 1.5}, "top_p=1.5: must be a number > 0 and <= 1", id="top_p"),
     pytest.param({"scale_rewards": "std"}, "scale_rewards='std': must be one of 'group', 'batch', 'none'", id="scale"),
     pytest.param({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model=True with beta=0.0", id="no reference"),
-    pytest.param({"ref_model_sync_steps": 3}, "ref_model_sync_steps=3 has no effect because sync_ref_model", id="sync"),
+    pytest.param(
+        {"ref_model_sync_steps": 3}, "ref_model_sync_steps=3 has no effect because sync_ref_model", id="sync"
+    ),
     pytest.param({"ref_model_mixup_alpha": 0.3}, "ref_model_mixup_alpha=0.3 has no effect", id="alpha"),
     pytest.param({"num_completions_to_print": 3}, "num_completions_to_print=3 has no effect", id="print"),
     pytest.param(
@@ -53,7 +55,9 @@ SFT_RULES = [
     pytest.param(
         {"train_sampling_strategy": "group_by_length"}, "must be 'random' or 'sequential'", id="group by length"
     ),
-    pytest.param({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0: must be a number >= 1", id="tokens"),
+    pytest.param(
+        {"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0: must be a number >= 1", id="tokens"
+    ),
     pytest.param({"forward_plan": "dense"}, "forward_plan='dense': must be one of 'auto'", id="plan"),
     pytest.param({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported", id="auto batch"),
     pytest.param({"include_num_input_tokens_seen": "all"}, "Read num_tokens", id="tokens seen"),

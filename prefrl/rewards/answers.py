@@ -1,0 +1,52 @@
+"""Is the final number right?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from numbers import Rational
+from typing import Any
+
+from prefrl.rewards.base import completion_text
+from prefrl.rewards.numbers import Number, final_number, only_number
+
+__all__ = ["numeric_reward"]
+
+
+def numeric_reward(
+    completions: Sequence[str | list[dict[str, Any]]], answer: Sequence[str | float | None], **_: Any
+) -> list[float | None]:
+    r"""1 if a completion's final number is exactly the answer, 0 if it is another or none.
+
+    The final number stands after the last `####`, in the last `\boxed{}` or `<answer>`, whichever comes last, and is
+    the only number there; without any of these it is the last number of the text. Reasoning up to `</think>` is not
+    read, and reasoning that is never closed has no answer. Thousands separators, currency signs, fractions, decimals
+    and percentages are understood; numbers are compared as exact fractions.
+
+    Args:
+        completions: B texts or lists of messages.
+        answer: B correct answers: a number, a text with one number, or a solution in GSM8K's form that ends with
+            `#### N`.
+    Returns:
+        B rewards; None where the answer itself is no number.
+    """
+    return [_score(completion_text(c), _gold(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+def _score(text: str, gold: Number | None) -> float | None:
+    if gold is None:
+        return None
+    number = final_number(text)
+    return float(number is not None and number.equals(gold))
+
+
+def _gold(answer: str | float | None) -> Number | None:
+    if isinstance(answer, str):
+        is_marked = "####" in answer or "\\boxed" in answer
+        return final_number(answer) if is_marked else only_number(answer)
+    if isinstance(answer, Rational):
+        return Number(Fraction(answer))
+    if isinstance(answer, float) and math.isfinite(answer):
+        return Number(Fraction(repr(answer)))  # 0.1 means a tenth, not the nearest binary number
+    return None

@@ -1,0 +1,45 @@
+"""What a reward is, and the text that rewards read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+__all__ = ["RewardFunction", "RewardSource", "completion_text"]
+
+
+class RewardFunction(Protocol):
+    """`f(prompts, completions, completion_ids, **columns)`: one number, or None, for each completion.
+
+    Everything is passed by name, and only what the signature accepts. `prompts` and `completions` are B texts, or B
+    lists of messages if the data are conversational; `completion_ids` are B lists of token ids; any other name is a
+    column of the dataset with B values, or one of `trainer_state`, `log_metric`, `log_extra`. None says that the reward
+    has nothing to say about a row. An object may also have a method `setup()`, which is called once before training
+    and raises if the reward cannot work.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Awaitable[Sequence[float | None]]:
+        """Score B completions."""
+        ...
+
+
+# A function, or a sequence-classification model: its name, its folder or an instance.
+RewardSource = RewardFunction | str | os.PathLike[str] | nn.Module
+
+
+def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
+    """The text of a completion; of messages, that of the assistant's last one.
+
+    Args:
+        completion: A text, or messages. Content that is a list of blocks counts with its text blocks.
+    """
+    if isinstance(completion, str):
+        return completion
+    said = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    content = said[-1].get("content") if said else None
+    if isinstance(content, list):
+        return "".join(block.get("text") or "" for block in content)
+    return content or ""

@@ -1,0 +1,85 @@
+"""Compares answers with math-verify in a process of its own; run as a script, it imports nothing of prefrl.
+
+One line of JSON in for each question, `{"text": ..., "gold": ...}`; two lines out: `{"gold": ...}` as soon as the gold
+answer is parsed, then `{"answer": ..., "is_correct": ...}`. Nothing in SymPy or `re` can be interrupted from within, so
+a watchdog thread, which needs no interpreter lock, ends the process at the deadline.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+_MAX_MEMORY_BYTES = 4 << 30
+
+
+def main() -> None:
+    """Answer questions until standard input ends; the deadline in seconds is the first argument."""
+    deadline = float(sys.argv[1])
+    replies, sys.stdout = sys.stdout, sys.stderr
+    logging.disable(logging.CRITICAL)  # math-verify logs every expression that it cannot read
+    _limit_memory()
+    parse_gold, parse_answer, is_equal = _load()
+    _reply(replies, {"ready": True})
+    with open(os.devnull, "w") as nowhere:
+        for line in sys.stdin:
+            faulthandler.dump_traceback_later(deadline, exit=True, file=nowhere)
+            question = json.loads(line)
+            gold = parse_gold(question["gold"])
+            _reply(replies, {"gold": str(gold) if gold else None})
+            answer = parse_answer(question["text"]) if gold else []
+            is_correct = bool(answer) and is_equal(gold, answer)
+            _reply(replies, {"answer": str(answer) if answer else None, "is_correct": is_correct})
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _reply(replies: TextIO, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message) + "\n")
+    replies.flush()
+
+
+def _load() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Callable[[list[Any], list[Any]], bool]]:
+    from latex2sympy2_extended import NormalizationConfig  # slow; and this file must be importable without it
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # Only an answer that is marked as one counts: \boxed{} first, then LaTeX between dollar signs.
+    marked = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+    )
+
+    def parse_gold(text: str) -> list[Any]:
+        found: list[Any] = parse(text, parsing_timeout=None)
+        if not found and re.search(r"[0-9\\^=(]", text):  # LaTeX without its dollar signs
+            found = parse(f"${text}$", parsing_timeout=None)
+        return found
+
+    def parse_answer(text: str) -> list[Any]:
+        found: list[Any] = parse(
+            text, extraction_config=[marked], extraction_mode="first_match", parsing_timeout=None
+        )
+        return found
+
+    def is_equal(gold: list[Any], answer: list[Any]) -> bool:
+        return bool(verify(gold, answer, timeout_seconds=None))
+
+    return parse_gold, parse_answer, is_equal
+
+
+def _limit_memory() -> None:
+    if sys.platform == "win32":
+        return
+    import resource  # not on Windows
+
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Rewards for the form of a completion: tags, length, repetition."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefrl.errors import ConfigError
+from prefrl.rewards.base import completion_text
+
+__all__ = [
+    "format_reward",
+    "get_length_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
+    "think_format_reward",
+]
+
+_THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+_TAG = re.compile(r"</?(?:think|answer)>")
+
+
+def format_reward(completions: Sequence[str | list[dict[str, Any]]], **_: Any) -> list[float]:
+    """1 for `<think>...</think><answer>...</answer>` and nothing else, 0 otherwise.
+
+    Each tag stands once, both parts say something, and only white space is outside.
+    """
+    return [float(_is_think_answer(completion_text(completion))) for completion in completions]
+
+
+def _is_think_answer(text: str) -> bool:
+    match = _THINK_ANSWER.fullmatch(text)
+    if match is None or len(_TAG.findall(text)) != 4:
+        return False
+    return all(part.strip() for part in match.groups())
+
+
+def think_format_reward(completions: Sequence[str | list[dict[str, Any]]], **_: Any) -> list[float]:
+    """1 for a completion that starts with `<think>`, its only one, and closes it with `</think>`; 0 otherwise."""
+    return [float(_is_think(completion_text(completion))) for completion in completions]
+
+
+def _is_think(text: str) -> bool:
+    return text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text
+
+
+@dataclass(frozen=True, slots=True)
+class _LengthReward:
+    target_len: int
+
+    @property
+    def __name__(self) -> str:
+        return "length_reward"
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [max(0.0, 1.0 - abs(len(ids) - self.target_len) / self.target_len) for ids in completion_ids]
+
+
+def get_length_reward(target_len: int) -> _LengthReward:
+    """A reward for a length near to a target: `max(0, 1 - |L - target_len| / target_len)`.
+
+    Args:
+        target_len: Tokens.
+    Raises:
+        ConfigError: It is not positive.
+    Source: the length term of LCPO-Exact, Aggarwal and Welleck 2025, arXiv 2503.04697 eq. 2, scaled to 0 .. 1
+    """
+    if target_len < 1:
+        raise ConfigError(f"target_len={target_len}: needs to be >= 1, in tokens")
+    return _LengthReward(target_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _SoftOverlongPunishment:
+    max_completion_len: int
+    soft_punish_cache: int
+
+    @property
+    def __name__(self) -> str:
+        return "soft_overlong_punishment_reward"
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [self._punishment(len(ids)) for ids in completion_ids]
+
+    def _punishment(self, length: int) -> float:
+        expected = self.max_completion_len - self.soft_punish_cache
+        if length <= expected:
+            return 0.0
+        if length > self.max_completion_len:
+            return -1.0
+        return (expected - length) / self.soft_punish_cache
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> _SoftOverlongPunishment:
+    """A penalty that grows from 0 to -1 over the last `soft_punish_cache` tokens before `max_completion_len`.
+
+    Args:
+        max_completion_len: Tokens from which on the penalty is -1; `max_completion_length` of the config.
+        soft_punish_cache: Tokens over which it grows; 0: none is given up to the maximum.
+    Raises:
+        ConfigError: A length is out of range.
+    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 13
+    """
+    if max_completion_len < 1:
+        raise ConfigError(f"max_completion_len={max_completion_len}: needs to be >= 1, in tokens")
+    if not 0 <= soft_punish_cache <= max_completion_len:
+        raise ConfigError(
+            f"soft_punish_cache={soft_punish_cache}: needs to be in 0..{max_completion_len}, the max_completion_len"
+        )
+    return _SoftOverlongPunishment(max_completion_len, soft_punish_cache)
+
+
+@dataclass(frozen=True, slots=True)
+class _RepetitionPenalty:
+    ngram_size: int
+    max_penalty: float
+
+    @property
+    def __name__(self) -> str:
+        return "repetition_penalty_reward"
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [self._penalty(ids) for ids in completion_ids]
+
+    def _penalty(self, ids: Sequence[int]) -> float:
+        ngrams = [tuple(ids[i : i + self.ngram_size]) for i in range(len(ids) - self.ngram_size + 1)]
+        repeated = len(ngrams) - len(set(ngrams))
+        return self.max_penalty * repeated / len(ngrams) if repeated else 0.0
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> _RepetitionPenalty:
+    """A penalty for n-grams of tokens that stood before: `max_penalty * (1 - distinct / all)`.
+
+    Args:
+        ngram_size: Tokens of an n-gram; shorter completions are not penalised.
+        max_penalty: The penalty that endless repetition tends to, <= 0.
+    Raises:
+        ConfigError: The size is not positive, or the penalty is no finite number <= 0.
+    Source: after Yeo et al. 2025, arXiv 2502.03373, appendix C.2
+    """
+    if ngram_size < 1:
+        raise ConfigError(f"ngram_size={ngram_size}: needs to be >= 1")
+    if not -math.inf < max_penalty <= 0:
+        raise ConfigError(f"max_penalty={max_penalty}: needs to be a finite number <= 0; a penalty is taken away")
+    return _RepetitionPenalty(ngram_size, max_penalty)

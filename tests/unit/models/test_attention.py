@@ -1,0 +1,152 @@
+"""Flat attention against softmax(q k^T) v written out for each token."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from prefrl.models import attention
+from prefrl.models.attention import LAYOUT_KWARG, Layout, Tree, flat_attention, mask_placeholder
+from tests.assets import tiny_model
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+RAGGED = (Tree(5, (3, 1, 7)), Tree(4), Tree(2, (6,)), Tree(1, (1, 2)))
+
+
+def visible_positions(trees, window=None):
+    """[T, T] bool, from the definition: own segment up to oneself and, in a branch, all of the trunk."""
+    segment = [(t, s) for t, tree in enumerate(trees) for s, length in enumerate(tree.lengths) for _ in range(length)]
+    position = [
+        p + (tree.trunk if s else 0) for tree in trees for s, length in enumerate(tree.lengths) for p in range(length)
+    ]
+    total = len(segment)
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    for query in range(total):
+        for key in range(total):
+            same_tree = segment[query][0] == segment[key][0]
+            in_reach = segment[key][1] in (0, segment[query][1]) and position[key] <= position[query]
+            in_window = window is None or position[query] - position[key] < window
+            seen[query, key] = same_tree and in_reach and in_window
+    return seen
+
+
+def random_qkv(total, *, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, HEADS, total, DIM), (1, KV_HEADS, total, DIM), (1, KV_HEADS, total, DIM)]
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def written_out(query, key, value, seen, scaling):
+    groups = HEADS // KV_HEADS
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def total_length(trees):
+    return sum(sum(tree.lengths) for tree in trees)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_token_sees_its_own_segment_and_trunk_only(window, dtype):
+    tensors = random_qkv(total_length(RAGGED), dtype=dtype)
+    expected = written_out(*tensors, visible_positions(RAGGED, window), scaling=0.3)
+    output = flat_attention(*tensors, Layout(RAGGED), scaling=0.3, dropout=0.0, window=window)
+    torch.testing.assert_close(output, expected)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), tensors)
+    torch.testing.assert_close(torch.autograd.grad((output * weights).sum(), tensors), expected_grads)
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_long_segments_are_masked_in_chunks_with_equal_results(window, monkeypatch):
+    trees = (Tree(30, (37, 20)), Tree(45))
+    tensors = random_qkv(total_length(trees))
+    whole = flat_attention(*tensors, Layout(trees), scaling=None, dropout=0.0, window=window)
+    monkeypatch.setattr(attention, "_ROWS_PER_MASK", 16)
+    layout = Layout(trees)
+    chunked = flat_attention(*tensors, layout, scaling=None, dropout=0.0, window=window)
+    torch.testing.assert_close(chunked, whole)
+    rows_kept = {mask.size(0) for mask in layout._masks.values()}
+    assert rows_kept == {16}
+
+
+def test_siblings_and_other_trees_do_not_reach_a_branch():
+    trees = (Tree(4, (3, 3)), Tree(5))
+    query, key, value = random_qkv(total_length(trees))
+
+    def output():
+        return flat_attention(query, key, value, Layout(trees), scaling=None, dropout=0.0, window=None)
+
+    before = output()
+    with torch.no_grad():
+        value[:, :, 7:10] += 1.0  # the second branch
+    changed = (output() - before).abs().amax(dim=(0, 2, 3)) > 0
+    assert changed.tolist() == [False] * 7 + [True] * 3 + [False] * 5
+
+
+def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_forward():
+    model = tiny_model("llama").train()
+    attention.install(model)
+    ids = torch.arange(2, 14)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 4, 5]])
+
+    def hidden(*trees):
+        layout = {LAYOUT_KWARG: Layout(trees), "attention_mask": mask_placeholder(ids.device)}
+        return model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **layout).last_hidden_state
+
+    def gradient(*, checkpointing):
+        model.zero_grad()
+        model.activation_checkpointing_disable()
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": True})
+        first = hidden(Tree(4, (2, 4, 2))).square().sum()
+        second = hidden(Tree(12)).square().sum()  # another layout between a forward and its backward
+        (first + 2 * second).backward()
+        return torch.cat([p.grad.flatten() for p in model.base_model.parameters()])
+
+    torch.testing.assert_close(gradient(checkpointing=True), gradient(checkpointing=False))
+
+
+@pytest.mark.parametrize("kwargs", [{"softcap": 5.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])
+def test_attention_that_we_do_not_implement_is_refused(kwargs):
+    model = tiny_model("llama")
+    module = model.model.layers[0].self_attn
+    query, key, value = random_qkv(4)
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        attention._sdpa_or_flat(module, query, key, value, None, **{LAYOUT_KWARG: Layout((Tree(4),))}, **kwargs)
+
+
+def test_a_mask_that_is_not_ours_is_refused():
+    module = tiny_model("llama").model.layers[0].self_attn
+    query, key, value = random_qkv(4)
+    mask = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ValueError, match="attention_mask"):
+        attention._sdpa_or_flat(module, query, key, value, mask, **{LAYOUT_KWARG: Layout((Tree(4),))})
+
+
+def test_a_model_that_drops_the_layout_is_noticed():
+    module = tiny_model("llama").model.layers[0].self_attn
+    query, key, value = random_qkv(4)
+    with pytest.raises(ValueError, match="does not pass it on"):
+        attention._sdpa_or_flat(module, query, key, value, mask_placeholder(query.device))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])
+def test_installed_attention_changes_nothing_without_a_layout(architecture, implementation):
+    overrides = {"sliding_window": 6} if architecture == "mistral" else {}
+    model = tiny_model(architecture, attn_implementation=implementation, **overrides)
+    ids = torch.randint(2, 128, (3, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[1, :1] = 0
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    assert attention.install(model)
+    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, expected)
+    assert attention.is_installed(copy.deepcopy(model))
+    attention.uninstall(model)
+    assert model.config._attn_implementation == implementation

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from prefrl.errors import ConfigError
+from prefrl.models.load import is_peft_model, load_model, load_tokenizer
+from tests.assets import tiny_model, tiny_tokenizer
+
+peft = pytest.importorskip("peft")
+# peft 0.21 asks transformers 5.23 by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(**({"target_modules": ["q_proj", "v_proj"], "r": 4} | options))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", seed=3).to(torch.bfloat16).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def trainable(model: PreTrainedModel) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_weights_of_a_path_are_float32_unless_asked_otherwise(saved: Path, kind: type) -> None:
+    model = load_model(kind(saved))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    expected = tiny_model("llama", seed=3).state_dict()
+    assert all(tensor.equal(expected[name].bfloat16().float()) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "auto"])
+def test_arguments_reach_from_pretrained_and_are_not_changed(saved: Path, dtype: object) -> None:
+    arguments = {"dtype": dtype, "attn_implementation": "eager"}
+    before = dict(arguments)
+    model = load_model(str(saved), model_init_kwargs=arguments)
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    assert arguments == before
+
+
+def test_an_instance_is_taken_as_it_is() -> None:
+    model = tiny_model()
+    assert load_model(model) is model
+    assert trainable(model) == {name for name, _ in model.named_parameters()}
+
+
+def test_arguments_without_effect_and_unusable_models_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model_init_kwargs=\{'dtype': 'bfloat16'\} has no effect"):
+        load_model(tiny_model(), model_init_kwargs={"dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match="model=3: must be a name, a path, a PreTrainedModel or a PeftModel"):
+        load_model(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"model=Linear.*: must be a name"):
+        load_model(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=f"model='{tmp_path}' cannot be loaded"):
+        load_model(tmp_path)
+
+
+def test_a_peft_config_makes_an_adapter_and_is_not_changed() -> None:
+    config = lora()
+    before = copy.deepcopy(config.to_dict())
+    model = load_model(tiny_model(), peft_config=config)
+    assert is_peft_model(model)
+    assert config.to_dict() == before
+    assert all("lora_" in name for name in trainable(model))
+    assert len(trainable(model)) == 2 * 2 * 2
+
+
+def test_a_seed_gives_the_adapter_and_leaves_the_global_state_alone() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = load_model(tiny_model(), peft_config=lora(), seed=5)
+    assert torch.get_rng_state().equal(state)
+    torch.manual_seed(1)
+    second = load_model(tiny_model(), peft_config=lora(), seed=5)
+    other = load_model(tiny_model(), peft_config=lora(), seed=6)
+    weights = [
+        torch.cat([p.flatten() for n, p in m.named_parameters() if "lora_A" in n]) for m in (first, second, other)
+    ]
+    assert weights[0].equal(weights[1])
+    assert not weights[0].equal(weights[2])
+
+
+def test_an_adapter_that_is_there_is_trained_on() -> None:
+    model = peft.get_peft_model(tiny_model(), lora())
+    assert load_model(model) is model
+    with pytest.raises(ConfigError, match="peft_config is given, and the model has an adapter already"):
+        load_model(model, peft_config=lora())
+
+
+def test_only_adapted_models_are_peft_models() -> None:
+    model = tiny_model()
+    assert not is_peft_model(model)
+    assert is_peft_model(peft.get_peft_model(model, lora()))
+
+
+def test_loading_does_not_import_peft() -> None:
+    code = "import sys, prefrl.models.load; assert 'peft' not in sys.modules, 'peft was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_freezing_takes_exactly_the_names_in_which_a_pattern_is_found() -> None:
+    model = load_model(tiny_model("llama"), freeze=[r"layers\.0\.", "norm"])
+    names = {name for name, _ in model.named_parameters()}
+    frozen = {name for name in names if ".layers.0." in name or "norm" in name}
+    assert trainable(model) == names - frozen
+    assert 0 < len(frozen) < len(names)
+
+
+def test_overlapping_patterns_may_come_in_any_order() -> None:
+    patterns = [r"layers\.0\.", r"layers\.0\.mlp"]
+    assert trainable(load_model(tiny_model(), freeze=patterns)) == trainable(
+        load_model(tiny_model(), freeze=patterns[::-1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("patterns", "adapter", "message"),
+    [
+        pytest.param(["layer7"], None, "freeze='layer7' is found in no parameter's name. Names are like model.embed"),
+        pytest.param(["mlp", "layer7"], None, "freeze='layer7' is found in no parameter's name"),
+        pytest.param(["(mlp"], None, r"freeze='\(mlp' is not a regular expression"),
+        pytest.param(["."], None, r"freeze=\['.'\]: no parameter is left to train"),
+        pytest.param(["embed_tokens"], lora(), "freeze='embed_tokens' has no effect: .* frozen already"),
+        pytest.param(["lora_"], lora(), "no parameter is left to train"),
+    ],
+)
+def test_freezing_nothing_or_everything_is_an_error(patterns: list[str], adapter: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model(tiny_model(), peft_config=adapter, freeze=patterns)
+
+
+def test_a_model_without_trainable_parameters_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="nothing can be trained"):
+        load_model(tiny_model().requires_grad_(False))
+
+
+def test_the_tokenizer_comes_from_the_model_s_repository(saved: Path) -> None:
+    text = "Hi there"
+    for model in (load_model(saved), load_model(saved, peft_config=lora())):
+        assert load_tokenizer(model)(text).input_ids == tiny_tokenizer()(text).input_ids
+
+
+def test_a_given_tokenizer_is_used_and_keeps_its_padding_token() -> None:
+    tokenizer = tiny_tokenizer()
+    assert load_tokenizer(tiny_model(), tokenizer) is tokenizer
+    assert tokenizer.pad_token == "<|pad|>"
+
+
+def test_a_missing_padding_token_becomes_the_end_token() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    assert load_tokenizer(tiny_model(), tokenizer).pad_token == tokenizer.eos_token == "<|end|>"
+    tokenizer.pad_token = tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="neither pad_token nor eos_token"):
+        load_tokenizer(tiny_model(), tokenizer)
+
+
+def test_a_tokenizer_that_cannot_belong_to_the_model_is_an_error(tmp_path: Path) -> None:
+    num_tokens = len(tiny_tokenizer())
+    assert load_tokenizer(tiny_model(vocab_size=num_tokens), tiny_tokenizer())
+    with pytest.raises(ConfigError, match=f"has {num_tokens} tokens and the model embeddings for {num_tokens - 1}"):
+        load_tokenizer(tiny_model(vocab_size=num_tokens - 1), tiny_tokenizer())
+    with pytest.raises(ConfigError, match="was not loaded from a repository"):
+        load_tokenizer(tiny_model())
+    with pytest.raises(ConfigError, match="processing_class=str: must be a tokenizer"):
+        load_tokenizer(tiny_model(), "gpt2")  # type: ignore[arg-type]
+    for architecture in ("llama", "qwen2"):
+        tiny_model(architecture).save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=f"no tokenizer can be loaded from '{tmp_path}'"):
+            load_tokenizer(load_model(tmp_path))
