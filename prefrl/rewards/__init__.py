@@ -1,0 +1,42 @@
+"""Rewards: the protocol, the runner that calls them, and those that are built in."""
+
+from collections.abc import Mapping
+
+from prefrl.rewards.answers import numeric_reward
+from prefrl.rewards.base import RewardFunction, RewardSource
+from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
+from prefrl.rewards.runner import RewardRunner, RewardScores
+from prefrl.rewards.shape import (
+    format_reward,
+    get_length_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    think_format_reward,
+)
+
+__all__ = [
+    "REWARD_FUNCTIONS",
+    "RewardFunction",
+    "RewardRunner",
+    "RewardScores",
+    "RewardSource",
+    "accuracy_reward",
+    "format_reward",
+    "get_cosine_scaled_reward",
+    "get_length_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
+    "numeric_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+]
+
+# What the command line knows by name: rewards that need no further choice.
+REWARD_FUNCTIONS: Mapping[str, RewardFunction] = {
+    "numeric_reward": numeric_reward,
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "format_reward": format_reward,
+    "think_format_reward": think_format_reward,
+    "repetition_penalty_reward": get_repetition_penalty_reward(),
+}

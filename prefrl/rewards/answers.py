@@ -9,7 +9,7 @@ from numbers import Rational
 from typing import Any
 
 from prefrl.rewards.base import completion_text
-from prefrl.rewards.numbers import Number, final_number, only_number
+from prefrl.rewards.numerals import Number, final_number, only_number
 
 __all__ = ["numeric_reward"]
 

@@ -16,9 +16,9 @@ class RewardFunction(Protocol):
 
     Everything is passed by name, and only what the signature accepts. `prompts` and `completions` are B texts, or B
     lists of messages if the data are conversational; `completion_ids` are B lists of token ids; any other name is a
-    column of the dataset with B values, or one of `trainer_state`, `log_metric`, `log_extra`. None says that the reward
-    has nothing to say about a row. An object may also have a method `setup()`, which is called once before training
-    and raises if the reward cannot work.
+    column of the dataset with B values, or one of `trainer_state`, `log_metric` and `log_extra`. None says that the
+    reward has nothing to say about a row. An object may also have a method `setup()`, which is called once before
+    training and raises if the reward cannot work.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Awaitable[Sequence[float | None]]:

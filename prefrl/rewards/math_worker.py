@@ -1,8 +1,8 @@
-"""Compares answers with math-verify in a process of its own; run as a script, it imports nothing of prefrl.
+"""Compares answers with math-verify in a process of its own. Run as a script, it does not import torch.
 
-One line of JSON in for each question, `{"text": ..., "gold": ...}`; two lines out: `{"gold": ...}` as soon as the gold
-answer is parsed, then `{"answer": ..., "is_correct": ...}`. Nothing in SymPy or `re` can be interrupted from within, so
-a watchdog thread, which needs no interpreter lock, ends the process at the deadline.
+One line of JSON in for each question, `{"text": ..., "gold": ...}`; two lines out: `{"gold": ...}` as soon as the
+gold answer is parsed, then `{"answer": ..., "is_correct": ...}`. A computation in SymPy or `re` cannot be interrupted
+reliably from within, so a watchdog thread, which needs no interpreter lock, ends the process at the deadline.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import re
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
+
+from prefrl.optional import require
 
 _MAX_MEMORY_BYTES = 4 << 30
 
@@ -32,11 +34,16 @@ def main() -> None:
             faulthandler.dump_traceback_later(deadline, exit=True, file=nowhere)
             question = json.loads(line)
             gold = parse_gold(question["gold"])
-            _reply(replies, {"gold": str(gold) if gold else None})
+            _reply(replies, {"gold": _text(gold)})
             answer = parse_answer(question["text"]) if gold else []
             is_correct = bool(answer) and is_equal(gold, answer)
-            _reply(replies, {"answer": str(answer) if answer else None, "is_correct": is_correct})
+            _reply(replies, {"answer": _text(answer), "is_correct": is_correct})
             faulthandler.cancel_dump_traceback_later()
+
+
+def _text(parsed: list[Any]) -> str | None:
+    # The last is the text that was parsed; writing out an expression may itself take forever.
+    return str(parsed[-1]) if parsed else None
 
 
 def _reply(replies: TextIO, message: dict[str, Any]) -> None:
@@ -45,12 +52,14 @@ def _reply(replies: TextIO, message: dict[str, Any]) -> None:
 
 
 def _load() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Callable[[list[Any], list[Any]], bool]]:
-    from latex2sympy2_extended import NormalizationConfig  # slow; and this file must be importable without it
-    from math_verify import LatexExtractionConfig, parse, verify
+    math_verify = require("math_verify", extra="math", feature="accuracy_reward")
+    parse, verify = math_verify.parse, math_verify.verify
 
     # Only an answer that is marked as one counts: \boxed{} first, then LaTeX between dollar signs.
-    marked = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+    marked = math_verify.LatexExtractionConfig(
+        normalization_config=math_verify.LatexNormalizationConfig(units=True),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
     )
 
     def parse_gold(text: str) -> list[Any]:
@@ -60,9 +69,7 @@ def _load() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Cal
         return found
 
     def parse_answer(text: str) -> list[Any]:
-        found: list[Any] = parse(
-            text, extraction_config=[marked], extraction_mode="first_match", parsing_timeout=None
-        )
+        found: list[Any] = parse(text, extraction_config=[marked], extraction_mode="first_match", parsing_timeout=None)
         return found
 
     def is_equal(gold: list[Any], answer: list[Any]) -> bool:

@@ -19,7 +19,14 @@ from prefrl.errors import ConfigError, RewardError
 from prefrl.optional import require
 from prefrl.rewards.base import completion_text
 
-__all__ = ["MathChecker", "MathReward", "Verdict", "accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward"]
+__all__ = [
+    "MathChecker",
+    "MathReward",
+    "Verdict",
+    "accuracy_reward",
+    "get_cosine_scaled_reward",
+    "reasoning_accuracy_reward",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +91,10 @@ class MathChecker:
         worker = Path(__file__).with_name("math_worker.py")
         # -P: this folder's modules must not hide others of the same name.
         command = [sys.executable, "-P", str(worker), str(self.timeout)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what we find
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
+        )
         if _read(process) is None:
             raise RewardError(
                 f"accuracy_reward: the worker process ended with code {process.wait()} before its first question; "
@@ -118,10 +128,10 @@ atexit.register(_checker.close)
 
 
 class MathReward:
-    """1 if the answer of a completion equals the solution as mathematics, 0 if not; None if the solution is unreadable.
+    r"""1 if a completion's answer equals the solution as mathematics, 0 if not; None if the solution is unreadable.
 
-    An answer is what stands in the last `\\boxed{}`, or else in LaTeX between dollar signs. One that takes longer than
-    10 seconds to compare is ended and scores 0.
+    An answer is what stands in the last `\boxed{}`, or else in LaTeX between dollar signs. One that takes longer than
+    10 seconds to compare is given up and scores 0.
 
     Args:
         name: Under which it is logged.
@@ -143,7 +153,7 @@ class MathReward:
     def __call__(
         self,
         completions: Sequence[str | list[dict[str, Any]]],
-        solution: Sequence[str],
+        solution: Sequence[str | float | None],
         log_extra: Callable[[str, list[Any]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **_: Any,
@@ -165,11 +175,13 @@ class MathReward:
             log_metric(f"{self.__name__}/unchecked_fraction", unchecked / len(verdicts))
         return [None if verdict.gold is None else float(verdict.is_correct) for verdict in verdicts]
 
-    def _verdict(self, text: str, gold: str) -> Verdict:
+    def _verdict(self, text: str, gold: str | float | None) -> Verdict:
+        if gold is None:
+            return Verdict(None)
         if self.after_reasoning:
             # Without the tag nothing is left to read, while the solution is still looked at.
             text = text.rpartition("</think>")[2] if "</think>" in text else ""
-        return _checker.check(text, gold)
+        return _checker.check(text, str(gold))
 
 
 accuracy_reward = MathReward("accuracy_reward", after_reasoning=False)
@@ -194,7 +206,7 @@ class _CosineScaledReward:
     def __call__(
         self,
         completions: Sequence[str | list[dict[str, Any]]],
-        solution: Sequence[str],
+        solution: Sequence[str | float | None],
         completion_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float | None]:
@@ -220,7 +232,7 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> _CosineScaledReward:
-    """A reward for being right in few tokens, and for being wrong in many: `r_L + (r_0 - r_L) (1 + cos(pi L / max_len)) / 2`.
+    """Right in few tokens is best, wrong in few is worst: `r_L + (r_0 - r_L) (1 + cos(pi L / max_len)) / 2`.
 
     Right or wrong is decided by `accuracy_reward`, whose None stays None.
 

@@ -66,7 +66,7 @@ def get_length_reward(target_len: int) -> _LengthReward:
         target_len: Tokens.
     Raises:
         ConfigError: It is not positive.
-    Source: the length term of LCPO-Exact, Aggarwal and Welleck 2025, arXiv 2503.04697 eq. 2, scaled to 0 .. 1
+    Source: after the length term of LCPO-Exact, Aggarwal and Welleck 2025, arXiv 2503.04697; scaled to 0 .. 1
     """
     if target_len < 1:
         raise ConfigError(f"target_len={target_len}: needs to be >= 1, in tokens")

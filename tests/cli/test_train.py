@@ -109,22 +109,27 @@ def test_what_cannot_be_found_is_named(
         main(["--debug", *argv, *options])
 
 
-def test_accelerate_launch_runs_two_processes(workspace: Path, model_folder: Path) -> None:
+def test_the_module_runs_under_a_launcher_of_several_processes(workspace: Path, model_folder: Path) -> None:
+    # What `accelerate launch` runs, too, where each process has its GPU.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     argv = ["--model_name_or_path", str(model_folder), "--dataset_name", "prompts.jsonl", *QUICK, *GRPO]
-    argv += ["--reward_funcs", "my_rewards:short", "--save_steps", "2", "--report_to", "none"]
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--main_process_port",
-    ]
-    launch += ["0", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*launch, "-m", "prefrl.scripts.main", "grpo", *argv], capture_output=True, text=True, env=environment
+        [
+            *launch,
+            "-m",
+            "prefrl.scripts.main",
+            "grpo",
+            *argv,
+            "--reward_funcs",
+            "my_rewards:short",
+            "--save_steps",
+            "2",
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert (workspace / "out/checkpoint-2/rollouts_1_of_2.safetensors").exists()
+    saved = {path.name for path in (workspace / "out/checkpoint-2").glob("rollouts_*")}
+    assert saved == {"rollouts_0_of_2.safetensors", "rollouts_1_of_2.safetensors"}

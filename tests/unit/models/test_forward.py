@@ -497,9 +497,12 @@ def test_ddp_gives_the_same_gradients(with_lora):
         model = lora(model, target_modules=["q_proj", "lm_head"])
     expected = gradient(model, token_logprobs(model, batch).logprobs)
     wrapped = DistributedDataParallel(model)
+    calls = []
+    wrapped.register_forward_hook(lambda *_: calls.append("through DDP"))
     assert_same_gradient(gradient(model, token_logprobs(wrapped, batch).logprobs), expected)
     nothing = batch.replace(trainable=torch.zeros_like(batch.trainable))
     assert torch.count_nonzero(gradient(model, token_logprobs(wrapped, nothing).logprobs)) == 0
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -542,6 +545,14 @@ def test_a_model_without_a_language_model_head_is_an_error(build):
 def test_an_empty_batch_is_an_error(plan):
     with pytest.raises(ValueError, match="0 rows"):
         token_logprobs(tiny_model("llama"), ragged_batch().select([]), plan=plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_token_after_one_token_is_enough(plan):
+    one = ragged_batch().select([1]).replace(prompt_ids=torch.tensor([5]), prompt_lengths=(1,))
+    one = one.replace(trainable=torch.tensor([True]))
+    model = tiny_model("llama")
+    assert_same_logprobs(token_logprobs(model, one, plan=plan).logprobs, plain_logprobs(model, one))
 
 
 def test_row_order_changes_nothing():

@@ -68,10 +68,8 @@ def final_number(text: str) -> Number | None:
     if markers:
         answer = _marked(part, markers[-1])
         return None if answer is None else only_number(answer)
-    found = None
-    for found in _NUMBER.finditer(_plain(part)):
-        pass
-    return None if found is None else _number(found)
+    numbers = list(_NUMBER.finditer(_plain(part)))
+    return _number(numbers[-1]) if numbers else None
 
 
 def only_number(text: str) -> Number | None:

@@ -1,0 +1,91 @@
+"""What a reward function may return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefrl.errors import RewardError
+from prefrl.rewards.base import completion_text
+
+__all__ = ["checked_values"]
+
+# Rewards become float32 tensors.
+_LARGEST = float(np.finfo(np.float32).max)
+_ALLOWED = "allowed is a finite number (in float32) for each completion, or None where the reward has nothing to say"
+_EXCERPT = 60
+
+
+def checked_values(name: str, result: object, completions: Sequence[str | list[dict[str, Any]]]) -> list[float | None]:
+    """The values that a reward function returned for B completions, as floats.
+
+    Lists, tuples, other sequences, one-dimensional arrays and tensors are taken; so are, as values, all real numbers,
+    NumPy's and zero-dimensional tensors. True is 1 and False is 0.
+
+    Args:
+        name: The reward, for messages.
+        result: What it returned.
+        completions: B completions, for messages.
+    Raises:
+        RewardError: It is no such thing, has another length, or a value is NaN, infinite or no number.
+    """
+    values = _as_list(name, result)
+    if len(values) != len(completions):
+        raise RewardError(
+            f"reward {name!r} returned {len(values)} values for {len(completions)} completions; {_ALLOWED}"
+        )
+    return [_as_float(name, row, value, completions[row]) for row, value in enumerate(values)]
+
+
+def _as_list(name: str, result: object) -> list[Any]:
+    if isinstance(result, torch.Tensor | np.ndarray):
+        if result.ndim != 1:
+            raise RewardError(
+                f"reward {name!r} returned an array of shape {tuple(result.shape)}; {_ALLOWED}: shape [B]"
+            )
+        values: list[Any] = result.tolist()
+        return values
+    if isinstance(result, Sequence) and not isinstance(result, str | bytes | bytearray):
+        return list(result)
+    remedy = ""
+    if inspect.iscoroutine(result):
+        result.close()
+        remedy = ". It is not awaited, because the function is no `async def`: make it one"
+    elif result is None:
+        remedy = ". Is a `return` missing?"
+    raise RewardError(f"reward {name!r} returned {_shown(result)}; {_ALLOWED}, in a list{remedy}")
+
+
+def _as_float(name: str, row: int, value: object, completion: str | list[dict[str, Any]]) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and value.ndim == 0:
+        value = value.item()
+    number = _finite(value)
+    if number is not None:
+        return number
+    text = completion_text(completion)
+    excerpt = text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
+    raise RewardError(
+        f"reward {name!r}, row {row}: returned {_shown(value)}; {_ALLOWED}. The completion is {excerpt!r}"
+    )
+
+
+def _finite(value: object) -> float | None:
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return None
+    return number if abs(number) <= _LARGEST else None  # NaN is not
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= _EXCERPT else text[:_EXCERPT] + '...'} ({type(value).__name__})"

@@ -1,0 +1,284 @@
+"""Score completions with several rewards."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from prefrl.errors import ConfigError, RewardError
+from prefrl.rewards.call import Call, EventLoopThread, call_all, is_async
+from prefrl.rewards.check import checked_values
+from prefrl.rewards.model import ModelReward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from prefrl.rewards.base import RewardSource
+
+__all__ = ["RewardRunner", "RewardScores"]
+
+# What rewards are given besides the columns of the dataset.
+_STANDARD = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+# Columns that are given under another name, or to no reward.
+_HIDDEN = ("prompt", "prompt_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardScores:
+    """The values of K rewards for B completions, and what the functions logged."""
+
+    by_name: dict[str, list[float | None]]  # K entries of B values, in the order of the rewards
+    metrics: dict[str, float] = field(default_factory=dict)  # means of what log_metric was given
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, from log_extra
+
+    @property
+    def num_unscored(self) -> int:
+        """Completions about which every reward said None."""
+        return sum(all(value is None for value in row) for row in zip(*self.by_name.values(), strict=True))
+
+    def matrix(self) -> list[list[float]]:
+        """[B][K] values; NaN for None."""
+        rows = zip(*self.by_name.values(), strict=True)
+        return [[math.nan if value is None else value for value in row] for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reward:
+    name: str
+    function: Callable[..., Any]
+    required: frozenset[str]  # parameters without default
+    accepted: frozenset[str] | None  # parameter names; None: any, because of **columns
+    is_async: bool
+
+
+class RewardRunner:
+    """Calls rewards, several together, and refuses what is not a reward.
+
+    Args:
+        reward_funcs: One or several functions `f(prompts, completions, completion_ids, **columns)`, sync or async, and
+            sequence-classification models by name, folder or instance.
+        weights: K weights; None: 1 each.
+        timeout: Seconds for one function and one batch; None: no limit.
+        processing_classes: Tokenizers of reward models: one for all of them, or K entries with None for functions and
+            for models that bring their own.
+        columns: Columns of the dataset, if they are known already.
+        device: Where reward models are put; None: they stay where they are.
+    Raises:
+        ConfigError: No rewards, one that cannot work, or weights, time-out or tokenizers that do not fit.
+        ImportError: A reward needs a package that is not installed.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: RewardSource | list[RewardSource] | tuple[RewardSource, ...],
+        *,
+        weights: Sequence[float] | None = None,
+        timeout: float | None = None,
+        processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
+        columns: Collection[str] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sources = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        if not sources:
+            raise ConfigError("reward_funcs=[]: at least one reward is needed")
+        if timeout is not None and not timeout > 0:
+            raise ConfigError(f"reward_timeout={timeout}: needs to be > 0 seconds, or None for no limit")
+        self.timeout = timeout
+        self.weights = _weights(weights, len(sources))
+        tokenizers = _tokenizers(processing_classes, [_is_model(source) for source in sources])
+        functions = [_function(source, t, device) for source, t in zip(sources, tokenizers, strict=True)]
+        names = _unique(_name(function) for function in functions)
+        self._rewards = [_inspected(name, function) for name, function in zip(names, functions, strict=True)]
+        self._loop = EventLoopThread()
+        if columns is not None:
+            self.check_columns(columns)
+
+    @property
+    def names(self) -> list[str]:
+        """K names. A second reward of the same name is `name_2`."""
+        return [reward.name for reward in self._rewards]
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Check that a dataset has the columns that the rewards need.
+
+        Raises:
+            ConfigError: One is missing, or a column has the name of something that rewards are given anyway.
+        """
+        hidden = sorted(set(columns) & set(_STANDARD))
+        if hidden:
+            raise ConfigError(f"dataset columns {hidden}: rewards get something else under this name. Rename them")
+        known = [*columns, *_STANDARD]
+        for reward in self._rewards:
+            for name in sorted(reward.required):
+                if name not in known or name in _HIDDEN:
+                    raise ConfigError(_missing(reward.name, name, columns))
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        trainer_state: object = None,
+    ) -> RewardScores:
+        """Score B completions with all rewards.
+
+        Args:
+            prompts: B texts or lists of messages.
+            completions: B texts or lists of messages.
+            completion_ids: B lists of token ids.
+            columns: B values for each column of the dataset.
+            trainer_state: Given to the functions that name it.
+        Raises:
+            ConfigError: A column is missing.
+            RewardError: A function raised, took too long or returned something that is not B rewards.
+            ValueError: The arguments have different lengths.
+        """
+        self.check_columns(columns)
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        lengths = {name: len(values) for name, values in given.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"arguments of different lengths: {lengths}")
+        if not prompts:
+            return RewardScores({name: [] for name in self.names})
+        log = _Log(len(prompts))
+        calls = []
+        for reward in self._rewards:
+            # Lists of its own: what a function does to them is not seen by the next.
+            available: dict[str, Any] = {name: list(values) for name, values in given.items() if name not in _HIDDEN}
+            available |= {"trainer_state": trainer_state, "log_metric": log.metric, "log_extra": log.extra}
+            accepted = reward.accepted
+            arguments = {name: v for name, v in available.items() if accepted is None or name in accepted}
+            calls.append(Call(reward.name, reward.function, arguments, reward.is_async))
+        results = call_all(calls, timeout=self.timeout, loop=self._loop)
+        by_name = {r.name: checked_values(r.name, v, completions) for r, v in zip(self._rewards, results, strict=True)}
+        return RewardScores(by_name, log.means(), log.columns)
+
+
+class _Log:
+    """What reward functions log beside their values."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.columns: dict[str, list[Any]] = {}
+        self._metrics: dict[str, list[float]] = {}
+
+    def metric(self, name: str, value: float) -> None:
+        """Log a number; several under one name are averaged."""
+        self._metrics.setdefault(name, []).append(float(value))
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a column for the table of completions; the last one under a name stays."""
+        if len(values) != self.size:
+            raise RewardError(
+                f"log_extra({column!r}): {len(values)} values for {self.size} completions; give one each"
+            )
+        self.columns[column] = list(values)
+
+    def means(self) -> dict[str, float]:
+        return {name: sum(values) / len(values) for name, values in self._metrics.items()}
+
+
+def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    if weights is None:
+        return [1.0] * count
+    if len(weights) != count:
+        raise ConfigError(f"reward_weights={list(weights)}: {len(weights)} weights for {count} rewards; give one each")
+    if not all(math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"reward_weights={list(weights)}: weights need to be finite numbers")
+    return [float(weight) for weight in weights]
+
+
+def _is_model(source: RewardSource) -> bool:
+    return isinstance(source, str | os.PathLike | nn.Module)
+
+
+def _tokenizers(
+    given: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None, is_model: Sequence[bool]
+) -> list[PreTrainedTokenizerBase | None]:
+    if given is not None and not any(is_model):
+        raise ConfigError("reward_processing_classes has no effect: none of reward_funcs is a model. Leave it out")
+    if not isinstance(given, list | tuple):
+        return [given if model else None for model in is_model]
+    if len(given) != len(is_model):
+        raise ConfigError(
+            f"reward_processing_classes: {len(given)} entries for {len(is_model)} rewards; give one each, None for "
+            "functions"
+        )
+    for i, (tokenizer, model) in enumerate(zip(given, is_model, strict=True)):
+        if tokenizer is not None and not model:
+            raise ConfigError(
+                f"reward_processing_classes[{i}] has no effect: that reward is a function. Set it to None"
+            )
+    return list(given)
+
+
+def _function(
+    source: RewardSource, tokenizer: PreTrainedTokenizerBase | None, device: torch.device | str | None
+) -> Callable[..., Any]:
+    if isinstance(source, str | os.PathLike | nn.Module):
+        return ModelReward(source, tokenizer=tokenizer, device=device)
+    if not callable(source):
+        raise ConfigError(
+            f"reward_funcs: {source!r} ({type(source).__name__}) is no reward. Allowed are functions, and names and "
+            "instances of sequence-classification models"
+        )
+    if callable(setup := getattr(source, "setup", None)):
+        setup()
+    return source
+
+
+def _name(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    unique: list[str] = []
+    for name in names:
+        number, candidate = 1, name
+        while candidate in unique:
+            number += 1
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique
+
+
+def _inspected(name: str, function: Callable[..., Any]) -> _Reward:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:
+        raise ConfigError(f"reward {name!r} has no signature that can be read: wrap it in a function") from error
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if nameless:
+        raise ConfigError(f"reward {name!r}: parameters {nameless} cannot be given by name. Remove the / after them")
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return _Reward(
+        name,
+        function,
+        required=frozenset(p.name for p in by_name if p.default is p.empty),
+        accepted=None if takes_all else frozenset(p.name for p in by_name),
+        is_async=is_async(function),
+    )
+
+
+def _missing(reward: str, name: str, columns: Collection[str]) -> str:
+    visible = [column for column in columns if column not in _HIDDEN]
+    close = difflib.get_close_matches(name, [*visible, *_STANDARD], n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return (
+        f"reward {reward!r} needs {name!r}, which is no column of the dataset. {hint}Columns: {visible}; rewards are "
+        f"also given {', '.join(_STANDARD)}. Rename the column or the parameter, or give the parameter a default"
+    )

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from prefrl.errors import ConfigError
+from prefrl.models import reference as reference_module
+from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.reference import Reference, logprobs_in_pieces, make_reference
+from prefrl.types import TokenBatch
+from tests.assets import tiny_model
+
+peft = pytest.importorskip("peft")
+# peft 0.21 asks transformers 5.23 by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def ragged_batch() -> TokenBatch:
+    """Rows of 3 prompts, not in the order of the prompts, with tokens that are not trainable."""
+    generator = torch.Generator().manual_seed(0)
+    prompt_lengths, response_lengths, prompt_index = (3, 7, 1), (4, 1, 6, 2, 5), (1, 0, 1, 2, 0)
+    num_tokens = sum(response_lengths)
+    return TokenBatch(
+        prompt_ids=torch.randint(2, 120, (sum(prompt_lengths),), generator=generator),
+        prompt_lengths=prompt_lengths,
+        prompt_index=prompt_index,
+        response_ids=torch.randint(2, 120, (num_tokens,), generator=generator),
+        response_lengths=response_lengths,
+        trainable=torch.rand(num_tokens, generator=generator) < 0.8,
+        group_index=prompt_index,
+    )
+
+
+BATCH = ragged_batch()
+
+
+def scores(model: nn.Module, temperature: float = 0.7) -> Tensor:
+    """[N] from the padded plan, with dropout off."""
+    with torch.no_grad():
+        return token_logprobs(copy.deepcopy(model).eval(), BATCH, temperature=temperature, plan="padded").logprobs
+
+
+def lora_model(**options: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(**({"target_modules": "all-linear", "lora_dropout": 0.5, "r": 4} | options))
+    return peft.get_peft_model(tiny_model("llama"), config)  # type: ignore[no-any-return]
+
+
+def train(model: nn.Module) -> None:
+    """Move every trainable parameter."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def made(model: PreTrainedModel, **options: Any) -> Reference:
+    reference = make_reference(model, beta=0.1, **options)
+    assert reference is not None
+    return reference
+
+
+def plain() -> PreTrainedModel:
+    return tiny_model("qwen2", attention_dropout=0.5)
+
+
+def prepared() -> PreTrainedModel:
+    model = plain()
+    prepare_for_scoring(model)
+    token_logprobs(model, BATCH)  # the first use checks the plans and installs our attention
+    return model
+
+
+def trained_lora() -> PreTrainedModel:
+    model = lora_model()
+    train(model)
+    return model
+
+
+def lora_with_saved_module() -> PreTrainedModel:
+    return lora_model(target_modules=["q_proj"], modules_to_save=["lm_head"])
+
+
+def pissa() -> PreTrainedModel:
+    return lora_model(init_lora_weights="pissa")  # changes the base model: with the adapter off it is another one
+
+
+def lora_with_trainable_base() -> PreTrainedModel:
+    model = lora_model()
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    return model
+
+
+CASES = {
+    "plain": plain,
+    "prepared": prepared,
+    "fresh lora": lora_model,
+    "trained lora": trained_lora,
+    "lora with modules_to_save": lora_with_saved_module,
+    "pissa": pissa,
+    "lora with a trainable base parameter": lora_with_trainable_base,
+    "dora": lambda: lora_model(use_dora=True),
+    "ia3": lambda: peft.get_peft_model(tiny_model("llama"), peft.IA3Config(task_type="CAUSAL_LM")),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return request.param()  # type: ignore[no-any-return]
+
+
+def test_no_kl_needs_no_reference() -> None:
+    assert make_reference(plain(), beta=0.0) is None
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_reference_scores_with_the_weights_of_construction(model: PreTrainedModel, moves: bool) -> None:
+    before = scores(model)
+    reference = made(model, moves=moves)
+    train(model.train())
+    after = scores(model)
+    assert float((after - before).abs().max()) > 0.01
+    torch.testing.assert_close(reference.logprobs(BATCH, temperature=0.7), before, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores(model), after, atol=0, rtol=0)
+
+
+def test_scoring_leaves_the_policy_as_it_was(model: PreTrainedModel) -> None:
+    model.train()
+    next(module for module in model.modules() if isinstance(module, nn.Linear)).eval()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable[0].requires_grad_(False)  # what `freeze` does, also to a part of an adapter
+    reference = made(model)
+    required = [parameter.requires_grad for parameter in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    identities = [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    logprobs = reference.logprobs(BATCH, temperature=1.0)
+    assert not logprobs.requires_grad
+    assert [parameter.requires_grad for parameter in model.parameters()] == required
+    assert [module.training for module in model.modules()] == modes
+    assert [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()] == identities
+    assert all(a.equal(b) for a, b in zip(model.parameters(), weights, strict=True))
+    if reference_module.is_peft_model(model):
+        assert model.active_adapter == "default"
+        assert model.get_model_status().enabled != "irregular"
+
+
+@pytest.mark.parametrize("build", [plain, lora_model, trained_lora])
+def test_an_error_while_scoring_leaves_the_policy_as_it_was(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build().train()
+    reference = made(model)
+    train(model)
+    expected, required = scores(model), [parameter.requires_grad for parameter in model.parameters()]
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reference_module, "token_logprobs", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            reference.logprobs(BATCH, temperature=1.0)
+    assert scores(model).equal(expected)
+    assert model.training
+    assert [parameter.requires_grad for parameter in model.parameters()] == required
+
+
+def test_a_copy_is_frozen_and_shares_nothing_with_the_policy() -> None:
+    model = plain().train()
+    reference = made(model)
+    addresses = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not addresses & {weight.data_ptr() for weight in reference.state_dict().values()}
+    assert not any(weight.requires_grad for weight in reference.state_dict().values())
+
+
+def test_a_fresh_adapter_costs_no_memory() -> None:
+    assert made(lora_model()).state_dict() == {}
+    assert made(trained_lora()).state_dict().keys() == {
+        name for name, parameter in trained_lora().named_parameters() if parameter.requires_grad
+    }
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9, 12, 1000])
+@pytest.mark.parametrize("build", [plain, lora_model, trained_lora])
+def test_pieces_keep_the_order_of_rows(build: Any, max_tokens: int) -> None:
+    model = build()
+    whole = made(model).logprobs(BATCH, temperature=0.7)
+    pieces = made(model, max_tokens=max_tokens).logprobs(BATCH, temperature=0.7)
+    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=0)
+    assert not pieces[~BATCH.trainable].any()
+
+
+def test_pieces_hold_at_most_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def note(model: nn.Module, batch: TokenBatch, **options: Any) -> Any:
+        sizes.append(batch.num_forward_tokens)
+        return token_logprobs(model, batch, **options)
+
+    monkeypatch.setattr(reference_module, "token_logprobs", note)
+    logprobs_in_pieces(plain(), BATCH, temperature=1.0, max_tokens=13)
+    assert len(sizes) > 1
+    assert max(sizes) <= 13
+    with pytest.raises(ConfigError, match="max_tokens=0: must be at least 1"):
+        make_reference(plain(), beta=0.1, max_tokens=0)
+
+
+@pytest.mark.parametrize("build", [plain, lora_model, trained_lora])
+def test_mixing_moves_the_reference_by_alpha_towards_the_policy(build: Any) -> None:
+    model = build()
+    reference = made(model, moves=True)
+    start = {name: weight.clone() for name, weight in reference.state_dict().items()}
+    train(model)
+    now = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    reference.mix(model, 0.25)
+    for name, weight in reference.state_dict().items():
+        torch.testing.assert_close(weight, 0.25 * now[name] + 0.75 * start[name])
+    assert all(parameter.equal(now[name]) for name, parameter in model.named_parameters())
+    reference.mix(model, 1.0)
+    torch.testing.assert_close(reference.logprobs(BATCH, temperature=0.7), scores(model), atol=1e-5, rtol=0)
+
+
+def test_a_reference_with_its_adapter_off_cannot_move() -> None:
+    model = lora_model()
+    with pytest.raises(ConfigError, match="cannot move"):
+        made(model).mix(model, 0.5)
+
+
+@pytest.mark.parametrize("build", [plain, trained_lora])
+def test_a_moved_reference_can_be_saved_and_read(build: Any, tmp_path: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = build()
+    reference = made(model, moves=True)
+    train(model)
+    reference.mix(model, 0.5)
+    expected = reference.logprobs(BATCH, temperature=1.0)
+    save_file(reference.state_dict(), tmp_path / "reference.safetensors")
+    other = made(build(), moves=True)
+    assert not other.logprobs(BATCH, temperature=1.0).equal(expected)
+    other.load_state_dict(load_file(tmp_path / "reference.safetensors"))
+    assert other.logprobs(BATCH, temperature=1.0).equal(expected)
+
+
+def test_tied_weights_are_saved_once_and_stay_tied() -> None:
+    reference = made(tiny_model("gpt2"), moves=True)
+    state = reference.state_dict()
+    assert len({weight.data_ptr() for weight in state.values()}) == len(state)
+    other = tiny_model("gpt2", seed=5)
+    reference.mix(other, 1.0)
+    torch.testing.assert_close(reference.logprobs(BATCH, temperature=0.7), scores(other), atol=1e-5, rtol=0)
+
+
+def test_a_saved_reference_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the saved reference has other parameters"):
+        made(plain(), moves=True).load_state_dict(made(tiny_model("gpt2"), moves=True).state_dict())
+    with pytest.raises(ConfigError, match="the saved reference has other parameters"):
+        made(lora_model()).load_state_dict(made(trained_lora()).state_dict())
+
+
+def test_the_gradient_of_the_policy_is_not_touched_by_scoring_in_between() -> None:
+    model = trained_lora().eval()
+    reference = made(model)
+    train(model)
+    gradients = []
+    for scores_reference in (False, True):
+        model.zero_grad()
+        if scores_reference:
+            reference.logprobs(BATCH, temperature=1.0)
+        token_logprobs(model, BATCH).logprobs.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert gradients[0].equal(gradients[1])
+    assert float(gradients[0].abs().sum()) > 0
