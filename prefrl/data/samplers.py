@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-__all__ = ["EpochDataLoader", "GenerationBatchSampler", "StepBatchSampler"]
+__all__ = ["EpochDataLoader", "GenerationBatchSampler", "StepBatchSampler", "positions_of_rank"]
 
 
 def _order(num_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
@@ -20,6 +20,18 @@ def _order(num_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
         return list(range(num_rows))
     generator = torch.Generator().manual_seed(seed + epoch)
     return torch.randperm(num_rows, generator=generator).tolist()
+
+
+def positions_of_rank(num_prompts: int, *, num_updates: int, rank: int, world_size: int) -> list[int]:
+    """Which prompts of a generation batch go to a rank, in the order in which the rank learns from them.
+
+    Each of the `num_updates` optimizer steps that the batch is cut into learns from the same prompts whatever the
+    number of ranks. Where groups do not divide like that, a rank takes prompts that are next to each other.
+    """
+    parts = num_updates if num_prompts % (num_updates * world_size) == 0 else 1
+    share = num_prompts // (parts * world_size)
+    starts = [(part * world_size + rank) * share for part in range(parts)]
+    return [position for start in starts for position in range(start, start + share)]
 
 
 class StepBatchSampler(Sampler[list[int]]):
@@ -101,6 +113,7 @@ class GenerationBatchSampler(Sampler[list[int]]):
         num_rows: Number of prompts in the dataset.
         prompts_per_window: Prompts of a generation batch over all ranks; a multiple of `world_size`.
         items_per_window: Micro-batches that learn from a generation batch, repeated iterations included.
+        num_updates: Optimizer steps that a generation batch is cut into, see `positions_of_rank`.
         rank: This process's number.
         world_size: Number of processes.
         shuffle: A new order each epoch, or the dataset's own.
@@ -113,6 +126,7 @@ class GenerationBatchSampler(Sampler[list[int]]):
         *,
         prompts_per_window: int,
         items_per_window: int,
+        num_updates: int,
         rank: int,
         world_size: int,
         shuffle: bool,
@@ -121,8 +135,9 @@ class GenerationBatchSampler(Sampler[list[int]]):
         self.num_rows = num_rows
         self.prompts_per_window = prompts_per_window
         self.items_per_window = items_per_window
-        self.rank = rank
-        self.world_size = world_size
+        self.positions = positions_of_rank(
+            prompts_per_window, num_updates=num_updates, rank=rank, world_size=world_size
+        )
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
@@ -136,10 +151,9 @@ class GenerationBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = _order(self.num_rows, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
-        share = self.prompts_per_window // self.world_size
         for window in range(self.num_rows // self.prompts_per_window):
-            start = window * self.prompts_per_window + self.rank * share
-            yield order[start : start + share]
+            start = window * self.prompts_per_window
+            yield [order[start + position] for position in self.positions]
             for _ in range(self.items_per_window - 1):
                 yield []
 

@@ -66,7 +66,7 @@ def make_reference(
     | any, `beta` 0 | none |
     | adapter that changes nothing yet (LoRA with B = 0) | the model with its adapter off: no memory |
     | any other adapter, or one that `moves` | copies of the trainable parameters, put in place while scoring |
-    | no adapter | a frozen copy |
+    | no adapter | a copy |
 
     Args:
         model: The policy, without what a back-end puts around it.
@@ -111,7 +111,7 @@ def logprobs_in_pieces(
         rows: dict[int, Tensor] = {}
         for piece in numbered.split(max_tokens):
             scores = token_logprobs(model, piece, temperature=temperature, plan=plan).logprobs
-            rows.update(zip(piece.group_index, scores.split(list(piece.response_lengths)), strict=True))
+            rows.update(zip(piece.group_index, torch.split(scores, list(piece.response_lengths)), strict=True))
         return torch.cat([rows[row] for row in range(batch.num_rows)])
 
 
@@ -130,10 +130,10 @@ class _Scorer:
 
 
 class _Copy:
-    """A frozen copy of a model without an adapter."""
+    """A copy of a model without an adapter."""
 
     def __init__(self, model: PreTrainedModel, scorer: _Scorer) -> None:
-        self._model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._model = copy.deepcopy(model).eval()
         self._scorer = scorer
 
     def logprobs(self, batch: TokenBatch, *, temperature: float) -> Tensor:

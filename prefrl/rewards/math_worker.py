@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from prefrl.optional import require
 
@@ -63,10 +63,9 @@ def _load() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Cal
     )
 
     def parse_gold(text: str) -> list[Any]:
-        found: list[Any] = parse(text, parsing_timeout=None)
-        if not found and re.search(r"[0-9\\^=(]", text):  # LaTeX without its dollar signs
-            found = parse(f"${text}$", parsing_timeout=None)
-        return found
+        # Of LaTeX without dollar signs math-verify would read the last number alone: the 2 of 2\sqrt{3}.
+        found: list[Any] = parse(f"${text}$", parsing_timeout=None) if _is_bare_latex(text) else []
+        return found or cast("list[Any]", parse(text, parsing_timeout=None))
 
     def parse_answer(text: str) -> list[Any]:
         found: list[Any] = parse(text, extraction_config=[marked], extraction_mode="first_match", parsing_timeout=None)
@@ -76,6 +75,13 @@ def _load() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Cal
         return bool(verify(gold, answer, timeout_seconds=None))
 
     return parse_gold, parse_answer, is_equal
+
+
+def _is_bare_latex(text: str) -> bool:
+    if re.search(r"\$|\\boxed|\\\(|\\\[", text) or not re.search(r"[\\^_=(\[]", text):
+        return False
+    letters = re.sub(r"\\(?:text|mathrm|begin|end)\s?\{[^{}]*\}|\\[A-Za-z]+", "", text)
+    return not re.search(r"[A-Za-z]{3,}", letters)  # prose
 
 
 def _limit_memory() -> None:

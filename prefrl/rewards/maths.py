@@ -130,7 +130,7 @@ atexit.register(_checker.close)
 class MathReward:
     r"""1 if a completion's answer equals the solution as mathematics, 0 if not; None if the solution is unreadable.
 
-    An answer is what stands in the last `\boxed{}`, or else in LaTeX between dollar signs. One that takes longer than
+    An answer stands in `\boxed{}`, or in LaTeX after words such as "the final answer is". One that takes longer than
     10 seconds to compare is given up and scores 0.
 
     Args:

@@ -15,9 +15,9 @@ _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-
 _LATEX_FRACTION = rf"\\frac\s?(?:\{{\s?(-?{_UNSIGNED})\s?\}}\s?\{{\s?(-?{_UNSIGNED})\s?\}}|([0-9])\s?([0-9]))"
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)\]}%])(-))?"  # a sign, not a subtraction
-    r"(?:\\?[$\u20ac\u00a3]\s?)?(-)?"  # $5, -$5, $-5
+    r"(?:\\?[$\u20ac\u00a3]\s?(-)?)?"  # $5, -$5, $-5
     r"(?<![0-9A-Za-z_^/.])(?<![_^]\{)"  # the 2 of x_2, m^2 and CO2 is no number
-    rf"(?:(?:([0-9]+)\s?)?{_LATEX_FRACTION}"
+    rf"(?>(?:([0-9]+)\s?)?{_LATEX_FRACTION}"
     rf"|(?:([0-9]+)\s)?({_UNSIGNED})\s?/\s?({_UNSIGNED})(?![0-9])(?!\s?/\s?[0-9])"
     rf"|({_UNSIGNED}))"
     r"(?!\s?\^)"  # a power is no plain number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,9 @@ def collect(
     sampling: SamplingParams,
     rewards: RewardRunner,
     tokenizer: PreTrainedTokenizerBase,
-    groups: Sequence[int],
-    seeds: Sequence[int],
-    clock: Any,
+    seeds: Mapping[int, int],
+    trainer_state: object,
+    clock: Callable[[], float],
 ) -> Collected:
     """Generate completions for the prompts of some dataset rows and score them.
 
@@ -58,8 +58,8 @@ def collect(
         sampling: How they are drawn; `num_samples` is G.
         rewards: Scores them.
         tokenizer: Decodes completions, for the rewards alone.
-        groups: [P] number of each prompt's group.
-        seeds: [P] random seed of each prompt's samples.
+        seeds: [P] number of each prompt's group -> random seed of its samples.
+        trainer_state: HuggingFace's, for rewards that ask for it.
         clock: Returns seconds.
     Returns:
         P * G rollouts, a group's next to each other.
@@ -68,22 +68,24 @@ def collect(
         RewardError: A reward function failed.
     """
     started = clock()
-    completions = generator.generate([row["prompt_ids"] for row in rows], sampling, seeds=seeds)
+    completions = generator.generate([row["prompt_ids"] for row in rows], sampling, seeds=list(seeds.values()))
     generated = clock()
     counts = [len(samples) for samples in completions]
     if counts != [sampling.num_samples] * len(rows):
         raise GenerationError(f"asked for {sampling.num_samples} completions of {len(rows)} prompts, got {counts}")
     rollouts = []
-    for row, group, samples in zip(rows, groups, completions, strict=True):
+    for row, group, samples in zip(rows, seeds, completions, strict=True):
         is_conversational = not isinstance(row["prompt"], str)
         for sample in samples:
             text = completion_text(tokenizer, sample.token_ids, conversational=is_conversational)
             rollouts.append(Rollout(row["prompt_ids"], sample, row, group, prompt=row["prompt"], text=text))
-    metrics, columns = _score(rollouts, rewards)
+    metrics, columns = _score(rollouts, rewards, trainer_state)
     return Collected(rollouts, metrics, columns, generation_s=generated - started, reward_s=clock() - generated)
 
 
-def _score(rollouts: list[Rollout], rewards: RewardRunner) -> tuple[dict[str, float], dict[str, list[Any]]]:
+def _score(
+    rollouts: list[Rollout], rewards: RewardRunner, trainer_state: object
+) -> tuple[dict[str, float], dict[str, list[Any]]]:
     if not rollouts:
         return {}, {}
     names = [name for name in rollouts[0].row if name not in ("prompt", "prompt_ids")]
@@ -92,6 +94,7 @@ def _score(rollouts: list[Rollout], rewards: RewardRunner) -> tuple[dict[str, fl
         [rollout.text for rollout in rollouts],
         [rollout.completion.token_ids for rollout in rollouts],
         {name: [rollout.row[name] for rollout in rollouts] for name in names},
+        trainer_state=trainer_state,
     )
     for i, rollout in enumerate(rollouts):
         rollout.rewards = {name: values[i] for name, values in scores.by_name.items()}

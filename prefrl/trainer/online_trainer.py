@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from prefrl import distributed
-from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
+from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.local import LocalGenerator
@@ -73,6 +73,7 @@ class OnlineTrainer(BaseTrainer):
             weights=args.reward_weights,
             timeout=args.reward_timeout,
             processing_classes=reward_processing_classes,
+            device=args.device,
         )
         super().__init__(
             model,
@@ -161,6 +162,7 @@ class OnlineTrainer(BaseTrainer):
             len(self.train_dataset),
             prompts_per_window=self._prompts_per_generation,
             items_per_window=self.args.micro_batches_per_generation * self.args.num_iterations,
+            num_updates=self.args.updates_per_generation,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
             shuffle=self.args.shuffle_dataset,
@@ -194,10 +196,16 @@ class OnlineTrainer(BaseTrainer):
 
     def _roll_out(self, rows: list[dict[str, Any]]) -> list[Minibatch]:
         step = self.state.global_step
-        first = distributed.rank() * len(rows)
-        groups = range(first, first + len(rows))
+        # A group's number is its prompt's position in the generation batch of all ranks.
+        groups = positions_of_rank(
+            self._prompts_per_generation,
+            num_updates=self.args.updates_per_generation,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+        )
+        seeds = {group: prompt_seed(self.args.seed, step, group) for group in groups}
         self.generator.sync((), version=step)
-        collected = self._collect(rows, groups, [prompt_seed(self.args.seed, step, group) for group in groups])
+        collected = self._collect(rows, seeds)
         self._assign_advantages(collected.rollouts)
         merge(self.metrics["train"], self._metrics_of(collected))
         if self.args.log_completions:
@@ -207,7 +215,7 @@ class OnlineTrainer(BaseTrainer):
         return [self._minibatch(part, is_first=i == 0) for i, part in enumerate(parts)]
 
     def _collect(
-        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], seeds: Sequence[int], evaluation: bool = False
+        self, rows: Sequence[Mapping[str, Any]], seeds: Mapping[int, int], *, evaluation: bool = False
     ) -> Collected:
         return collect(
             rows,
@@ -215,8 +223,8 @@ class OnlineTrainer(BaseTrainer):
             sampling=self.args.sampling_params(evaluation=evaluation),
             rewards=self.rewards,
             tokenizer=self.processing_class,
-            groups=groups,
             seeds=seeds,
+            trainer_state=self.state,
             clock=time.perf_counter,
         )
 
@@ -294,8 +302,9 @@ class OnlineTrainer(BaseTrainer):
         if not item:
             return {}
         # A prompt's samples do not depend on how the dataset is shared out.
-        seeds = [prompt_seed(self.args.seed, 0, zlib.crc32(repr(row["prompt_ids"]).encode())) for row in item]
-        collected = self._collect(item, range(len(item)), seeds, evaluation=True)
+        prompts = [zlib.crc32(repr(row["prompt_ids"]).encode()) for row in item]
+        seeds = {group: prompt_seed(self.args.seed, 0, prompt) for group, prompt in enumerate(prompts)}
+        collected = self._collect(item, seeds, evaluation=True)
         weights = self.rewards.weights
         for rollout in collected.rollouts:
             scored = [(w, v) for w, v in zip(weights, rollout.rewards.values(), strict=True) if v is not None]

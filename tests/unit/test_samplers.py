@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
+from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
 
 
 def joined(parts: Iterable[list[int]]) -> list[int]:
@@ -64,13 +64,27 @@ def test_drop_last_leaves_the_shorter_step_out() -> None:
 def test_prompts_come_once_for_each_window_and_stay_on_one_rank() -> None:
     def of_rank(rank: int) -> list[list[int]]:
         sampler = GenerationBatchSampler(
-            9, prompts_per_window=4, items_per_window=3, rank=rank, world_size=2, shuffle=False, seed=0
+            9, prompts_per_window=4, items_per_window=3, num_updates=1, rank=rank, world_size=2, shuffle=False, seed=0
         )
         assert len(list(sampler)) == len(sampler)
         return list(sampler)
 
     assert of_rank(0) == [[0, 1], [], [], [4, 5], [], []]
     assert of_rank(1) == [[2, 3], [], [], [6, 7], [], []]
+
+
+@given(share=sizes, updates=sizes, world=st.integers(1, 4))
+def test_updates_learn_from_the_same_prompts_for_any_world_size(share: int, updates: int, world: int) -> None:
+    total = share * updates * world
+    ranks = [positions_of_rank(total, num_updates=updates, rank=r, world_size=world) for r in range(world)]
+    assert sorted(joined(ranks)) == list(range(total))
+    for update in range(updates):
+        learned = joined(rank[update * share : (update + 1) * share] for rank in ranks)
+        assert sorted(learned) == list(range(update * share * world, (update + 1) * share * world))
+
+
+def test_groups_larger_than_an_update_stay_whole() -> None:
+    assert positions_of_rank(2, num_updates=4, rank=1, world_size=2) == [1]
 
 
 def test_loader_hands_the_epoch_on() -> None:

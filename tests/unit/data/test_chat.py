@@ -88,9 +88,37 @@ def test_thinking_of_a_turn_is_trained_where_only_a_marker_finds_it():
     assert assistant_texts(chat_template(jinja), turns) == ["x</think>yo<|end|>"]
 
 
-def test_turn_that_cannot_be_found_is_named():
+def test_content_that_the_template_rewrites_is_found_by_prefixes():
+    jinja = templates.CHATML.replace("m.content", "m.content | upper")
+    assert assistant_texts(chat_template(jinja), CHAT) == [" YO <|im_end|>", "NO<|im_end|>"]
+
+
+def test_turn_is_found_by_its_tail_if_the_last_turn_and_later_ones_differ():
+    jinja = (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'user' and loop.previtem %}{{ loop.previtem.content | length }} {% endif %}"
+        "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    conversation = [ASK, {**SAY, "content": "yo"}, ASK_MORE, SAY_MORE]
+    assert assistant_texts(chat_template(jinja), conversation) == ["yo<|end|>", "<think></think>no<|end|>"]
+
+
+# The new line that starts the content is by chance the one that ends the turn.
+@pytest.mark.parametrize("content", ["yo", "\nyo"])
+def test_turn_that_cannot_be_found_is_named(content):
+    conversation = [ASK, {"role": "assistant", "content": content}, ASK_MORE, SAY_MORE]
     with pytest.raises(DataError, match=r"message 1 \(role 'assistant'\) of 4"):
-        assistant_texts(chat_template(templates.SHOUTS), CHAT)
+        assistant_texts(chat_template(templates.SHOUTS), conversation)
+
+
+def test_turn_that_starts_unlike_the_generation_prompt_and_the_marker_is_named():
+    jinja = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if '</think>' not in m.content %}<none>{% endif %}{{ m.content }}"
+        "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><none>{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"message 1 \(role 'assistant'\) of 4"):
+        assistant_texts(chat_template(jinja), THOUGHTS)
 
 
 def test_missing_template_is_named_with_the_remedy():

@@ -87,6 +87,17 @@ def lora_with_saved_module() -> PreTrainedModel:
     return lora_model(target_modules=["q_proj"], modules_to_save=["lm_head"])
 
 
+def frozen_part(options: dict[str, Any], name: str) -> PreTrainedModel:
+    """An adapter of which only one part was trained, which is frozen now; its B matrices are 0."""
+    model = lora_model(**options)
+    for parameter_name, parameter in model.named_parameters():
+        if name in parameter_name and parameter.requires_grad:
+            with torch.no_grad():
+                parameter.mul_(1.5)
+            parameter.requires_grad_(False)
+    return model
+
+
 def pissa() -> PreTrainedModel:
     return lora_model(init_lora_weights="pissa")  # changes the base model: with the adapter off it is another one
 
@@ -106,6 +117,10 @@ CASES = {
     "pissa": pissa,
     "lora with a trainable base parameter": lora_with_trainable_base,
     "dora": lambda: lora_model(use_dora=True),
+    "dora with a frozen magnitude": lambda: frozen_part({"use_dora": True}, "magnitude"),
+    "lora with a frozen saved module": lambda: frozen_part(
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save"
+    ),
     "ia3": lambda: peft.get_peft_model(tiny_model("llama"), peft.IA3Config(task_type="CAUSAL_LM")),
 }
 
@@ -170,7 +185,7 @@ def test_an_error_while_scoring_leaves_the_policy_as_it_was(build: Any, monkeypa
     assert [parameter.requires_grad for parameter in model.parameters()] == required
 
 
-def test_a_copy_is_frozen_and_shares_nothing_with_the_policy() -> None:
+def test_a_copy_shares_nothing_with_the_policy() -> None:
     model = plain().train()
     reference = made(model)
     addresses = {parameter.data_ptr() for parameter in model.parameters()}

@@ -1,0 +1,477 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import math
+import sys
+import threading
+import time
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefrl.errors import ConfigError, RewardError
+from prefrl.rewards import REWARD_FUNCTIONS, RewardRunner, RewardScores, numeric_reward
+
+TEXTS = ["a", "bb", "cccc"]
+
+
+def score(reward: Any, *, columns: dict[str, list[Any]] | None = None, **options: Any) -> RewardScores:
+    return RewardRunner(reward, **options).score(["p"] * 3, TEXTS, [[1], [1, 2], [1, 2, 3, 4]], columns or {})
+
+
+def length(completions: list[str]) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def is_long(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    return [None if len(ids) == 1 else float(len(ids) > 2) for ids in completion_ids]
+
+
+class Judge:
+    async def __call__(self, completions: list[str], answer: list[int]) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(c) == a) for c, a in zip(completions, answer, strict=True)]
+
+
+# What is given to a reward.
+
+
+def test_functions_get_what_their_signature_names() -> None:
+    seen: dict[str, Any] = {}
+
+    def everything(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
+        return [0.0] * 3
+
+    def some(answer: Any, *, level: int = 7, other: int = 8) -> list[float]:
+        seen["some"] = (answer, level, other)
+        return [0.0] * 3
+
+    columns: dict[str, list[Any]] = {
+        "answer": [1, 2, 3],
+        "level": [4, 5, 6],
+        "prompt": ["p"] * 3,
+        "prompt_ids": [0] * 3,
+    }
+    score([everything, some], columns=columns)
+    assert seen.pop("some") == ([1, 2, 3], [4, 5, 6], 8)
+    assert callable(seen.pop("log_metric"))
+    assert callable(seen.pop("log_extra"))
+    assert seen == {
+        "prompts": ["p"] * 3,
+        "completions": TEXTS,
+        "completion_ids": [[1], [1, 2], [1, 2, 3, 4]],
+        "answer": [1, 2, 3],
+        "level": [4, 5, 6],
+        "trainer_state": None,
+    }
+
+
+def test_trainer_state_is_passed_on() -> None:
+    state = object()
+
+    def reward(completions: Any, trainer_state: Any) -> list[float]:
+        return [float(trainer_state is state)] * len(completions)
+
+    scores = RewardRunner(reward).score(["p"], ["c"], [[1]], {}, trainer_state=state)
+    assert scores.by_name == {"reward": [1.0]}
+
+
+def test_a_function_that_empties_its_lists_does_not_harm_the_next() -> None:
+    def greedy(completions: list[str], answer: list[int]) -> list[float]:
+        completions.clear()
+        answer.clear()
+        return [1.0] * 3
+
+    columns = {"answer": [1, 2, 3]}
+    assert score([greedy, length], columns=columns).by_name["length"] == [1.0, 2.0, 4.0]
+    assert columns == {"answer": [1, 2, 3]}
+
+
+def test_the_users_lists_are_left_alone() -> None:
+    functions: list[Any] = [length, is_long]
+    weights = [1.0, 2.0]
+    runner = RewardRunner(functions, weights=weights)
+    functions.clear()
+    weights.clear()
+    assert (runner.names, runner.weights) == (["length", "is_long"], [1.0, 2.0])
+
+
+def test_none_is_kept_and_counted() -> None:
+    def nothing(completions: list[str]) -> list[float | None]:
+        return [None, None, 0.0]
+
+    scores = score([is_long, nothing])
+    assert scores.by_name == {"is_long": [None, 0.0, 1.0], "nothing": [None, None, 0.0]}
+    assert scores.num_unscored == 1
+    assert str(scores.matrix()) == "[[nan, nan], [0.0, nan], [1.0, 0.0]]"
+
+
+def test_names_are_unique_and_say_what_was_given() -> None:
+    rewards: list[Any] = [
+        length,
+        functools.partial(is_long, x=1),
+        Judge(),
+        length,
+        lambda completions: [0.0] * 3,
+        length,
+    ]
+    assert RewardRunner(rewards).names == ["length", "is_long", "Judge", "length_2", "<lambda>", "length_3"]
+
+
+def test_weights_default_to_one() -> None:
+    assert RewardRunner([length, is_long]).weights == [1.0, 1.0]
+    assert RewardRunner(length, weights=[0]).weights == [0.0]
+
+
+def test_no_completions_call_no_function() -> None:
+    scores = RewardRunner([length, is_long]).score([], [], [], {})
+    assert (scores.by_name, scores.matrix(), scores.num_unscored) == ({"length": [], "is_long": []}, [], 0)
+
+
+def test_what_functions_log_is_returned() -> None:
+    async def logs(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
+        log_metric("share", 1)
+        log_metric("share", 0.5)
+        log_extra("note", ("x", "y", "z"))
+        return [0.0] * 3
+
+    def logs_more(completions: list[str], log_metric: Any = None) -> list[float]:
+        log_metric("other", 2.0)
+        return [0.0] * 3
+
+    scores = score([logs, logs_more])
+    assert scores.metrics == {"share": 0.75, "other": 2.0}
+    assert scores.extra == {"note": ["x", "y", "z"]}
+    with pytest.raises(RewardError, match=r"log_extra\('note'\): 1 values for 3 completions"):
+        score(lambda completions, log_extra: log_extra("note", [1]))
+
+
+# Values.
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [1, 0, 2],
+        (1.0, 0.0, 2.0),
+        [True, False, 2],
+        [np.float32(1), np.int64(0), np.array(2.0)],
+        [np.bool_(True), torch.tensor(0), torch.tensor(2.0, dtype=torch.bfloat16)],
+        [Fraction(1), 0, 2],
+        np.array([1, 0, 2], dtype=np.int8),
+        torch.tensor([1.0, 0.0, 2.0], dtype=torch.bfloat16, requires_grad=True),
+    ],
+)
+def test_unambiguous_values_become_floats(result: Any) -> None:
+    values = score(lambda completions: result).by_name["<lambda>"]
+    assert values == [1.0, 0.0, 2.0]
+    assert all(type(value) is float for value in values)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, r"returned None \(NoneType\).*Is a `return` missing\?"),
+        (1.0, r"returned 1.0 \(float\)"),
+        ("abc", r"returned 'abc' \(str\)"),
+        ({"a": 1, "b": 2, "c": 3}, r"\(dict\)"),
+        ({1.0, 2.0, 3.0}, r"\(set\)"),
+        ((x for x in [1.0, 2.0, 3.0]), r"\(generator\)"),
+        ([1.0, 2.0], "returned 2 values for 3 completions"),
+        ([], "returned 0 values for 3 completions"),
+        ([1.0, 2.0, 3.0, 4.0], "returned 4 values for 3 completions"),
+        (np.ones((3, 1)), r"array of shape \(3, 1\)"),
+        (torch.tensor(1.0), r"array of shape \(\)"),
+        ([1.0, float("nan"), 3.0], r"row 1: returned nan \(float\).*The completion is 'bb'"),
+        ([1.0, 2.0, math.inf], "row 2: returned inf"),
+        ([-math.inf, 2.0, 3.0], "row 0: returned -inf"),
+        (torch.tensor([1.0, math.nan, 3.0]), "row 1: returned nan"),
+        ([1.0, 1e39, 3.0], "row 1: returned 1e[+]39.*finite number .in float32"),
+        ([1.0, 10**400, 3.0], "row 1: returned 1000"),
+        ([1.0, "2", 3.0], r"row 1: returned '2' \(str\)"),
+        ([[1.0], 2.0, 3.0], r"row 0: returned \[1.0\] \(list\)"),
+        ([1.0, 2.0, 3j], "row 2: returned 3j"),
+        ([torch.ones(1), 2.0, 3.0], "row 0: returned tensor"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_no_reward_is_refused_with_name_row_and_value(result: Any, message: str, is_async: bool) -> None:
+    def sync_reward(completions: list[str]) -> Any:
+        return result
+
+    async def async_reward(completions: list[str]) -> Any:
+        return result
+
+    with pytest.raises(RewardError, match=f"(?s)reward '(a)?sync_reward'.*{message}.*allowed|{message}"):
+        score([length, async_reward if is_async else sync_reward])
+
+
+def test_message_shortens_what_is_long() -> None:
+    with pytest.raises(RewardError) as caught:
+        RewardRunner(lambda completions: ["v" * 9999]).score(["p"], ["c" * 9999], [[1]], {})
+    assert len(str(caught.value)) < 500
+
+
+# Functions that fail.
+
+
+def fails(completions: list[str], **_: Any) -> list[float]:
+    return [1 / len(completion[1:]) for completion in completions]
+
+
+async def fails_later(completions: list[str]) -> list[float]:
+    await asyncio.sleep(0)
+    return fails(completions)
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("reward", [fails, fails_later])
+def test_exception_is_named_with_its_place_and_is_the_cause(reward: Any, timeout: float | None) -> None:
+    with pytest.raises(RewardError, match=rf"reward '{reward.__name__}' raised ZeroDivisionError: .*") as caught:
+        score([length, reward], timeout=timeout)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    line = reward.__code__.co_firstlineno + (1 if reward is fails else 2)
+    assert f"(line {line} of {__file__})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), asyncio.CancelledError(), TimeoutError("of my own"), StopIteration()]
+)
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_exceptions_that_would_get_lost_are_reported(error: BaseException, timeout: float | None) -> None:
+    def leaves(completions: list[str]) -> list[float]:
+        raise error
+
+    async def leaves_later(completions: list[str]) -> list[float]:
+        raise error
+
+    for reward in (leaves, leaves_later):
+        with pytest.raises(RewardError, match=f"reward '{reward.__name__}' raised "):
+            score(reward, timeout=timeout)
+
+
+def test_keyboard_interrupt_is_the_users() -> None:
+    def interrupted(completions: list[str]) -> list[float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupted)
+
+
+def test_errors_of_prefrl_stay_as_they_are() -> None:
+    def complains(completions: list[str]) -> list[float]:
+        raise ConfigError("judge_url: not set")
+
+    with pytest.raises(ConfigError, match="^judge_url: not set$"):
+        score(complains)
+
+
+def test_coroutine_of_a_plain_function_is_not_awaited_and_says_so() -> None:
+    async def inner(completions: list[str]) -> list[float]:
+        return [0.0] * 3
+
+    with pytest.raises(RewardError, match=r"reward '<lambda>' returned .*make it one"):
+        score(lambda completions: inner(completions))
+
+
+# Time.
+
+
+def test_async_functions_run_together_and_beside_the_others() -> None:
+    # Each waits for the other two: one after another they would never end.
+    async_ones = [threading.Event(), threading.Event()]
+    is_sync_running = threading.Event()
+
+    def waiting(mine: int) -> Any:
+        async def reward(completions: list[str]) -> list[float]:
+            async_ones[mine].set()
+            while not (async_ones[1 - mine].is_set() and is_sync_running.is_set()):
+                await asyncio.sleep(0.001)
+            return [1.0] * 3
+
+        return reward
+
+    def plain(completions: list[str]) -> list[float]:
+        assert all(event.wait(20) for event in async_ones)
+        is_sync_running.set()
+        return [2.0] * 3
+
+    scores = score([waiting(0), plain, waiting(1)], timeout=20.0)
+    assert scores.by_name == {"reward": [1.0] * 3, "plain": [2.0] * 3, "reward_2": [1.0] * 3}
+
+
+def test_three_async_rewards_take_the_time_of_one() -> None:
+    async def sleeps(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0.5)
+        return [0.0] * 3
+
+    started = time.monotonic()
+    score([sleeps] * 3)
+    assert time.monotonic() - started < 1.2
+
+
+def test_works_where_an_event_loop_is_running() -> None:
+    async def notebook_cell() -> RewardScores:
+        return score([Judge(), functools.partial(Judge(), answer=[9, 9, 9])], columns={"answer": [1, 1, 4]})
+
+    assert asyncio.run(notebook_cell()).by_name["Judge"] == [1.0, 0.0, 1.0]
+
+
+def test_async_clients_outlive_a_call() -> None:
+    loops = []
+
+    async def reward(completions: list[str]) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * len(completions)
+
+    runner = RewardRunner(reward)
+    for _ in range(2):
+        runner.score(["p"], ["c"], [[1]], {})
+    assert loops[0] is loops[1]
+    assert not loops[0].is_closed()
+
+
+def sleeps_for_long(completions: list[str]) -> list[float]:
+    time.sleep(3)
+    return [0.0] * 3
+
+
+def spins(completions: list[str]) -> list[float]:
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        pass
+    return [0.0] * 3
+
+
+async def awaits_for_long(completions: list[str]) -> list[float]:
+    await asyncio.sleep(60)
+    return [0.0] * 3
+
+
+async def never_awaits(completions: list[str]) -> list[float]:
+    return sleeps_for_long(completions)
+
+
+@pytest.mark.parametrize("reward", [sleeps_for_long, spins, awaits_for_long, never_awaits])
+def test_time_out_ends_the_wait_and_names_the_function(reward: Any) -> None:
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=rf"{reward.__name__}'.* reward_timeout=0.2 s"):
+        score([length, reward], timeout=0.2)
+    assert time.monotonic() - started < 2.5
+
+
+def test_runner_is_usable_after_a_blocked_event_loop() -> None:
+    is_blocking = [True]
+
+    async def reward(completions: list[str]) -> list[float]:
+        if is_blocking.pop():
+            time.sleep(2)
+        return [1.0]
+
+    runner = RewardRunner(reward, timeout=0.1)
+    with pytest.raises(RewardError):
+        runner.score(["p"], ["c"], [[1]], {})
+    is_blocking.append(False)
+    assert runner.score(["p"], ["c"], [[1]], {}).by_name == {"reward": [1.0]}
+
+
+def test_function_within_its_time_runs_in_the_callers_context() -> None:
+    variable = contextvars.ContextVar("variable", default=0.0)
+    variable.set(4.0)
+    assert score(lambda completions: [variable.get()] * 3, timeout=30.0).by_name == {"<lambda>": [4.0] * 3}
+
+
+# Checks before training.
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda completions, anwser: [], "needs 'anwser'.*Did you mean 'answer'.*Columns: .'question', 'answer'."),
+        (lambda prompt: [], "needs 'prompt'.*Did you mean 'prompts'"),
+        (lambda completion: [], "needs 'completion'.*Did you mean 'completions'"),
+        (lambda completions, zzz, **_: [], "needs 'zzz', which is no column of the dataset. Columns"),
+        (Judge().__call__, None),
+        (lambda completions, zzz=1: [], None),
+        (functools.partial(lambda completions, zzz: [], zzz=1), None),
+        (numeric_reward, None),
+    ],
+)
+def test_missing_column_is_found_in_the_signature(reward: Any, message: str | None) -> None:
+    columns = ["prompt", "question", "answer"]
+    if message is None:
+        RewardRunner(reward, columns=columns)
+        return
+    with pytest.raises(ConfigError, match=message):
+        RewardRunner(reward, columns=columns)
+    with pytest.raises(ConfigError, match=message):
+        RewardRunner(reward).check_columns(columns)
+
+
+def test_missing_column_is_also_found_when_scoring() -> None:
+    with pytest.raises(ConfigError, match="needs 'answer'"):
+        score(Judge())
+
+
+def test_columns_that_rewards_would_never_see_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dataset columns \['completions', 'log_extra'\].*Rename"):
+        RewardRunner(length, columns=["prompt", "log_extra", "completions"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward_funcs": []}, "at least one reward"),
+        ({"reward_funcs": [length, 3]}, r"3 \(int\) is no reward"),
+        ({"reward_funcs": None}, r"None \(NoneType\) is no reward"),
+        ({"reward_funcs": length, "weights": [1.0, 2.0]}, "2 weights for 1 rewards"),
+        ({"reward_funcs": length, "weights": [math.nan]}, "finite"),
+        ({"reward_funcs": length, "timeout": 0.0}, "reward_timeout=0.0"),
+        ({"reward_funcs": length, "timeout": math.nan}, "reward_timeout=nan"),
+        ({"reward_funcs": dict.get}, "parameters .* cannot be given by name"),
+        ({"reward_funcs": max}, "signature"),
+    ],
+)
+def test_runner_refuses_what_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RewardRunner(**options)
+
+
+def test_setup_is_called_before_training() -> None:
+    class NeedsServer:
+        def setup(self) -> None:
+            raise ConfigError("no server")
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return []
+
+    with pytest.raises(ConfigError, match="no server"):
+        RewardRunner([length, NeedsServer()])
+
+
+def test_missing_math_verify_is_found_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ImportError, match=r"accuracy_reward needs math_verify: pip install 'prefrl\[math\]'"):
+        RewardRunner(REWARD_FUNCTIONS["accuracy_reward"])
+
+
+def test_arguments_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="'answer': 2"):
+        RewardRunner(length).score(["p"], ["c"], [[1]], {"answer": [1, 2]})
+
+
+def test_every_named_reward_scores_text_and_messages() -> None:
+    pytest.importorskip("math_verify")
+    columns = {"answer": ["3"], "solution": ["3"]}
+    message = [{"role": "assistant", "content": r"<think>x</think>\boxed{3}"}]
+    texts = RewardRunner(list(REWARD_FUNCTIONS.values())).score(["p"], [message[0]["content"]], [[1]], columns)
+    messages = RewardRunner(list(REWARD_FUNCTIONS.values())).score([[]], [message], [[1]], columns)
+    assert list(texts.by_name) == list(REWARD_FUNCTIONS)
+    assert texts.by_name == messages.by_name
+    assert texts.by_name["numeric_reward"] == texts.by_name["accuracy_reward"] == [1.0]
