@@ -39,9 +39,7 @@ class Number:
 
     def equals(self, other: Number) -> bool:
         """Whether both say the same: 50% is 50% and 0.5, and also 50, for a unit may be left out."""
-        if self.value == other.value:
-            return True
-        return self.is_percent != other.is_percent and self._ratio() == other._ratio()
+        return self.value == other.value or self._ratio() == other._ratio()
 
     def _ratio(self) -> Fraction:
         return self.value / 100 if self.is_percent else self.value

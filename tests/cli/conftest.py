@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with two datasets and a module with a reward."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     questions = [
         {"prompt": "1+1=", "answer": "2"},
         {"prompt": "What is 20 + 3?", "answer": "23"},

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.registry import REGISTRY
+from prefrl.rewards import numeric_reward
+from prefrl.scripts import train
 from prefrl.scripts.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -70,8 +75,47 @@ def test_resume_goes_on_from_the_last_checkpoint(workspace: Path, model_folder: 
     argv = ["sft", "--model_name_or_path", str(model_folder), "--dataset_name", "texts.jsonl", *QUICK]
     argv += ["--save_steps", "1"]
     assert main(argv) == 0
+    path = workspace / "out/checkpoint-2/trainer_state.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    state["log_history"][0]["seen"] = 1.0
+    path.write_text(json.dumps(state), encoding="utf-8")
     assert main([*argv, "--max_steps", "3", "--resume_from_checkpoint", "true"]) == 0
-    assert [entry["step"] for entry in history(workspace / "out/checkpoint-3") if "loss" in entry] == [1, 2, 3]
+    resumed = [entry for entry in history(workspace / "out/checkpoint-3") if "loss" in entry]
+    assert [entry["step"] for entry in resumed] == [1, 2, 3]
+    assert resumed[0]["seen"] == 1.0  # the first two steps were not run again
+
+
+class Recorder:
+    """Stands in the place of a trainer and keeps what it was given."""
+
+    given: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **arguments: Any) -> None:
+        Recorder.given = arguments
+
+    def train(self, resume_from_checkpoint: str | bool | None) -> None:
+        Recorder.given["resume"] = resume_from_checkpoint
+
+    def save_model(self, output_dir: str) -> None:
+        Recorder.given["saved"] = output_dir
+
+
+def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None:
+    row = dataclasses.replace(REGISTRY["grpo"], trainer=f"{__name__}:Recorder")
+    argv = ["--model_name_or_path", "m", "--model_revision", "v2", "--dataset_name", "prompts.jsonl", *QUICK]
+    argv += ["--model_init_kwargs", '{"dtype": "bfloat16"}', "--resume_from_checkpoint", "out/checkpoint-7"]
+    rewards = ["--reward_funcs", "numeric_reward", "my_rewards:short", "--reward_model_name_or_path", "judge"]
+    assert train.main(row, [*argv, *rewards]) == 0
+    given = Recorder.given
+    assert given["model"] == "m"
+    assert given["args"].model_init_kwargs == {"dtype": "bfloat16", "revision": "v2"}
+    assert given["train_dataset"]["answer"][:] == ["2", "23"]
+    assert given["eval_dataset"] is None
+    assert given["peft_config"] is None
+    assert given["reward_funcs"][0] is numeric_reward
+    assert given["reward_funcs"][1](["abc"]) == [-3.0]
+    assert given["reward_funcs"][2] == "judge"
+    assert (given["resume"], given["saved"]) == ("out/checkpoint-7", "out")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +130,11 @@ def test_resume_goes_on_from_the_last_checkpoint(workspace: Path, model_folder: 
             ["--reward_funcs", "my_rewards:short", "--dataset_train_split", "validation"],
             DataError,
             "dataset_train_split='validation' cannot be loaded",
+        ),
+        (
+            ["--reward_funcs", "my_rewards:short", "--eval_strategy", "steps", "--dataset_test_split", "held_out"],
+            DataError,
+            "dataset_test_split='held_out' cannot be loaded",
         ),
         (
             [

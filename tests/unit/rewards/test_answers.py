@@ -32,6 +32,7 @@ from prefrl.rewards.numerals import final_number, only_number
         ("10-3", "3"),
         ("3/4", "3/4"),
         ("2 1/2 hours", "5/2"),
+        ("on day 3 14/2", "7"),
         (r"\boxed{\frac{3}{4}}", "3/4"),
         (r"\boxed{-\dfrac{3}{4}}", "-3/4"),
         (r"\boxed{\frac34}", "3/4"),

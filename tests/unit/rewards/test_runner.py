@@ -177,7 +177,7 @@ def test_unambiguous_values_become_floats(result: Any) -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (None, r"returned None \(NoneType\).*Is a `return` missing\?"),
+        (None, r"returned None \(NoneType\).*Is a `return` missing"),
         (1.0, r"returned 1.0 \(float\)"),
         ("abc", r"returned 'abc' \(str\)"),
         ({"a": 1, "b": 2, "c": 3}, r"\(dict\)"),
@@ -188,11 +188,11 @@ def test_unambiguous_values_become_floats(result: Any) -> None:
         ([1.0, 2.0, 3.0, 4.0], "returned 4 values for 3 completions"),
         (np.ones((3, 1)), r"array of shape \(3, 1\)"),
         (torch.tensor(1.0), r"array of shape \(\)"),
-        ([1.0, float("nan"), 3.0], r"row 1: returned nan \(float\).*The completion is 'bb'"),
+        ([1.0, math.nan, 3.0], r"row 1: returned nan \(float\).*The completion is 'bb'"),
         ([1.0, 2.0, math.inf], "row 2: returned inf"),
         ([-math.inf, 2.0, 3.0], "row 0: returned -inf"),
         (torch.tensor([1.0, math.nan, 3.0]), "row 1: returned nan"),
-        ([1.0, 1e39, 3.0], "row 1: returned 1e[+]39.*finite number .in float32"),
+        ([1.0, 1e39, 3.0], "row 1: returned 1e[+]39"),
         ([1.0, 10**400, 3.0], "row 1: returned 1000"),
         ([1.0, "2", 3.0], r"row 1: returned '2' \(str\)"),
         ([[1.0], 2.0, 3.0], r"row 0: returned \[1.0\] \(list\)"),
@@ -208,8 +208,10 @@ def test_what_is_no_reward_is_refused_with_name_row_and_value(result: Any, messa
     async def async_reward(completions: list[str]) -> Any:
         return result
 
-    with pytest.raises(RewardError, match=f"(?s)reward '(a)?sync_reward'.*{message}.*allowed|{message}"):
-        score([length, async_reward if is_async else sync_reward])
+    reward = async_reward if is_async else sync_reward
+    with pytest.raises(RewardError, match=f"(?s)^reward '{reward.__name__}'.*{message}") as caught:
+        score([length, reward])
+    assert "allowed is a finite number" in str(caught.value)
 
 
 def test_message_shortens_what_is_long() -> None:
@@ -268,7 +270,7 @@ def test_errors_of_prefrl_stay_as_they_are() -> None:
     def complains(completions: list[str]) -> list[float]:
         raise ConfigError("judge_url: not set")
 
-    with pytest.raises(ConfigError, match="^judge_url: not set$"):
+    with pytest.raises(ConfigError, match=r"^judge_url: not set$"):
         score(complains)
 
 
