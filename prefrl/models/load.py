@@ -123,7 +123,7 @@ def _from_pretrained(name: str | os.PathLike[str], arguments: Mapping[str, Any])
 
 
 def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    name = (model.get_base_model() if is_peft_model(model) else model).config.name_or_path
+    name = model.config.name_or_path
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
     try:

@@ -128,7 +128,7 @@ class _DeadlineError(Exception):
 
 def _place(error: BaseException) -> str:
     """Where in the user's function it happened, not how we called it nor how deep in a library."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in (__file__, asyncio.__file__)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f" (line {frames[0].lineno} of {frames[0].filename})" if frames else ""
 
 

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local import LocalGenerator
+from prefrl.optional import require
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from prefrl.trainer.sft_config import SFTConfig
@@ -249,9 +250,7 @@ def show_answers(questions: Dataset, answers: dict[str, list[str]], console: Con
 
 def plot_rewards(rewards: list[float], path: Path) -> None:
     """The mean reward of each GRPO step as PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4))
+    figure = require("matplotlib.figure", extra="plot", feature="prefrl demo").Figure(figsize=(6, 4))
     axes = figure.subplots()
     axes.plot(range(1, len(rewards) + 1), rewards)
     axes.set(xlabel="GRPO step", ylabel="mean reward", ylim=(0, 1), title="prefrl demo")
