@@ -19,7 +19,7 @@ help:
 	@echo "make test    install the test tools too and run everything that continuous integration runs"
 	@echo "make check   lint, types, imports, unit and property tests"
 	@echo "make bench   memory and speed of the loss step"
-	@echo "make gpu     the tests and the benchmark that need a CUDA device, with $(GPU_PYTHON)"
+	@echo "make gpu     the tests that need a CUDA device, with $(GPU_PYTHON)"
 	@echo "make clean   remove $(VENV) and the caches"
 
 demo: $(VENV)/.runtime
@@ -50,16 +50,16 @@ demo-gain: $(VENV)/.dev
 	$(BIN)/python .ci/demo_gain.py runs/demo-gain/summary.json
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/logprob_memory.py
-	$(BIN)/python benchmarks/loss_step.py
+	$(BIN)/python -m benchmarks.logprob_memory
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.loss_step
 
 gpu:
+	@$(GPU_PYTHON) -c 'import sys, importlib.util as u; sys.exit(None if u.find_spec("torch") else "make gpu: $(GPU_PYTHON) has no torch; set GPU_PYTHON=/path/to/python")'
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
 	@files=$$(grep -rlE 'mark\.gpu' tests --include='test_*.py'); \
 	if [ -z "$$files" ]; then echo 'make gpu: no test is marked gpu'; exit 1; fi; \
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -ra --forbid-skips $$files; status=$$?; \
 	if [ $$status -eq 5 ]; then echo 'make gpu: no test was collected'; fi; exit $$status
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/loss_step.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -110,7 +110,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(seed: int) -> PreTrainedModel:
     """Half a million random parameters."""
     config = AutoConfig.for_model(
-        "qwen2",
+        "llama",
         vocab_size=16,
         hidden_size=128,
         intermediate_size=512,

@@ -68,6 +68,23 @@ class BaseConfig(TrainingArguments):
             )
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size=True is not supported; set max_tokens_per_micro_batch instead")
+        if self.use_liger_kernel:
+            raise ConfigError(
+                "use_liger_kernel=True is not supported: it replaces the forward that scores tokens. The head here is "
+                "chunked without it. Leave it False."
+            )
+        if self.neftune_noise_alpha is not None:
+            raise ConfigError(
+                f"neftune_noise_alpha={self.neftune_noise_alpha} is not supported: its noise is scaled by the length "
+                "of a padded row, and there are none here. Leave it None."
+            )
+        check_no_effect(
+            name="average_tokens_across_devices",
+            value=self.average_tokens_across_devices,
+            unset=True,
+            because="losses are always divided by the count over all devices",
+            remedy="Leave it True.",
+        )
         check_no_effect(
             name="label_smoothing_factor",
             value=self.label_smoothing_factor,

@@ -39,6 +39,12 @@ class GRPOConfig(PolicyLossOptions, SamplingOptions, RewardOptions, ReferenceOpt
                 )
         elif self.beta == 0:
             raise ConfigError("sync_ref_model=True with beta=0.0: there is no reference model to move. Set beta > 0.")
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
+            raise ConfigError(
+                f"scale_rewards={self.scale_rewards!r} has no effect with "
+                "multi_objective_aggregation='normalize_then_sum', which normalises by group and then by batch. Use "
+                "scale_rewards='group'."
+            )
         if self.filter_overlong_prompts and self.max_prompt_length is None:
             raise ConfigError(
                 "filter_overlong_prompts=True with max_prompt_length=None: no prompt is too long. Set it."

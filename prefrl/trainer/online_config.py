@@ -133,6 +133,7 @@ class OnlineConfig(BaseConfig):
         super().validate()
         parse_json(self, "chat_template_kwargs")
         self._validate_generation_size()
+        self._validate_prompt_loading()
         if not self.log_completions:
             check_no_effect(
                 name="num_completions_to_print",
@@ -140,6 +141,23 @@ class OnlineConfig(BaseConfig):
                 unset=None,
                 because="log_completions=False",
                 remedy="Set log_completions=True.",
+            )
+
+    def _validate_prompt_loading(self) -> None:
+        check_no_effect(
+            name="train_sampling_strategy",
+            value=self.train_sampling_strategy,
+            unset="random",
+            because="shuffle_dataset decides the order of prompts",
+            remedy="Set shuffle_dataset=False for the dataset's own order.",
+        )
+        for name, unset in (("dataloader_num_workers", 0), ("dataloader_drop_last", False)):
+            check_no_effect(
+                name=name,
+                value=getattr(self, name),
+                unset=unset,
+                because="prompts are tokenised once at the start and come in full generation batches",
+                remedy=f"Leave it {unset}.",
             )
 
     def _validate_generation_size(self) -> None:

@@ -260,11 +260,12 @@ class OnlineTrainer(BaseTrainer):
 
     def _with_reference(self, batch: TokenBatch) -> TokenBatch:
         assert self.reference is not None
-        logprobs = self.reference.logprobs(batch.to(self.args.device), temperature=self.scoring_temperature)
+        with self.accelerator.autocast():
+            logprobs = self.reference.logprobs(batch.to(self.args.device), temperature=self.scoring_temperature)
         return batch.replace(ref_logprobs=logprobs.to(batch.device))
 
     def _frozen_logprobs(self, batch: TokenBatch) -> Tensor:
-        with eval_mode(self.policy):
+        with eval_mode(self.policy), self.accelerator.autocast():
             logprobs = logprobs_in_pieces(
                 self.policy,
                 batch.to(self.args.device),

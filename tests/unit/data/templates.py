@@ -56,7 +56,7 @@ TOOLS = (
 NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SHOUTS = (  # neither a prefix nor the content survives in a longer conversation
     "{% for m in messages %}<|{{ m.role }}|>"
-    "{{ m.content if loop.last else m.content | upper }}<|end|>\n{% endfor %}"
+    "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

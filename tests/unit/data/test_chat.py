@@ -88,9 +88,10 @@ def test_thinking_of_a_turn_is_trained_where_only_a_marker_finds_it():
     assert assistant_texts(chat_template(jinja), turns) == ["x</think>yo<|end|>"]
 
 
-def test_content_that_the_template_rewrites_is_found_by_prefixes():
-    jinja = templates.CHATML.replace("m.content", "m.content | upper")
-    assert assistant_texts(chat_template(jinja), CHAT) == [" YO <|im_end|>", "NO<|im_end|>"]
+def test_rewritten_content_without_end_token_is_found_by_prefixes():
+    jinja = templates.NO_END.replace("m.content", "m.content | upper")
+    jinja += "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert assistant_texts(chat_template(jinja), CHAT) == [" YO \n", "NO\n"]
 
 
 def test_turn_is_found_by_its_tail_if_the_last_turn_and_later_ones_differ():

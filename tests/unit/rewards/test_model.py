@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from prefrl.errors import ConfigError, RewardError
@@ -13,7 +14,7 @@ from prefrl.rewards.model import ModelReward
 from tests.assets import tiny_model, tiny_tokenizer
 
 
-def reward_model(*, num_labels: int = 1, **overrides: Any) -> PreTrainedModel:
+def reward_model(architecture: str = "qwen2", *, num_labels: int = 1, **overrides: Any) -> PreTrainedModel:
     sizes: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 32,
@@ -24,7 +25,7 @@ def reward_model(*, num_labels: int = 1, **overrides: Any) -> PreTrainedModel:
         "max_position_embeddings": 64,
         "pad_token_id": 0,
     }
-    config = AutoConfig.for_model("qwen2", **(sizes | {"num_labels": num_labels} | overrides))
+    config = AutoConfig.for_model(architecture, **(sizes | {"num_labels": num_labels} | overrides))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
@@ -42,8 +43,9 @@ def one_by_one(model: PreTrainedModel, rows: list[list[int]]) -> list[float]:
 TEXTS = ["a", "bc" * 9, "d" * 5, "", "some words", *("x" * n for n in range(1, 18))]
 
 
-def test_batches_with_padding_score_like_rows_on_their_own() -> None:
-    model, tokenizer = reward_model(), tiny_tokenizer()
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "bert"])  # a pooled last token; the same; a first token
+def test_batches_with_padding_score_like_rows_on_their_own(architecture: str) -> None:
+    model, tokenizer = reward_model(architecture), tiny_tokenizer()
     expected = one_by_one(model, [tokenizer(f"prompt {text}")["input_ids"] for text in TEXTS])
     assert ModelReward(model, tokenizer=tokenizer)(["prompt "] * len(TEXTS), TEXTS) == pytest.approx(
         expected, abs=1e-5
@@ -58,6 +60,19 @@ def test_messages_are_rendered_by_the_template_of_the_reward_models_tokenizer() 
     )
     ids = tokenizer("<|user|>hi<|end|><|assistant|>yes<|end|>")["input_ids"]
     assert scores == pytest.approx(one_by_one(model, [ids]), abs=1e-5)
+
+
+def test_special_tokens_are_added_to_texts_but_not_to_what_a_template_rendered() -> None:
+    model, tokenizer = reward_model(), tiny_tokenizer()
+    start = tokenizer.convert_tokens_to_ids("<|system|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", start)]
+    )
+    reward = ModelReward(model, tokenizer=tokenizer)
+    text = tokenizer("hiyes", add_special_tokens=False)["input_ids"]
+    chat = tokenizer("<|user|>hi<|end|><|assistant|>yes<|end|>", add_special_tokens=False)["input_ids"]
+    scores = reward(["hi", [{"role": "user", "content": "hi"}]], ["yes", [{"role": "assistant", "content": "yes"}]])
+    assert scores == pytest.approx(one_by_one(model, [[start, *text], chat]), abs=1e-5)
 
 
 def test_model_scores_in_eval_mode_without_gradients_and_is_left_as_it_was() -> None:

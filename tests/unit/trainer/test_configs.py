@@ -40,6 +40,13 @@ GRPO_RULES = [
         {"filter_overlong_prompts": True, "max_prompt_length": None}, "max_prompt_length=None", id="nothing to filter"
     ),
     pytest.param({"truncation_mode": "left"}, "truncation_mode='left': must be one of 'keep_start'", id="truncation"),
+    pytest.param({"train_sampling_strategy": "sequential"}, "Set shuffle_dataset=False", id="order of prompts"),
+    pytest.param(
+        {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
+        "scale_rewards='none' has no effect with multi_objective_aggregation",
+        id="scale of gdpo",
+    ),
+    pytest.param({"dataloader_num_workers": 2}, "dataloader_num_workers=2 has no effect", id="workers"),
     pytest.param({"chat_template_kwargs": "{a"}, "chat_template_kwargs='{a': must be a JSON object", id="json"),
 ]
 SFT_RULES = [
@@ -58,6 +65,9 @@ SFT_RULES = [
     pytest.param(
         {"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0: must be a number >= 1", id="tokens"
     ),
+    pytest.param({"use_liger_kernel": True}, "use_liger_kernel=True is not supported", id="liger"),
+    pytest.param({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 is not supported", id="neftune"),
+    pytest.param({"average_tokens_across_devices": False}, "has no effect because losses are always", id="average"),
     pytest.param({"forward_plan": "dense"}, "forward_plan='dense': must be one of 'auto'", id="plan"),
     pytest.param({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported", id="auto batch"),
     pytest.param({"include_num_input_tokens_seen": "all"}, "Read num_tokens", id="tokens seen"),
