@@ -14,8 +14,8 @@ from peft import LoraConfig
 
 from prefrl import GRPOConfig, GRPOTrainer
 from prefrl.rewards import numeric_reward
-from tests.assets import tiny_model, tiny_tokenizer
-from tests.contract.cases import weights_of
+from tests.assets import tiny_tokenizer
+from tests.contract.cases import stopping_model, weights_of
 
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data" / "gsm8k_8.jsonl").read_text().splitlines()]
 
@@ -64,7 +64,7 @@ def test_trains_and_logs(form: dict[str, bool], options: dict[str, Any], tmp_pat
     rewards = [numeric_reward, digits]
     given = list(rewards)
     trainer = GRPOTrainer(
-        tiny_model(),
+        stopping_model(),
         rewards,
         GRPOConfig(**{**settings, **options}),
         gsm8k(conversational=form.get("conversational", False)),
