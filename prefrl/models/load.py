@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import nn
 
-__all__ = ["is_peft_model", "load_model", "load_tokenizer"]
+__all__ = ["is_peft_model", "load_model", "load_tokenizer", "lora_config"]
 
 # What from_pretrained needs to find the same repository again.
 _TOKENIZER_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token", "trust_remote_code")
@@ -73,6 +73,26 @@ def load_model(
         loaded = _with_adapter(loaded, peft_config, seed)
     _freeze(loaded, freeze)
     return loaded
+
+
+def lora_config(*, rank: int, alpha: float, dropout: float, target_modules: Sequence[str] | None) -> PeftConfig:
+    """A LoRA adapter for a causal language model.
+
+    Args:
+        rank: Of the adapter's matrices.
+        alpha: The adapter's output is scaled by alpha / rank.
+        dropout: On the adapter's input.
+        target_modules: Names of the layers that get adapters; ["all-linear"]: all; None: peft's choice.
+
+    Raises:
+        ImportError: peft is not installed.
+    """
+    peft = require("peft", extra="peft", feature="use_peft=True")
+    targets = "all-linear" if target_modules == ["all-linear"] else target_modules
+    config: PeftConfig = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets
+    )
+    return config
 
 
 def load_tokenizer(

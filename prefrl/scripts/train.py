@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.optional import require
 from prefrl.scripts.arguments import RewardArguments, ScriptArguments
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.suggest import nearest
@@ -77,18 +76,17 @@ def _merge_revision(script: ScriptArguments, config: Any) -> None:
 def _lora(script: ScriptArguments) -> Any:
     if not script.use_peft:
         return None
+    from prefrl.models.load import lora_config  # not needed for --help
+
     try:
-        peft = require("peft", extra="peft", feature="use_peft=True")
+        return lora_config(
+            rank=script.lora_r,
+            alpha=script.lora_alpha,
+            dropout=script.lora_dropout,
+            target_modules=script.lora_target_modules,
+        )
     except ImportError as error:
         raise ConfigError(str(error)) from error
-    targets = script.lora_target_modules
-    return peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=script.lora_r,
-        lora_alpha=script.lora_alpha,
-        lora_dropout=script.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-    )
 
 
 def _load_split(script: ScriptArguments, option: str) -> Dataset:

@@ -56,7 +56,7 @@ VARIADIC = {"__init__", "create_model_card"}
 
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
-    "peft": ("prefrl/models/", "prefrl/scripts/train.py"),
+    "peft": ("prefrl/models/",),
     "math_verify": ("prefrl/rewards/",),
     "matplotlib": ("prefrl/scripts/",),
 }
