@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["REGISTRY", "Algorithm"]
+__all__ = ["REGISTRY", "Algorithm", "load"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,15 @@ class Algorithm:
 
     def load_config(self) -> Any:
         """The config class; imports no trainer."""
-        return _load(self.config)
+        return load(self.config)
 
     def load_trainer(self) -> Any:
         """The trainer class."""
-        return _load(self.trainer)
+        return load(self.trainer)
 
 
-def _load(path: str) -> Any:
+def load(path: str) -> Any:
+    """What a "module:name" path names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
