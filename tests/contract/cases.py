@@ -45,13 +45,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def stopping_model() -> PreTrainedModel:
+def stopping_model(*, seed: int = 0) -> PreTrainedModel:
     """Every fifth token ends a completion, so that lengths differ and some are cut off."""
-    return tiny_model(eos_token_id=[1, *range(10, 128, 5)])
+    return tiny_model(seed=seed, eos_token_id=[1, *range(10, 128, 5)])
 
 
 def make_trainer(
-    algorithm: str, output_dir: Path, *, model: PreTrainedModel | None = None, rows: int = 24, **options: Any
+    algorithm: str,
+    output_dir: Path,
+    *,
+    model: PreTrainedModel | None = None,
+    rows: int = 24,
+    reward: Any = ragged_reward,
+    **options: Any,
 ) -> BaseTrainer:
     """A trainer of the registry with deterministic data; `options` override the config."""
     row = REGISTRY[algorithm]
@@ -77,7 +83,7 @@ def make_trainer(
     )
     arguments: dict[str, Any] = {"train_dataset": dataset_of(algorithm, rows), "processing_class": tiny_tokenizer()}
     if algorithm == "grpo":
-        arguments["reward_funcs"] = ragged_reward
+        arguments["reward_funcs"] = reward
     return row.load_trainer()(model=model or stopping_model(), args=config, **arguments, **extra)
 
 

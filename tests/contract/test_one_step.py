@@ -1,0 +1,120 @@
+"""What an online step computes, and what it does not compute twice."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefrl.losses.advantages import Advantages
+from prefrl.models.forward import token_logprobs
+from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.types import TokenBatch
+from tests.contract.cases import dataset_of, make_trainer, relative_difference, stopping_model, update_of
+
+
+def grpo(tmp_path: Path, **options: Any) -> OnlineTrainer:
+    trainer = make_trainer("grpo", tmp_path, **options)
+    assert isinstance(trainer, OnlineTrainer)
+    return trainer
+
+
+def has_capital_vowel(completions: list[str], **_: Any) -> list[float]:
+    """Equal in some groups, different in others."""
+    return [float(any(letter in text for letter in "AEIOU")) for text in completions]
+
+
+def scored(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
+    with torch.no_grad():
+        return token_logprobs(model, batch.replace(old_logprobs=None)).logprobs
+
+
+def all_micro_batches(trainer: OnlineTrainer) -> list[TokenBatch]:
+    return [batch for minibatch in trainer.buffer.minibatches for batch in minibatch.micro_batches]
+
+
+def count_forwards(trainer: OnlineTrainer) -> list[int]:
+    """Tokens of each pass through the model that scores; generation passes have a cache."""
+    tokens: list[int] = []
+
+    def note(_module: Any, _args: Any, kwargs: dict[str, Any], _output: Any) -> None:
+        if kwargs.get("past_key_values") is None and not kwargs.get("use_cache"):
+            tokens.append(kwargs["input_ids"].numel())
+
+    trainer.policy.model.register_forward_hook(note, with_kwargs=True)
+    return tokens
+
+
+def test_old_logprobs_are_those_of_the_policy_that_sampled(tmp_path: Path) -> None:
+    model = stopping_model()
+    before = copy.deepcopy(model)
+    trainer = grpo(tmp_path, model=model, steps_per_generation=2, num_iterations=2, max_steps=2, beta=0.0)
+    trainer.train()
+    batches = all_micro_batches(trainer)
+    assert len(batches) == 2
+    for batch in batches:
+        assert batch.old_logprobs is not None
+        assert torch.allclose(batch.old_logprobs, scored(before, batch), atol=1e-5)
+        assert not torch.allclose(batch.old_logprobs, scored(model, batch), atol=1e-3)
+
+
+def test_later_iterations_are_clipped_against_the_old_policy(tmp_path: Path) -> None:
+    trainer = grpo(tmp_path, num_iterations=2, max_steps=2, learning_rate=1.0, beta=0.0)
+    trainer.train()
+    shares = [entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "loss" in entry]
+    assert shares[0] == 0.0
+    assert shares[1] > 0.05
+
+
+def test_reference_is_the_model_as_it_was_given(tmp_path: Path) -> None:
+    model = stopping_model(seed=3)
+    before = copy.deepcopy(model)
+    trainer = grpo(tmp_path, model=model, max_steps=3, beta=0.04)
+    trainer.train()
+    kls = [entry["kl"] for entry in trainer.state.log_history if "loss" in entry]
+    assert kls[0] == pytest.approx(0.0, abs=1e-6)
+    assert kls[2] > 1e-4
+    for batch in all_micro_batches(trainer):
+        assert batch.ref_logprobs is not None
+        assert torch.allclose(batch.ref_logprobs, scored(before, batch), atol=1e-5)
+
+
+def test_an_on_policy_step_scores_once(tmp_path: Path) -> None:
+    trainer = grpo(tmp_path, max_steps=3, beta=0.0)
+    token_logprobs(trainer.policy, trainer._idle_batch())  # the first-use check
+    tokens = count_forwards(trainer)
+    trainer.train()
+    assert len(tokens) == 3
+
+
+def test_groups_without_signal_are_not_run_but_counted(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"reward": has_capital_vowel, "beta": 0.0, "per_device_train_batch_size": 16}
+    lean, full = grpo(tmp_path, **options), grpo(tmp_path, **options)
+    full._rows_with_gradient = lambda rollouts, batch: list(range(batch.num_rows))  # type: ignore[method-assign]
+    lean_update, full_update = update_of(lean), update_of(full)
+    lean_rows, full_rows = (sum(batch.num_rows for batch in all_micro_batches(t)) for t in (lean, full))
+    assert 0 < lean_rows < full_rows == 16
+    assert relative_difference(lean_update, full_update) < 1e-5
+
+
+def test_a_step_without_any_signal_leaves_the_weights(tmp_path: Path) -> None:
+    trainer = grpo(tmp_path, beta=0.0)
+    trainer.advantages = lambda rewards, groups: _zero(rewards)  # type: ignore[method-assign,assignment]
+    assert update_of(trainer).abs().max() == 0.0
+    assert trainer.state.global_step == 1
+
+
+def _zero(rewards: torch.Tensor) -> Any:
+    zeros = torch.zeros(len(rewards))
+    return Advantages(values=zeros, group_std=zeros, totals=zeros)
+
+
+def test_evaluation_samples_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    results = []
+    for size in (4, 24):
+        trainer = grpo(tmp_path, per_device_eval_batch_size=size, temperature_eval=0.7, num_generations_eval=2)
+        results.append(trainer.evaluate(dataset_of("grpo", 7))["eval_reward"])
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
