@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import TypeVar
 
 import pytest
+
+# Before transformers is imported: no test asks the Hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

@@ -71,7 +71,16 @@ class EventLoopThread:
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
+    # What was cancelled just before the stop has yet to take notice of it.
+    loop.run_until_complete(_cancel_all())
     loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -45,9 +45,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def stopping_model(*, seed: int = 0) -> PreTrainedModel:
+def stopping_model(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Every fifth token ends a completion, so that lengths differ and some are cut off."""
-    return tiny_model(seed=seed, eos_token_id=[1, *range(10, 128, 5)])
+    return tiny_model(seed=seed, eos_token_id=[1, *range(10, 128, 5)], **overrides)
 
 
 def make_trainer(

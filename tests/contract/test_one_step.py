@@ -82,6 +82,18 @@ def test_reference_is_the_model_as_it_was_given(tmp_path: Path) -> None:
         assert torch.allclose(batch.ref_logprobs, scored(before, batch), atol=1e-5)
 
 
+def test_kl_term_adds_beta_times_k3_of_each_token(tmp_path: Path) -> None:
+    trainer = grpo(tmp_path, beta=0.3, loss_type="dapo")
+    items, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
+    batch = items[-1][0]
+    shift = torch.linspace(-0.5, 0.5, batch.num_tokens)
+    logprobs = scored(trainer.policy, batch)
+    plain = trainer.loss(trainer.model, batch.replace(ref_logprobs=None)).total
+    with_kl = trainer.loss(trainer.model, batch.replace(ref_logprobs=logprobs + shift)).total
+    expected = 0.3 * (shift.exp() - shift - 1).sum()
+    assert float(with_kl - plain) == pytest.approx(float(expected), rel=1e-4)
+
+
 def test_an_on_policy_step_scores_once(tmp_path: Path) -> None:
     trainer = grpo(tmp_path, max_steps=3, beta=0.0)
     token_logprobs(trainer.policy, trainer._idle_batch())  # the first-use check

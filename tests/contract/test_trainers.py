@@ -31,6 +31,14 @@ def test_evaluation_leaves_training_alone(name: str, tmp_path: Path) -> None:
     assert all(value == value for value in values)
 
 
+def test_evaluation_has_no_dropout(tmp_path: Path) -> None:
+    rows = dataset_of("sft", 5)
+    plain, dropping = (
+        make_trainer("sft", tmp_path, model=stopping_model(attention_dropout=rate)) for rate in (0.0, 0.5)
+    )
+    assert dropping.evaluate(rows)["eval_loss"] == pytest.approx(plain.evaluate(rows)["eval_loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_model_gives_equal_outputs(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path)
