@@ -34,7 +34,7 @@ def test_evaluation_leaves_training_alone(name: str, tmp_path: Path) -> None:
 def test_evaluation_has_no_dropout(tmp_path: Path) -> None:
     rows = dataset_of("sft", 5)
     plain, dropping = (
-        make_trainer("sft", tmp_path, model=stopping_model(attention_dropout=rate)) for rate in (0.0, 0.5)
+        make_trainer("sft", tmp_path, model=stopping_model(attention_dropout=rate).train()) for rate in (0.0, 0.5)
     )
     assert dropping.evaluate(rows)["eval_loss"] == pytest.approx(plain.evaluate(rows)["eval_loss"], rel=1e-6)
 
