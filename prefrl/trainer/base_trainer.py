@@ -281,6 +281,8 @@ class BaseTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        # The main process makes the folder, perhaps later than the others come here.
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
         self.save_update_state(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

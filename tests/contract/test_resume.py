@@ -47,6 +47,15 @@ def test_resumed_run_generates_nothing_while_rollouts_are_left(tmp_path: Path) -
     assert resumed.state.global_step == 4
 
 
+def test_a_rank_that_saves_first_makes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer("grpo", tmp_path)
+    trainer.create_optimizer_and_scheduler(1)
+    # Another rank writes model and optimizer, later.
+    monkeypatch.setattr(type(trainer.args), "should_save", property(lambda args: False))
+    trainer._save_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
+    assert (tmp_path / "checkpoint-1" / "rollouts_0_of_1.safetensors").exists()
+
+
 def test_resume_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     settings = {**ADAM, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     make_trainer("grpo", tmp_path, **settings).train()
