@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from transformers import PreTrainedModel
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
 from tests.assets import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 QUESTIONS = ["1+1=", "What is 23 + 4?", "9-3=", "a", "Count: one, two,", "7*8 is", "12/4", "Say hello to the world."]
 ANSWERS = ["2", "27, twenty-seven", "6", "bcd", " three, four, five, six", "56", "3", "Hello, world!"]
@@ -92,12 +96,20 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def update_of(trainer: BaseTrainer) -> torch.Tensor:
-    """The change of all weights over `train()`, as one vector."""
+def update_of(trainer: BaseTrainer, *, resume_from_checkpoint: str | None = None) -> torch.Tensor:
+    """The change of all weights over `train()`, as one vector; from the first weights also after a resume."""
     before = weights_of(trainer.model)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume_from_checkpoint)
     after = weights_of(trainer.model)
     return torch.cat([(after[name] - before[name]).flatten() for name in before])
+
+
+def run_on_two_processes(name: str, options: dict[str, Any], result: Path, *checkpoint: Path) -> None:
+    """Train on two gloo processes, in `result`'s folder / run, and store the update of rank 0 in `result`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "tests.contract.worker", name, repr(options), str(result), *map(str, checkpoint)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.cases import make_trainer, stopping_model, weights_of
+from tests.contract.cases import make_trainer, run_on_two_processes, stopping_model, weights_of
 
 SAVED_AT = 3
 STEPS = 8
@@ -36,6 +36,17 @@ def test_resumed_run_is_bit_exact(name: str, options: dict[str, Any], tmp_path: 
     assert any(not torch.equal(start[key], expected[key]) for key in start)
     for key, value in expected.items():
         assert torch.equal(value, actual[key]), key
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_resumed_run_on_two_processes(name: str, tmp_path: Path) -> None:
+    options = {**ADAM, "per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    if name == "grpo":
+        options |= {"steps_per_generation": 2, "num_iterations": 2}
+    whole, resumed = tmp_path / "whole.pt", tmp_path / "resumed.pt"
+    run_on_two_processes(name, options, whole)
+    run_on_two_processes(name, options, resumed, tmp_path / "run" / "checkpoint-3")
+    assert torch.equal(torch.load(whole), torch.load(resumed))
 
 
 def test_resumed_run_generates_nothing_while_rollouts_are_left(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ import pytest
 import torch
 
 from prefrl.registry import REGISTRY
-from tests.contract.cases import make_trainer, relative_difference, update_of
+from tests.contract.cases import make_trainer, relative_difference, run_on_two_processes, update_of
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 
 CUTS: list[dict[str, Any]] = [
@@ -73,11 +70,3 @@ def test_same_update_on_two_processes(name: str, options: dict[str, Any], tmp_pa
     result = tmp_path / "update.pt"
     run_on_two_processes(name, with_cut(name, options, {"per_device_train_batch_size": 4}), result)
     assert relative_difference(torch.load(result), expected) < TOLERANCE
-
-
-def run_on_two_processes(name: str, options: dict[str, Any], result: Path) -> None:
-    """Train on two gloo processes and store the update of rank 0."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.contract.worker", name, repr(options), str(result)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""Run by the contract tests on several processes: trains and stores the update."""
+"""Run by the contract tests on several processes: trains, from a checkpoint if one is named, and stores the update."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from prefrl import distributed
 from tests.contract.cases import make_trainer, update_of
 
 if __name__ == "__main__":
-    name, options, result = sys.argv[1:]
+    name, options, result, *checkpoint = sys.argv[1:]
     trainer = make_trainer(name, Path(result).parent / "run", **ast.literal_eval(options))
     assert trainer.args.world_size == 2, "torchrun started independent processes"
-    update = update_of(trainer)
+    update = update_of(trainer, resume_from_checkpoint=checkpoint[0] if checkpoint else None)
     if distributed.is_main():
         torch.save(update, result)
