@@ -58,6 +58,7 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         trainer.push_to_hub()
+    trainer.end()  # a process that exits with its group open may be aborted
     return 0
 
 

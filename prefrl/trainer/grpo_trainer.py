@@ -12,10 +12,9 @@ from prefrl.losses.advantages import Advantages, group_advantages
 from prefrl.losses.kl import k3
 from prefrl.losses.policy import POLICY_LOSSES, sequence_log_ratio
 from prefrl.losses.reduce import item_count, token_weights
-from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.trainer.base_trainer import Optimizers
 from prefrl.trainer.grpo_config import GRPOConfig
-from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.online_trainer import OnlineTrainer, clip_metrics, token_mean
 from prefrl.trainer.options import default_output_dir
 from prefrl.types import LossOutput, TokenBatch
 
@@ -131,26 +130,11 @@ class GRPOTrainer(OnlineTrainer):
             clip_high=self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high,
             delta=self.args.delta,
         )
-        metrics = _clip_metrics(token.stats, batch) | {"entropy": _token_mean(scores.entropy.detach(), batch)}
+        metrics = clip_metrics(token.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch)}
         per_token = token.loss
         if batch.ref_logprobs is not None:
             kl = k3(scores.logprobs, batch.ref_logprobs)
             per_token = per_token + self.args.beta * kl
-            metrics["kl"] = _token_mean(kl.detach(), batch)
+            metrics["kl"] = token_mean(kl.detach(), batch)
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=policy_loss.reduction)
         return LossOutput(total=(weights * per_token).sum(), metrics=metrics)
-
-
-def _token_mean(values: Tensor, batch: TokenBatch) -> Mean:
-    return Mean((values * batch.trainable).sum(), batch.trainable.sum())
-
-
-def _clip_metrics(stats: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Metric]:
-    """Share of clipped tokens over all tokens, and its extremes over rows."""
-    metrics: dict[str, Metric] = {f"{name}_mean": _token_mean(values, batch) for name, values in stats.items()}
-    weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="sequence_mean")
-    for name, kind in (("clip_ratio/low", Min), ("clip_ratio/high", Max)):
-        shares = torch.zeros(batch.num_rows, device=batch.device)
-        shares.index_add_(0, batch.row_index, stats[name] * weights)
-        metrics[f"{name}_{kind.__name__.lower()}"] = kind(shares.min() if kind is Min else shares.max())
-    return metrics

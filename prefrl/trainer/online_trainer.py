@@ -19,7 +19,8 @@ from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBa
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.local import LocalGenerator
-from prefrl.metrics import Mean, Metric, merge
+from prefrl.losses.reduce import token_weights
+from prefrl.metrics import Max, Mean, Metric, Min, merge
 from prefrl.models.modes import eval_mode
 from prefrl.models.reference import logprobs_in_pieces, make_reference
 from prefrl.rewards.runner import RewardRunner
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.grpo_config import GRPOConfig
     from prefrl.types import Rollout
 
-__all__ = ["OnlineTrainer"]
+__all__ = ["OnlineTrainer", "clip_metrics", "token_mean"]
 
 
 class OnlineTrainer(BaseTrainer):
@@ -362,3 +363,19 @@ class OnlineTrainer(BaseTrainer):
 
 def _nan_if_none(value: float | None) -> float:
     return float("nan") if value is None else value
+
+
+def token_mean(values: Tensor, batch: TokenBatch) -> Mean:
+    """Mean of [N] values over trainable tokens."""
+    return Mean((values * batch.trainable).sum(), batch.trainable.sum())
+
+
+def clip_metrics(stats: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Metric]:
+    """Shares of tokens whose ratio is clipped, over all trainable tokens, and their extremes over rows."""
+    metrics: dict[str, Metric] = {f"{name}_mean": token_mean(values, batch) for name, values in stats.items()}
+    weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="sequence_mean")
+    for name, kind in (("clip_ratio/low", Min), ("clip_ratio/high", Max)):
+        shares = torch.zeros(batch.num_rows, device=batch.device)
+        shares.index_add_(0, batch.row_index, stats[name] * weights)
+        metrics[f"{name}_{kind.__name__.lower()}"] = kind(shares.min() if kind is Min else shares.max())
+    return metrics

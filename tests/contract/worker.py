@@ -18,3 +18,4 @@ if __name__ == "__main__":
     update = update_of(trainer, resume_from_checkpoint=checkpoint[0] if checkpoint else None)
     if distributed.is_main():
         torch.save(update, result)
+    trainer.end()
