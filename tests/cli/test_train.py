@@ -99,6 +99,9 @@ class Recorder:
     def save_model(self, output_dir: str) -> None:
         Recorder.given["saved"] = output_dir
 
+    def end(self) -> None:
+        Recorder.given["ended"] = True
+
 
 def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None:
     row = dataclasses.replace(REGISTRY["grpo"], trainer=f"{__name__}:Recorder")
@@ -107,6 +110,7 @@ def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None
     rewards = ["--reward_funcs", "numeric_reward", "my_rewards:short", "--reward_model_name_or_path", "judge"]
     assert train.main(row, [*argv, *rewards]) == 0
     given = Recorder.given
+    assert given["ended"]
     assert given["model"] == "m"
     assert given["args"].model_init_kwargs == {"dtype": "bfloat16", "revision": "v2"}
     assert given["train_dataset"]["answer"][:] == ["2", "23"]
