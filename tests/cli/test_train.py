@@ -171,7 +171,7 @@ def test_the_module_runs_under_a_launcher_of_several_processes(workspace: Path, 
         [
             *launch,
             "-m",
-            "prefrl.scripts.main",
+            "tests.cli.launched",
             "grpo",
             *argv,
             "--reward_funcs",

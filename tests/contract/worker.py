@@ -10,6 +10,7 @@ import torch
 
 from prefrl import distributed
 from tests.contract.cases import make_trainer, update_of
+from tests.leave import leave
 
 if __name__ == "__main__":
     name, options, result, *checkpoint = sys.argv[1:]
@@ -18,4 +19,4 @@ if __name__ == "__main__":
     update = update_of(trainer, resume_from_checkpoint=checkpoint[0] if checkpoint else None)
     if distributed.is_main():
         torch.save(update, result)
-    trainer.end()
+    leave(0)
