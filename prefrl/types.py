@@ -70,6 +70,11 @@ class TokenBatch:
     response_lengths: tuple[int, ...]  # B entries, each >= 1
     trainable: Tensor  # [N] bool: tokens that have a loss
     group_index: tuple[int, ...]  # B entries: rows whose rewards are compared, or the two sides of a pair
+    # B entries: True for chosen or desirable rows, False for rejected or undesirable ones, None for rows that have no
+    # side and no loss, which only estimate a KL divergence.
+    is_preferred: tuple[bool | None, ...] | None = None
+    margins: tuple[float, ...] | None = None  # B entries: by how much the chosen row of its pair is better
+    row_weights: tuple[float, ...] | None = None  # B entries: what a row's loss is multiplied by
     advantages: Tensor | None = None  # [N] float32
     sampling_logprobs: Tensor | None = None  # [N] nats, of the distribution sampled from
     old_logprobs: Tensor | None = None  # [N] nats, of the policy before this generation's first update
@@ -124,6 +129,27 @@ class TokenBatch:
         """The `[N]` tensors that are set, by name."""
         return {name: tensor for name, tensor in self.tensors().items() if name != "prompt_ids"}
 
+    def per_row(self) -> dict[str, tuple[Any, ...]]:
+        """The tuples with one entry for each row that are set, by name; without those that lay the rows out."""
+        values = {name: getattr(self, name) for name in ("group_index", "is_preferred", "margins", "row_weights")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def pairs(self) -> tuple[list[int], list[int]]:
+        """The chosen rows and, in the same order, the rejected rows of the same groups.
+
+        Raises:
+            ValueError: `is_preferred` is not set, or a group is not one chosen and one rejected row.
+        """
+        if self.is_preferred is None:
+            raise ValueError("is_preferred=None: the batch does not say which rows are chosen")
+        sides: dict[bool | None, dict[int, int]] = {True: {}, False: {}, None: {}}
+        for row, (group, side) in enumerate(zip(self.group_index, self.is_preferred, strict=True)):
+            sides[side][group] = row
+        chosen, rejected = sides[True], sides[False]
+        if chosen.keys() != rejected.keys() or len(chosen) + len(rejected) != self.num_rows:
+            raise ValueError(f"groups {self.group_index} with is_preferred {self.is_preferred} are not pairs")
+        return list(chosen.values()), [rejected[group] for group in chosen]
+
     def select(self, rows: Sequence[int]) -> Self:
         """The batch of some rows, in the order given; prompts that no row reads are left out.
 
@@ -140,7 +166,7 @@ class TokenBatch:
             prompt_lengths=tuple(self.prompt_lengths[prompt] for prompt in prompts),
             prompt_index=tuple(position[self.prompt_index[row]] for row in rows),
             response_lengths=tuple(self.response_lengths[row] for row in rows),
-            group_index=tuple(self.group_index[row] for row in rows),
+            **{name: tuple(values[row] for row in rows) for name, values in self.per_row().items()},
             **{n: _take_segments(t, self.response_lengths, rows) for n, t in self.per_token().items()},
         )
 
@@ -149,11 +175,15 @@ class TokenBatch:
         starts = range(0, self.num_rows, rows_per_chunk)
         return [self.select(range(start, min(start + rows_per_chunk, self.num_rows))) for start in starts]
 
-    def split(self, token_budget: int) -> list[Self]:
+    def split(self, token_budget: int, *, whole_groups: bool = False) -> list[Self]:
         """Batches of at most `token_budget` forward tokens each, as few and as even as a greedy fit finds.
 
         Rows that share a prompt stay together where they fit, because their prompt is then computed once. A single row
         above the budget becomes a batch of its own.
+
+        Args:
+            token_budget: Prompt tokens, each prompt once, and response tokens of a batch.
+            whole_groups: Never part the rows of a group; a group above the budget becomes a batch of its own.
 
         Raises:
             ValueError: The budget is not positive.
@@ -161,8 +191,8 @@ class TokenBatch:
         if token_budget < 1:
             raise ValueError(f"token_budget={token_budget}: needs to be >= 1")
         pieces: list[tuple[int, list[int]]] = []  # cost in tokens, rows
-        for prompt in dict.fromkeys(self.prompt_index):
-            pieces.extend(self._pieces_of_prompt(prompt, token_budget))
+        for rows in _rows_by(self.group_index if whole_groups else self.prompt_index):
+            pieces.extend([(self._cost(rows), rows)] if whole_groups else self._pieces(rows, token_budget))
         pieces.sort(key=lambda piece: -piece[0])
         bins: list[tuple[int, list[int]]] = []
         for cost, rows in pieces:
@@ -174,14 +204,20 @@ class TokenBatch:
                 bins.append((cost, rows))
         return [self.select(sorted(rows)) for _, rows in bins]
 
-    def _pieces_of_prompt(self, prompt: int, token_budget: int) -> list[tuple[int, list[int]]]:
+    def _cost(self, rows: Sequence[int]) -> int:
+        """Forward tokens of some rows."""
+        prompts = {self.prompt_index[row] for row in rows}
+        return sum(self.prompt_lengths[p] for p in prompts) + sum(self.response_lengths[row] for row in rows)
+
+    def _pieces(self, rows: Sequence[int], token_budget: int) -> list[tuple[int, list[int]]]:
+        """Rows of one prompt, cut where the budget is full."""
         pieces: list[tuple[int, list[int]]] = []
-        for row in (row for row, index in enumerate(self.prompt_index) if index == prompt):
+        for row in rows:
             length = self.response_lengths[row]
             if pieces and pieces[-1][0] + length <= token_budget:
                 pieces[-1] = (pieces[-1][0] + length, [*pieces[-1][1], row])
             else:
-                pieces.append((self.prompt_lengths[prompt] + length, [row]))
+                pieces.append((self._cost([row]), [row]))
         return pieces
 
     @classmethod
@@ -196,15 +232,26 @@ class TokenBatch:
         names = {frozenset(batch.tensors()) for batch in batches}
         if len(names) > 1:
             raise ValueError(f"batches carry different tensors: {sorted(map(sorted, names))}")
+        row_names = {frozenset(batch.per_row()) for batch in batches}
+        if len(row_names) > 1:
+            raise ValueError(f"batches carry different values for each row: {sorted(map(sorted, row_names))}")
         offsets = [sum(batch.num_prompts for batch in batches[:i]) for i in range(len(batches))]
         tensors = {name: torch.cat([batch.tensors()[name] for batch in batches]) for name in batches[0].tensors()}
         return batches[0].replace(
             prompt_lengths=sum((batch.prompt_lengths for batch in batches), ()),
             prompt_index=tuple(o + i for o, batch in zip(offsets, batches, strict=True) for i in batch.prompt_index),
             response_lengths=sum((batch.response_lengths for batch in batches), ()),
-            group_index=sum((batch.group_index for batch in batches), ()),
+            **{name: sum((batch.per_row()[name] for batch in batches), ()) for name in batches[0].per_row()},
             **tensors,
         )
+
+
+def _rows_by(index: Sequence[int]) -> list[list[int]]:
+    """Row numbers with equal entries, in order of first appearance."""
+    rows: dict[int, list[int]] = {}
+    for row, key in enumerate(index):
+        rows.setdefault(key, []).append(row)
+    return list(rows.values())
 
 
 def _take_segments(flat: Tensor, lengths: Sequence[int], which: Sequence[int]) -> Tensor:
