@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Max", "Mean", "Metric", "Min", "Std", "Sum", "host", "merge"]
+__all__ = ["Difference", "Max", "Mean", "Metric", "Min", "Std", "Sum", "host", "merge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,29 @@ class Mean:
         """As a host number."""
         count = float(self.count)
         return float(self.total) / count if count else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The mean over some values minus the mean over others; NaN where one of them has none."""
+
+    total: float | Tensor
+    count: float | Tensor
+    other_total: float | Tensor
+    other_count: float | Tensor
+
+    def merge(self, other: Difference) -> Difference:
+        """The difference over both."""
+        return Difference(
+            self.total + other.total,
+            self.count + other.count,
+            self.other_total + other.other_total,
+            self.other_count + other.other_count,
+        )
+
+    def value(self) -> float:
+        """As a host number."""
+        return Mean(self.total, self.count).value() - Mean(self.other_total, self.other_count).value()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +127,7 @@ class Std:
         return math.sqrt(max(variance, 0.0))
 
 
-Metric = Mean | Sum | Max | Min | Std
+Metric = Mean | Difference | Sum | Max | Min | Std
 
 
 def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:

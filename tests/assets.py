@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -51,11 +57,21 @@ def tiny_model(
     else:
         sizes |= {"num_key_value_heads": 2, "head_dim": 8}
     sizes |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1} | overrides
-    config = AutoConfig.for_model(architecture, **sizes)
+    return _random_model(AutoModelForCausalLM, AutoConfig.for_model(architecture, **sizes), seed)
+
+
+def tiny_reward_model(*, seed: int = 0, num_labels: int = 1, **overrides: Any) -> PreTrainedModel:
+    """`tiny_model` with a score head in the place of its language-model head."""
+    config = tiny_model(**overrides).config
+    config.num_labels = num_labels
+    return _random_model(AutoModelForSequenceClassification, config, seed)
+
+
+def _random_model(auto_class: Any, config: Any, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():  # larger than usual, so that outputs differ clearly between tokens
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.2)
-    return model.eval()
+    return model.eval()  # type: ignore[no-any-return]

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
+from prefrl.data.encode import common_length
 from prefrl.errors import DataError
 from prefrl.types import TokenBatch
 
-__all__ = ["flat_batch", "sft_batch"]
+__all__ = ["flat_batch", "preference_batch", "reward_batch", "sft_batch", "unpaired_batch"]
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A row of a batch with sides."""
+
+    prompt: list[int]
+    response: list[int]
+    group: int
+    side: bool | None
+    ref_logprobs: list[float] | None
 
 
 def flat_batch(
@@ -49,7 +65,7 @@ def flat_batch(
     )
 
 
-def sft_batch(rows: Sequence[Mapping[str, Any]]) -> TokenBatch:
+def sft_batch(rows: Sequence[Row]) -> TokenBatch:
     """Rows of a prepared SFT dataset as a batch: what stands before the first token with a loss is the prompt.
 
     Tokens after the last one with a loss are left out: nothing depends on them. A packed row gives one row for each of
@@ -71,7 +87,142 @@ def sft_batch(rows: Sequence[Mapping[str, Any]]) -> TokenBatch:
     return flat_batch(prompts, responses, trainable=flags)
 
 
-def _sequences(row: Mapping[str, Any], index: int) -> Iterator[tuple[list[int], list[bool]]]:
+def preference_batch(rows: Sequence[Row]) -> TokenBatch:
+    """Pairs of a prepared preference dataset: batch rows 2k and 2k+1 are the chosen and the rejected side of pair k.
+
+    The sides share their prompt and are group k.
+
+    Args:
+        rows: `prompt_ids`, `chosen_ids`, `rejected_ids`; and, in all rows or in none, `ref_chosen_logprobs` and
+            `ref_rejected_logprobs`, the nats of each token of a side.
+    Raises:
+        DataError: A column is missing in a row, has no tokens, or not one log-prob for each token.
+    """
+    sides = ("chosen", "rejected")
+    has_ref = any(_has_column(rows, f"ref_{side}_logprobs") for side in sides)
+    return _batch_with_sides(
+        [
+            _read(row, index, f"{side}_ids", f"ref_{side}_logprobs" if has_ref else None, side == "chosen")
+            for index, row in enumerate(rows)
+            for side in sides
+        ]
+    )
+
+
+def unpaired_batch(rows: Sequence[Row]) -> TokenBatch:
+    """Labelled completions, each followed by its KL completion, if any: another prompt's, behind its own prompt.
+
+    Group k is dataset row k. A KL completion only estimates a divergence, so it has no side and weight 0: sides and
+    weights count labelled completions alone. Its tokens are trainable, as all are whose log-probs a loss sums.
+
+    Args:
+        rows: `prompt_ids`, `completion_ids`, `label`: True for desirable ones; optional `KL_completion_ids`, which may
+            be empty; and, in all rows or in none, `weight`, and `ref_logprobs` with `ref_KL_logprobs` where there is
+            a KL completion: the nats of each token.
+    Raises:
+        DataError: A column is missing in a row, has no tokens, or not one log-prob for each token; a label is not a
+            bool, or a weight not a finite number.
+    """
+    has_ref, weights = _has_column(rows, "ref_logprobs"), _numbers(rows, "weight")
+    sequences = []
+    for index, row in enumerate(rows):
+        label = row.get("label")
+        if not isinstance(label, bool):
+            raise DataError(f"row {index} of the batch: label is {label!r}: needs True (desirable) or False")
+        sequences.append(_read(row, index, "completion_ids", "ref_logprobs" if has_ref else None, label))
+        if row.get("KL_completion_ids"):
+            sequences.append(_read(row, index, "KL_completion_ids", "ref_KL_logprobs" if has_ref else None, None))
+    batch = _batch_with_sides(sequences)
+    if weights is None:
+        return batch
+    return batch.replace(row_weights=tuple(0.0 if s.side is None else weights[s.group] for s in sequences))
+
+
+def reward_batch(rows: Sequence[Row], *, end_id: int) -> TokenBatch:
+    """Pairs of whole sequences for a model that scores a sequence at its last token; rows as in `preference_batch`.
+
+    The tokens that both sequences start with are their prompt, at least one: two sequences that differ in the first
+    have a prompt each. A response ends with an extra token, which alone is trainable. No forward pass feeds the last
+    token of a response, so that the place where the extra one would be predicted is the sequence's true last token.
+
+    Args:
+        rows: `chosen_ids`, `rejected_ids`; and, in all rows or in none, `margin`.
+        end_id: The extra token; any id of the vocabulary.
+    Raises:
+        DataError: A column is missing in a row or has no tokens, or a margin is not a finite number.
+    """
+    margins = _numbers(rows, "margin")
+    prompts, responses, groups = [], [], []
+    for index, row in enumerate(rows):
+        pair = [_token_ids(row, index, column) for column in ("chosen_ids", "rejected_ids")]
+        shared = max(1, common_length(*pair))
+        prompts += [token_ids[:shared] for token_ids in pair]
+        responses += [[*token_ids[shared:], end_id] for token_ids in pair]
+        groups += [index, index]
+    flags = [[False] * (len(response) - 1) + [True] for response in responses]
+    return flat_batch(prompts, responses, trainable=flags, groups=groups).replace(
+        is_preferred=(True, False) * len(rows),
+        margins=None if margins is None else tuple(margins[group] for group in groups),
+    )
+
+
+def _read(row: Row, index: int, column: str, ref_column: str | None, side: bool | None) -> _Sequence:
+    response = _token_ids(row, index, column)
+    return _Sequence(
+        prompt=_token_ids(row, index, "prompt_ids"),
+        response=response,
+        group=index,
+        side=side,
+        ref_logprobs=None if ref_column is None else _logprobs(row, index, ref_column, len(response)),
+    )
+
+
+def _batch_with_sides(sequences: Sequence[_Sequence]) -> TokenBatch:
+    scores = [s.ref_logprobs for s in sequences if s.ref_logprobs is not None]
+    return flat_batch(
+        [s.prompt for s in sequences], [s.response for s in sequences], groups=[s.group for s in sequences]
+    ).replace(
+        is_preferred=tuple(s.side for s in sequences),
+        ref_logprobs=torch.tensor(list(chain.from_iterable(scores)), dtype=torch.float32) if scores else None,
+    )
+
+
+def _token_ids(row: Row, index: int, column: str) -> list[int]:
+    token_ids = row.get(column)
+    if not token_ids:
+        raise DataError(f"row {index} of the batch: {column} is {token_ids!r}: needs at least one token")
+    return list(token_ids)
+
+
+def _logprobs(row: Row, index: int, column: str, num_tokens: int) -> list[float]:
+    logprobs = row.get(column) or []
+    if len(logprobs) != num_tokens:
+        raise DataError(
+            f"row {index} of the batch: {column} has {len(logprobs)} log-probs for {num_tokens} tokens: needs one for "
+            "each. Compute them again for this dataset"
+        )
+    return list(logprobs)
+
+
+def _has_column(rows: Sequence[Row], column: str) -> bool:
+    present = [row.get(column) is not None for row in rows]
+    if any(present) and not all(present):
+        raise DataError(f"row {present.index(False)} of the batch has no {column}, but others do. Give it to all rows")
+    return any(present)
+
+
+def _numbers(rows: Sequence[Row], column: str) -> list[float] | None:
+    """A column's values; None if there is none."""
+    if not _has_column(rows, column):
+        return None
+    for index, row in enumerate(rows):
+        value = row[column]
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(f"row {index} of the batch: {column} is {value!r}: needs a finite number")
+    return [float(row[column]) for row in rows]
+
+
+def _sequences(row: Row, index: int) -> Iterator[tuple[list[int], list[bool]]]:
     token_ids, trainable = list(row["input_ids"]), list(row["trainable"])
     lengths = row.get("seq_lengths") or [len(token_ids)]
     if len(token_ids) != len(trainable) or len(token_ids) != sum(lengths):

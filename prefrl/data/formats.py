@@ -5,8 +5,13 @@
 | language_modeling | `text`: str | `messages` (or `conversations`): list of messages |
 | prompt_only | `prompt`: str | `prompt`: list of messages |
 | prompt_completion | `prompt`, `completion`: str | `prompt`, `completion`: lists of messages |
+| preference | `prompt`, `chosen`, `rejected`: str | `prompt`, `chosen`, `rejected`: lists of messages |
+| preference, implicit prompt | `chosen`, `rejected`: str | `chosen`, `rejected`: lists of messages |
+| unpaired | `prompt`, `completion`: str; `label`: bool | `prompt`, `completion`: lists of messages; `label`: bool |
 
-A message is `{"role": ..., "content": ...}`; `{"from": ..., "value": ...}` is converted.
+With an implicit prompt, chosen and rejected are whole texts or conversations, and what both start with is the prompt.
+A `prompt` in text beside chosen and rejected conversations only repeats what they say, and is not read. A message is
+`{"role": ..., "content": ...}`; `{"from": ..., "value": ...}` is converted. Datasets are map-style or streams.
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from itertools import chain, islice
+from typing import Any, Literal, TypeAlias
 
 import datasets
 
@@ -24,11 +30,13 @@ from prefrl.errors import DataError
 __all__ = [
     "REASONING_FIELDS",
     "ROLES",
+    "AnyDataset",
     "Format",
     "Kind",
     "Message",
     "Style",
     "check_not_reserved",
+    "column_names",
     "convert_from_value",
     "detect_format",
     "read_messages",
@@ -36,8 +44,9 @@ __all__ = [
     "read_tools",
 ]
 
-Kind = Literal["language_modeling", "prompt_only", "prompt_completion"]
+Kind = Literal["language_modeling", "prompt_only", "prompt_completion", "preference", "unpaired"]
 Style = Literal["standard", "conversational"]
+AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 Message = dict[str, Any]
 
 # Names under which a message holds its thinking, besides a block in its content.
@@ -47,11 +56,12 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 
 @dataclass(frozen=True)
 class Format:
-    """What a dataset holds: its kind, its style, and the columns that are read."""
+    """What a dataset holds: its kind, its style, and the columns that are read as text or messages."""
 
     kind: Kind
     columns: tuple[str, ...]
     style: Style
+    from_value: tuple[str, ...] = ()  # columns whose messages are written as from/value
 
 
 @dataclass(frozen=True)
@@ -60,13 +70,23 @@ class _Layout:
     columns: tuple[str, ...]
     style: Style | None  # None: the values tell
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The columns that hold text or messages."""
+        return tuple(column for column in self.columns if column not in _OTHER_TYPES)
 
+
+# Columns that hold neither text nor messages.
+_OTHER_TYPES = {"label": "bool"}
 _LAYOUTS = (
     _Layout("language_modeling", ("text",), "standard"),
     _Layout("language_modeling", ("messages",), "conversational"),
     _Layout("language_modeling", ("conversations",), "conversational"),
     _Layout("prompt_only", ("prompt",), None),
     _Layout("prompt_completion", ("prompt", "completion"), None),
+    _Layout("preference", ("prompt", "chosen", "rejected"), None),
+    _Layout("preference", ("chosen", "rejected"), None),
+    _Layout("unpaired", ("prompt", "completion", "label"), None),
 )
 
 # Names under which published datasets keep the column that we look for.
@@ -75,6 +95,9 @@ _SYNONYMS = {
     "messages": ("conversation", "dialog", "dialogue", "chat"),
     "prompt": ("question", "instruction", "query", "problem", "input"),
     "completion": ("answer", "response", "output", "solution"),
+    "chosen": ("preferred", "accepted", "winner", "chosen_response"),
+    "rejected": ("dispreferred", "refused", "loser", "rejected_response"),
+    "label": ("is_desirable", "desirable", "thumbs_up", "is_correct"),
 }
 _FROM_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _VALUE_TYPES: dict[Style | None, str] = {
@@ -82,43 +105,61 @@ _VALUE_TYPES: dict[Style | None, str] = {
     "conversational": "list of messages",
     None: "str | list of messages",
 }
+# Rows looked through for one that has a value in every column and so tells the style.
+_ROWS_LOOKED_AT = 100
 # A turn with one of these says something even if its content is empty.
 _CONTENT_SUBSTITUTES = ("tool_calls", *REASONING_FIELDS)
 
 
-def detect_format(dataset: datasets.Dataset, kinds: Sequence[Kind], *, text_field: str = "text") -> Format:
-    """Tell a dataset's format from its column names and the values of its first row.
+def detect_format(dataset: AnyDataset, kinds: Sequence[Kind], *, text_field: str = "text") -> Format:
+    """Tell a dataset's format from its column names and the values of its first row that has values.
 
     Args:
-        dataset: A non-empty map-style dataset.
+        dataset: Not empty. A stream is opened once, for its first rows.
         kinds: The kinds that the caller can use.
         text_field: The column that holds the text of standard language modelling.
     Raises:
-        DataError: Not a `datasets.Dataset`, empty, a column is missing, the columns fit several formats, or a value of
-            the first row is neither text nor messages.
+        DataError: Not a dataset, empty, a column is missing, the columns fit several formats, or a value of the first
+            row is neither text nor messages.
     """
     _check_dataset(dataset)
+    rows = iter(dataset)
+    first = next(rows, None)
+    if first is None:
+        raise DataError("dataset has 0 rows: needs at least one. Check the split, the path and earlier filters")
+    names = dataset.column_names or list(first)
     layouts = [_with_text_field(layout, text_field) for layout in _LAYOUTS if layout.kind in kinds]
-    fitting = [layout for layout in layouts if set(layout.columns) <= set(dataset.column_names)]
+    fitting = [layout for layout in layouts if set(layout.columns) <= set(names)]
     if not fitting:
-        raise DataError(_missing_columns_message(dataset.column_names, layouts))
+        raise DataError(_missing_columns_message(names, layouts))
     # prompt + completion also fits prompt alone: the layout that uses more columns is meant.
     largest = [a for a in fitting if not any(set(a.columns) < set(b.columns) for b in fitting)]
     if len(largest) > 1:
         raise DataError(
-            f"columns {dataset.column_names} fit {len(largest)} formats: {_describe(largest)}. "
+            f"columns {names} fit {len(largest)} formats: {_describe(largest)}. "
             "Drop the columns that are not meant: dataset.remove_columns([...])"
         )
-    return _format_of_first_row(dataset[0], largest[0])
+    layout = largest[0]
+    for index, row in enumerate(chain([first], islice(rows, _ROWS_LOOKED_AT - 1))):
+        if all(row.get(column) for column in layout.texts):
+            return _format_of_row(row, index, layout)
+    return _format_of_row(first, 0, layout)
 
 
-def check_not_reserved(dataset: datasets.Dataset, reserved: Sequence[str]) -> None:
+def column_names(dataset: AnyDataset) -> list[str]:
+    """The columns of a dataset; those of its first row if a stream does not know them."""
+    names: list[str] = dataset.column_names or list(next(iter(dataset)))
+    return names
+
+
+def check_not_reserved(dataset: AnyDataset, reserved: Sequence[str]) -> None:
     """Refuse datasets that already have the columns that preparation adds.
 
     Raises:
         DataError: A reserved column is present.
     """
-    taken = [name for name in reserved if name in dataset.column_names]
+    names = column_names(dataset)
+    taken = [name for name in reserved if name in names]
     if taken:
         raise DataError(
             f"column {taken[0]!r} is reserved: prefrl writes its token ids there. "
@@ -126,20 +167,17 @@ def check_not_reserved(dataset: datasets.Dataset, reserved: Sequence[str]) -> No
         )
 
 
-def convert_from_value(dataset: datasets.Dataset, dataset_format: Format) -> datasets.Dataset:
+def convert_from_value(dataset: AnyDataset, dataset_format: Format) -> AnyDataset:
     """Turn `{"from": "human", "value": ...}` messages into `{"role": "user", "content": ...}`, if there are any.
 
     Args:
         dataset: A dataset of the format.
         dataset_format: As `detect_format` found it.
     """
-    if dataset_format.style == "standard":
+    if not dataset_format.from_value:
         return dataset
-    first = dataset[0]
-    columns = [column for column in dataset_format.columns if _is_from_value(first[column])]
-    if not columns:
-        return dataset
-    return dataset.map(_convert_row, fn_kwargs={"columns": columns}, desc="Converting from/value messages")
+    about = {} if isinstance(dataset, datasets.IterableDataset) else {"desc": "Converting from/value messages"}
+    return dataset.map(_convert_row, fn_kwargs={"columns": dataset_format.from_value}, **about)
 
 
 def read_text(row: Mapping[str, Any], column: str) -> str:
@@ -148,7 +186,7 @@ def read_text(row: Mapping[str, Any], column: str) -> str:
     Raises:
         DataError: The value is not a non-empty string.
     """
-    value = row[column]
+    value = row.get(column)  # a row of a stream may lack it
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list):
@@ -156,10 +194,7 @@ def read_text(row: Mapping[str, Any], column: str) -> str:
             f"column {column!r} holds a list, but other rows or columns hold text: {_short(value)}. "
             "A dataset is either all text or all lists of messages"
         )
-    raise DataError(
-        f"column {column!r} is {value!r}: needs a non-empty str. "
-        f"Drop such rows: dataset.filter(lambda row: bool(row[{column!r}]))"
-    )
+    raise DataError(f"column {column!r} is {value!r}: needs a non-empty str")
 
 
 def read_messages(row: Mapping[str, Any], column: str) -> list[Message]:
@@ -168,17 +203,14 @@ def read_messages(row: Mapping[str, Any], column: str) -> list[Message]:
     Raises:
         DataError: The value is not a non-empty list of messages with an allowed role and a content.
     """
-    value = row[column]
+    value = row.get(column)  # a row of a stream may lack it
     if isinstance(value, str):
         raise DataError(
             f"column {column!r} holds text, but other rows or columns hold lists of messages: {_short(value)}. "
             "A dataset is either all text or all lists of messages"
         )
     if not isinstance(value, list) or not value:
-        raise DataError(
-            f"column {column!r} is {value!r}: needs a non-empty list of messages. "
-            f"Drop such rows: dataset.filter(lambda row: bool(row[{column!r}]))"
-        )
+        raise DataError(f"column {column!r} is {value!r}: needs a non-empty list of messages")
     return [_read_message(message, f"column {column!r}, message {turn}") for turn, message in enumerate(value)]
 
 
@@ -204,20 +236,13 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _check_dataset(dataset: object) -> None:
-    if isinstance(dataset, datasets.IterableDataset):
-        raise DataError(
-            "IterableDataset: streaming is not supported yet. Load a part of it as a Dataset: "
-            "Dataset.from_list(list(dataset.take(n))), or load it with streaming=False"
-        )
     if isinstance(dataset, dict):
         raise DataError(f"{type(dataset).__name__}: needs one split, as in dataset[{next(iter(dataset), 'train')!r}]")
-    if not isinstance(dataset, datasets.Dataset):
+    if not isinstance(dataset, AnyDataset):
         raise DataError(
-            f"dataset is a {type(dataset).__name__}: needs a datasets.Dataset. "
+            f"dataset is a {type(dataset).__name__}: needs a datasets.Dataset or IterableDataset. "
             "From a list of dicts: datasets.Dataset.from_list(rows)"
         )
-    if len(dataset) == 0:
-        raise DataError("dataset has 0 rows: needs at least one. Check the split, the path and earlier filters")
 
 
 def _with_text_field(layout: _Layout, text_field: str) -> _Layout:
@@ -226,9 +251,13 @@ def _with_text_field(layout: _Layout, text_field: str) -> _Layout:
 
 def _describe(layouts: Sequence[_Layout]) -> str:
     return " or ".join(
-        f"{layout.kind} {{{', '.join(f'{column}: {_VALUE_TYPES[layout.style]}' for column in layout.columns)}}}"
+        f"{layout.kind} {{{', '.join(f'{name}: {_type_of(name, layout.style)}' for name in layout.columns)}}}"
         for layout in layouts
     )
+
+
+def _type_of(column: str, style: Style | None) -> str:
+    return _OTHER_TYPES.get(column, _VALUE_TYPES[style])
 
 
 def _missing_columns_message(columns: Sequence[str], layouts: Sequence[_Layout]) -> str:
@@ -252,25 +281,29 @@ def _nearest(name: str, columns: Sequence[str]) -> str | None:
     return by_lower_case[close[0]] if close else None
 
 
-def _format_of_first_row(row: Mapping[str, Any], layout: _Layout) -> Format:
-    style = layout.style or _style_of(row[layout.columns[0]], layout.columns[0])
-    for column in layout.columns:
-        found = _style_of(row[column], column)
+def _format_of_row(row: Mapping[str, Any], index: int, layout: _Layout) -> Format:
+    styles = {column: _style_of(row.get(column), column, index) for column in layout.texts}
+    if layout.kind == "preference" and styles.get("prompt") == "standard" and styles["chosen"] == "conversational":
+        del styles["prompt"]
+    columns = tuple(styles)
+    style = layout.style or styles[columns[0]]
+    for column, found in styles.items():
         if found != style:
             raise DataError(
-                f"row 0, column {column!r} holds {_VALUE_TYPES[found]}, expected {_VALUE_TYPES[style]}: "
-                f"{_short(row[column])}. All of {list(layout.columns)} are text, or all are lists of messages"
+                f"row {index}, column {column!r} holds {_VALUE_TYPES[found]}, expected {_VALUE_TYPES[style]}: "
+                f"{_short(row[column])}. All of {list(columns)} are text, or all are lists of messages"
             )
-    return Format(kind=layout.kind, columns=layout.columns, style=style)
+    from_value = tuple(column for column in columns if _is_from_value(row[column]))
+    return Format(kind=layout.kind, columns=columns, style=style, from_value=from_value)
 
 
-def _style_of(value: object, column: str) -> Style:
+def _style_of(value: object, column: str, index: int) -> Style:
     if isinstance(value, str) and value:
         return "standard"
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return "conversational"
     raise DataError(
-        f"row 0, column {column!r} is {_short(value)}: needs a non-empty str, "
+        f"row {index}, column {column!r} is {_short(value)}: needs a non-empty str, "
         'or a list of messages like {"role": "user", "content": "..."}'
     )
 
@@ -283,10 +316,16 @@ def _is_from_value(messages: object) -> bool:
 
 
 def _convert_row(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
-    return {column: [_convert_message(message) for message in row[column] or []] for column in columns}
+    cells = {column: row.get(column) for column in columns}
+    return {
+        column: [_convert_message(message) for message in cell] if isinstance(cell, list) else cell
+        for column, cell in cells.items()
+    }
 
 
-def _convert_message(message: Mapping[str, Any]) -> Message:
+def _convert_message(message: object) -> object:
+    if not isinstance(message, dict):
+        return message
     role = message.get("from")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     return {"role": _FROM_ROLES.get(role, role) if role else role, "content": message.get("value")} | others

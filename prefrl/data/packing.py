@@ -1,4 +1,7 @@
-"""Packing of tokenised rows into rows of up to `max_length` tokens. Deterministic; over the whole dataset."""
+"""Packing of tokenised rows into rows of up to `max_length` tokens. Deterministic.
+
+Over the whole of a map-style dataset; over windows of a stream.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
+from prefrl.data.formats import AnyDataset
 from prefrl.errors import ConfigError, DataError
 
 __all__ = ["PackingStrategy", "pack_bfd", "pack_dataset"]
 
 PackingStrategy = Literal["bfd", "wrapped"]
 _Array = np.ndarray[Any, np.dtype[Any]]
+
+_WINDOW = 1000  # rows of a stream that are packed together
 
 
 def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -58,8 +64,8 @@ def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted((sorted(numbers) for numbers in bins), key=lambda numbers: numbers[0])
 
 
-def pack_dataset(dataset: datasets.Dataset, *, max_length: int, strategy: PackingStrategy = "bfd") -> datasets.Dataset:
-    """Put several tokenised rows into one.
+def pack_dataset(dataset: AnyDataset, *, max_length: int, strategy: PackingStrategy = "bfd") -> AnyDataset:
+    """Put several tokenised rows into one. Of a stream, each window of 1000 rows is packed by itself.
 
     - "bfd" keeps every row whole (`pack_bfd`); attention stays inside a row's sequence.
     - "wrapped" lays all rows end to end and cuts every `max_length` tokens. A piece is one sequence, in which a
@@ -74,15 +80,32 @@ def pack_dataset(dataset: datasets.Dataset, *, max_length: int, strategy: Packin
         Columns `input_ids`, `trainable` and `seq_lengths: list[int]`, the lengths of the sequences of a row.
     Raises:
         ConfigError: `max_length` below 2: no token would have one before it.
-        DataError: A row is longer than `max_length` ("bfd"), or no piece has a loss ("wrapped").
+        DataError: A row is longer than `max_length` ("bfd"), or no piece has a loss ("wrapped", not for streams).
     """
     if max_length < 2:
         raise ConfigError(f"max_length={max_length}: packing needs at least 2 tokens per row")
-    table = dataset.flatten_indices().with_format("arrow")[:]
+    if isinstance(dataset, datasets.IterableDataset):
+        options = {"max_length": max_length, "strategy": strategy}
+        return dataset.map(_pack_window, batched=True, batch_size=_WINDOW, fn_kwargs=options)
+    packed = _pack(dataset.flatten_indices().with_format("arrow")[:], max_length, strategy)
+    if packed.num_rows == 0:
+        raise DataError(
+            f"packing {strategy!r} at max_length={max_length} leaves no token with a loss: each stands first in its "
+            "piece. Raise max_length or use packing_strategy='bfd'"
+        )
+    return datasets.Dataset(packed)
+
+
+def _pack_window(batch: dict[str, list[Any]], max_length: int, strategy: PackingStrategy) -> dict[str, list[Any]]:
+    columns = {name: pa.chunked_array([batch[name]]) for name in ("input_ids", "trainable")}
+    packed: dict[str, list[Any]] = _pack(pa.table(columns), max_length, strategy).to_pydict()
+    return packed
+
+
+def _pack(table: pa.Table, max_length: int, strategy: PackingStrategy) -> pa.Table:
     token_ids, trainable = _flat(table["input_ids"]), _flat(table["trainable"])
     lengths = np.concatenate([chunk.value_lengths().to_numpy() for chunk in table["input_ids"].chunks])
-    packed = _bfd_table if strategy == "bfd" else _wrapped_table
-    return datasets.Dataset(packed(token_ids, trainable, lengths, max_length))
+    return (_bfd_table if strategy == "bfd" else _wrapped_table)(token_ids, trainable, lengths, max_length)
 
 
 def _bfd_table(token_ids: _Array, trainable: _Array, lengths: _Array, max_length: int) -> pa.Table:
@@ -100,11 +123,6 @@ def _wrapped_table(token_ids: _Array, trainable: _Array, lengths: _Array, max_le
     trainable = trainable.copy()
     trainable[starts] = False
     has_loss = np.logical_or.reduceat(trainable, starts)
-    if not has_loss.any():
-        raise DataError(
-            f"packing 'wrapped' at max_length={max_length} leaves no token with a loss: each stands first in its "
-            "piece. Raise max_length or use packing_strategy='bfd'"
-        )
     pieces = np.diff(np.append(starts, len(token_ids)))
     kept = np.repeat(has_loss, pieces)
     totals = pieces[has_loss]
@@ -130,7 +148,7 @@ def _list_column(values: _Array, counts: _Array) -> pa.ChunkedArray:
     rows_per_chunk = 10_000
     borders = np.concatenate([[0], np.cumsum(counts)])
     chunks = []
-    for row in range(0, len(counts), rows_per_chunk):
+    for row in range(0, max(len(counts), 1), rows_per_chunk):  # a chunk without rows tells the type
         part = borders[row : row + rows_per_chunk + 1]
         offsets = pa.array((part - part[0]).astype(np.int32))
         chunks.append(pa.ListArray.from_arrays(offsets, pa.array(values[part[0] : part[-1]])))

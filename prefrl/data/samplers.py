@@ -6,13 +6,15 @@ are the same however the work is cut, and a group of completions stays on one ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-__all__ = ["EpochDataLoader", "GenerationBatchSampler", "StepBatchSampler", "positions_of_rank"]
+__all__ = ["EpochDataLoader", "GenerationBatchSampler", "StepBatchSampler", "cut_step", "positions_of_rank"]
+
+T = TypeVar("T")
 
 
 def _order(num_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
@@ -34,11 +36,30 @@ def positions_of_rank(num_prompts: int, *, num_updates: int, rank: int, world_si
     return [position for start in starts for position in range(start, start + share)]
 
 
+def cut_step(
+    rows: Sequence[T], *, micro_batch_size: int, micro_batches_per_step: int, rank: int, world_size: int
+) -> list[list[T]]:
+    """The micro-batches of one rank for the rows of one optimizer step.
+
+    Ranks take consecutive shares that differ by at most one row. Every step has `micro_batches_per_step` micro-batches
+    on every rank, because HuggingFace updates after that many; in a shorter step some are not full or empty.
+
+    Args:
+        rows: Of all ranks; at most `micro_batch_size * micro_batches_per_step * world_size`.
+        micro_batch_size: Rows of a full micro-batch.
+        micro_batches_per_step: Gradient accumulation steps.
+        rank: This process's number.
+        world_size: Number of processes.
+    """
+    mine = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
+    return [list(mine[i * micro_batch_size : (i + 1) * micro_batch_size]) for i in range(micro_batches_per_step)]
+
+
 class StepBatchSampler(Sampler[list[int]]):
     """Micro-batches of dataset rows. Each optimizer step takes the next rows of one global order.
 
     The rows left over at the end of an epoch make a shorter step: none is seen twice and, unless `drop_last`, none is
-    left out. All ranks yield the same number of micro-batches; there, some may be empty.
+    left out. All steps of all ranks have the same number of micro-batches; in the shorter one, some may be empty.
 
     Args:
         num_rows: Size of the dataset.
@@ -82,24 +103,22 @@ class StepBatchSampler(Sampler[list[int]]):
         """Rows of a full optimizer step over all ranks."""
         return self.micro_batch_size * self.micro_batches_per_step * self.world_size
 
-    def _micro_batches_of_last_step(self) -> int:
-        rest = 0 if self.drop_last else self.num_rows % self.rows_per_step
-        rows_of_fullest_rank = -(-rest // self.world_size)
-        return -(-rows_of_fullest_rank // self.micro_batch_size)
-
     def __len__(self) -> int:
-        full_steps = self.num_rows // self.rows_per_step
-        return full_steps * self.micro_batches_per_step + self._micro_batches_of_last_step()
+        full_steps, rest = divmod(self.num_rows, self.rows_per_step)
+        num_steps = full_steps + (rest > 0 and not self.drop_last)
+        return num_steps * self.micro_batches_per_step
 
     def __iter__(self) -> Iterator[list[int]]:
         order = _order(self.num_rows, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
-        for start in range(0, self.num_rows, self.rows_per_step):
-            step = order[start : start + self.rows_per_step]
-            is_full = len(step) == self.rows_per_step
-            mine = step[len(step) * self.rank // self.world_size : len(step) * (self.rank + 1) // self.world_size]
-            count = self.micro_batches_per_step if is_full else self._micro_batches_of_last_step()
-            for i in range(count):
-                yield mine[i * self.micro_batch_size : (i + 1) * self.micro_batch_size]
+        num_steps = len(self) // self.micro_batches_per_step
+        for start in range(0, num_steps * self.rows_per_step, self.rows_per_step):
+            yield from cut_step(
+                order[start : start + self.rows_per_step],
+                micro_batch_size=self.micro_batch_size,
+                micro_batches_per_step=self.micro_batches_per_step,
+                rank=self.rank,
+                world_size=self.world_size,
+            )
 
 
 class GenerationBatchSampler(Sampler[list[int]]):

@@ -7,9 +7,9 @@ buffers of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -18,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Head", "TokenScores", "chunked_logprobs", "default_chunk_size", "module_logprobs"]
+__all__ = ["Head", "TokenScores", "WantName", "chunked_logprobs", "default_chunk_size", "module_logprobs"]
+
+# What can be computed beside log-probs: the optional fields of TokenScores.
+WantName = Literal["entropy", "correct", "mean_logit", "log_collision"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,16 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What is known about each token; in float32, or float64 if the hidden states are."""
+    """What is known about each token; in float32, or float64 if the hidden states are. What is not wanted is None.
 
-    logprobs: Tensor  # [M] nats
-    entropy: Tensor | None  # [M] nats, of the distribution that the token was drawn from
-    correct: Tensor | None  # [M] bool: the token is the most likely one
+    p is the distribution that is scored: softmax(logits / temperature).
+    """
+
+    logprobs: Tensor  # [M] nats, gradient flows
+    entropy: Tensor | None = None  # [M] nats, -sum p log p, gradient flows
+    correct: Tensor | None = None  # [M] bool: the token is the most likely one
+    mean_logit: Tensor | None = None  # [M] mean over the vocabulary of the logits before temperature, constant
+    log_collision: Tensor | None = None  # [M] nats, log sum p^2, constant
 
 
 def default_chunk_size(device: torch.device) -> int:
@@ -51,8 +59,7 @@ def chunked_logprobs(
     head: Head,
     *,
     temperature: float,
-    want_entropy: bool,
-    want_correct: bool,
+    want: Collection[WantName],
     chunk_size: int | None = None,
 ) -> TokenScores:
     """Log-probs of `targets` under softmax(logits / temperature).
@@ -66,18 +73,17 @@ def chunked_logprobs(
         targets: [M] int64, token ids in 0 .. V-1.
         head: Output head, gradient flows.
         temperature: Logits are divided by it.
-        want_entropy: Compute the entropy, -sum p log p, with its gradient.
-        want_correct: Compute whether the target has the largest logit.
+        want: What to compute beside log-probs, by its name in `TokenScores`.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
 
     Returns:
-        Scores of each token; `entropy` and `correct` are None unless wanted.
+        Scores of each token.
 
     Raises:
-        ValueError: Shapes that do not fit, or a number that is not positive.
+        ValueError: Shapes that do not fit, a number that is not positive, or an unknown name in `want`.
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
-    _check(hidden, targets, temperature, chunk_size)
+    _check(hidden, targets, temperature, want, chunk_size)
     if head.weight.dim() != 2 or head.weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"head.weight {tuple(head.weight.shape)}: needs to be [V, {hidden.shape[1]}], as hidden is")
     if head.softcap is not None and head.softcap <= 0:
@@ -86,13 +92,21 @@ def chunked_logprobs(
         scale=head.scale,
         softcap=head.softcap,
         temperature=temperature,
-        want_entropy=want_entropy,
-        want_correct=want_correct,
+        want=frozenset(want),
         chunk_size=chunk_size,
         product_dtype=_product_dtype(hidden, head.weight),
     )
     scores = _ChunkedLogprobs.apply(hidden, head.weight, head.bias, targets, plan)  # type: ignore[no-untyped-call]
     return TokenScores(*scores)
+
+
+def _mean_logit(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """[M] mean of scale * (x W^T + b) over the vocabulary: scale * (x . mean W + mean b)."""
+    dtype = _score_dtype(hidden)
+    mean: Tensor = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
+    if bias is not None:
+        mean += bias.mean(dtype=dtype)
+    return mean * scale
 
 
 def module_logprobs(
@@ -101,8 +115,7 @@ def module_logprobs(
     head_fn: Callable[[Tensor], Tensor],
     *,
     temperature: float,
-    want_entropy: bool,
-    want_correct: bool,
+    want: Collection[WantName],
     chunk_size: int | None = None,
 ) -> TokenScores:
     """`chunked_logprobs` for a head that is no plain matrix: with LoRA, quantised, or of a user's own making.
@@ -114,27 +127,29 @@ def module_logprobs(
         targets: [M] int64, token ids in 0 .. V-1.
         head_fn: [m, h] -> [m, V] logits as the model's own forward makes them; gradient flows to its parameters.
         temperature: Logits are divided by it.
-        want_entropy: Compute the entropy, -sum p log p, with its gradient.
-        want_correct: Compute whether the target has the largest logit.
+        want: What to compute beside log-probs, by its name in `TokenScores`.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
 
     Returns:
-        Scores of each token; `entropy` and `correct` are None unless wanted.
+        Scores of each token.
 
     Raises:
-        ValueError: Shapes that do not fit, or a number that is not positive.
+        ValueError: Shapes that do not fit, a number that is not positive, or an unknown name in `want`.
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
-    _check(hidden, targets, temperature, chunk_size)
+    _check(hidden, targets, temperature, want, chunk_size)
 
-    def score(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def score(rows: Tensor, row_targets: Tensor) -> tuple[Tensor | None, ...]:
         logits = head_fn(rows)
-        logits = logits.to(_score_dtype(logits)) / temperature
-        log_probs = logits.log_softmax(1)
+        logits = logits.to(_score_dtype(logits))
+        log_probs = (logits / temperature).log_softmax(1)
+        constant = log_probs.detach()
         return (
             log_probs.gather(1, row_targets[:, None]).squeeze(1),
-            -(log_probs.exp() * log_probs).sum(1) if want_entropy else None,
-            logits.argmax(1) == row_targets if want_correct else None,
+            -(log_probs.exp() * log_probs).sum(1) if "entropy" in want else None,
+            logits.argmax(1) == row_targets if "correct" in want else None,
+            logits.detach().mean(1) if "mean_logit" in want else None,
+            _log_sum_of_squares(constant.exp()) if "log_collision" in want else None,
         )
 
     # An empty batch is split into one empty chunk, so that the head's parameters get a gradient, of zeros.
@@ -142,23 +157,30 @@ def module_logprobs(
         checkpoint(score, rows, row_targets, use_reentrant=False)
         for rows, row_targets in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
     ]
-    logprobs, entropy, correct = zip(*parts, strict=True)
-    return TokenScores(
-        logprobs=torch.cat(logprobs),
-        entropy=torch.cat(entropy) if want_entropy else None,
-        correct=torch.cat(correct) if want_correct else None,
-    )
+    columns = zip(*parts, strict=True)
+    logprobs, *wanted = (None if column[0] is None else torch.cat(column) for column in columns)
+    assert logprobs is not None
+    return TokenScores(logprobs, *wanted)
+
+
+def _log_sum_of_squares(probs: Tensor) -> Tensor:
+    """[c] log sum p^2 from [c, V], without another tensor of that size. The sum is at least 1 / V: no underflow."""
+    norms: Tensor = torch.linalg.vector_norm(probs, dim=1)
+    return norms.log() * 2
 
 
 def _slices(num_rows: int, chunk_size: int) -> list[slice]:
     return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]
 
 
-def _check(hidden: Tensor, targets: Tensor, temperature: float, chunk_size: int) -> None:
+def _check(hidden: Tensor, targets: Tensor, temperature: float, want: Collection[WantName], chunk_size: int) -> None:
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: need to be [M, h] and [M]")
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}: needs to be positive")
+    unknown = set(want) - set(get_args(WantName))
+    if unknown:
+        raise ValueError(f"want={sorted(unknown)}: allowed are {', '.join(get_args(WantName))}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: needs to be >= 1")
 
@@ -179,8 +201,7 @@ class _Plan:
     scale: float
     softcap: float | None
     temperature: float
-    want_entropy: bool
-    want_correct: bool
+    want: frozenset[WantName]
     chunk_size: int
     product_dtype: torch.dtype
 
@@ -233,39 +254,47 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
+        want = plan.want
         logprobs = hidden.new_empty(hidden.shape[0], dtype=_score_dtype(hidden))
-        entropy = torch.empty_like(logprobs) if plan.want_entropy else None
-        mean_logits = torch.empty_like(logprobs) if plan.want_entropy else None  # sum p z
-        correct = torch.empty_like(targets, dtype=torch.bool) if plan.want_correct else None
+        entropy = torch.empty_like(logprobs) if "entropy" in want else None
+        expected_logits = torch.empty_like(logprobs) if "entropy" in want else None  # sum p z
+        correct = torch.empty_like(targets, dtype=torch.bool) if "correct" in want else None
+        mean_logit = torch.empty_like(logprobs) if "mean_logit" in want else None
+        log_collision = torch.empty_like(logprobs) if "log_collision" in want else None
         with torch.autocast(hidden.device.type, enabled=False):
             product_weight, product_bias = _in_product_dtype(weight, bias, plan)
-            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch=plan.want_entropy):
+            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch="entropy" in want):
                 rows, logits = chunk.rows, chunk.logits
                 target_logits = logits.gather(1, targets[rows, None]).squeeze(1)
                 if correct is not None:
                     correct[rows] = logits.argmax(1) == targets[rows]
+                if mean_logit is not None and plan.softcap is not None:
+                    mean_logit[rows] = logits.mean(1) * plan.temperature
                 largest = logits.amax(1)
                 probs = torch.softmax(logits, 1, out=chunk.scratch)
                 # p = exp(z - log sum exp z) at the largest logit, where it cannot underflow: p >= 1 / V.
                 log_normalizers = largest - probs.amax(1).log()
                 logprobs[rows] = target_logits - log_normalizers
-                if entropy is not None and mean_logits is not None:
-                    mean_logits[rows] = probs.mul_(logits).sum(1)
-                    entropy[rows] = log_normalizers - mean_logits[rows]
-        if correct is not None:
-            ctx.mark_non_differentiable(correct)
+                if log_collision is not None:
+                    log_collision[rows] = _log_sum_of_squares(probs)
+                if entropy is not None and expected_logits is not None:
+                    expected_logits[rows] = probs.mul_(logits).sum(1)
+                    entropy[rows] = log_normalizers - expected_logits[rows]
+            if mean_logit is not None and plan.softcap is None:
+                mean_logit = _mean_logit(hidden, weight, bias, plan.scale)
+        ctx.mark_non_differentiable(*(x for x in (correct, mean_logit, log_collision) if x is not None))
         ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias, targets, mean_logits)
-        return logprobs, entropy, correct
+        ctx.save_for_backward(hidden, weight, bias, targets, expected_logits)
+        return logprobs, entropy, correct, mean_logit, log_collision
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, targets, mean_logits = ctx.saved_tensors
+        hidden, weight, bias, targets, expected_logits = ctx.saved_tensors
         plan: _Plan = ctx.plan
         dtype = _score_dtype(hidden)
         grad_hidden, grad_weight, grad_bias = (
@@ -275,7 +304,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         if grad_logprobs is None:
             grad_logprobs = hidden.new_zeros(hidden.shape[0], dtype=dtype)
-        offsets = -grad_logprobs if grad_entropy is None else grad_entropy * mean_logits - grad_logprobs
+        offsets = -grad_logprobs if grad_entropy is None else grad_entropy * expected_logits - grad_logprobs
         with torch.autocast(hidden.device.type, enabled=False):
             product_weight, product_bias = _in_product_dtype(weight, bias, plan)
             with_scratch = grad_entropy is not None

@@ -26,7 +26,7 @@ from prefrl.losses.shapes import check_same_shape
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reduction", "item_count", "token_weights", "trainable_per_row"]
+__all__ = ["Reduction", "item_count", "row_sums", "token_weights", "trainable_per_row"]
 
 Reduction = Literal["token", "sequence_mean", "sequence_sum", "constant"]
 
@@ -45,6 +45,25 @@ def trainable_per_row(trainable: Tensor, row_index: Tensor, num_rows: int) -> Te
     check_same_shape(trainable=trainable, row_index=row_index)
     counts = torch.zeros(num_rows, dtype=torch.float32, device=trainable.device)
     return counts.index_add_(0, row_index, trainable.float())
+
+
+def row_sums(values: Tensor, trainable: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
+    """Sum of a per-token quantity over the trainable tokens of each row.
+
+    Args:
+        values: [N], gradient flows; read at trainable tokens alone.
+        trainable: [N] bool, tokens that have a loss.
+        row_index: [N] int64, row of each token, in 0 .. B-1.
+        num_rows: B.
+
+    Returns:
+        [B], in the unit of `values`; 0 in rows without a trainable token.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    check_same_shape(values=values, trainable=trainable, row_index=row_index)
+    return values.new_zeros(num_rows).index_add(0, row_index, values.where(trainable, 0.0))
 
 
 def token_weights(trainable: Tensor, row_index: Tensor, num_rows: int, *, reduction: Reduction) -> Tensor:

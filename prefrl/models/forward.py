@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from prefrl.distributed import is_main
 from prefrl.errors import ConfigError
-from prefrl.losses.logprobs import TokenScores
+from prefrl.losses.logprobs import TokenScores, WantName
 from prefrl.models.plans import ForwardPlan, Plan, lay_out
-from prefrl.models.scoring import ScoredTokens, Want, inner_model, prepare_for_scoring, score_tokens
+from prefrl.models.scoring import ScoredTokens, inner_model, is_classifier, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import Verdict, check_plans, fingerprint
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import TokenBatch
 
-__all__ = ["Plan", "prepare_for_scoring", "token_logprobs"]
+__all__ = ["Plan", "WantName", "choose_plan", "prepare_for_scoring", "token_logprobs", "verdict_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def token_logprobs(
     batch: TokenBatch,
     *,
     temperature: float = 1.0,
-    want: Collection[Literal["entropy", "correct"]] = (),
+    want: Collection[WantName] = (),
     plan: Plan = "auto",
 ) -> TokenScores:
     """Log softmax(logits / temperature) at every trainable response token, with gradients.
@@ -47,24 +48,27 @@ def token_logprobs(
         model: A causal language model, with PEFT or DDP around it if wanted; see `prepare_for_scoring`.
         batch: On the model's device, at least one row.
         temperature: > 0, divides the logits.
-        want: What to compute beside log-probs, of the same distribution.
+        want: What to compute beside log-probs, by its name in `TokenScores`.
         plan: How the rows are laid out.
     Returns:
-        [N] float32 nats (and entropies in nats, and whether the token is the most likely one), aligned with
-        `batch.response_ids`; 0 or False where `batch.trainable` is False. Connected to every parameter that the pass
-        uses, even if nothing is trainable.
+        [N] float32 nats, and what is wanted, aligned with `batch.response_ids`; 0 or False where `batch.trainable` is
+        False. Connected to every parameter that the pass uses, even if nothing is trainable.
     Raises:
         ConfigError: The plan asked for does not work for this model, or the model is no causal language model.
         ValueError: The batch has no rows.
     """
-    verdict = _verdict(model)
-    chosen = _choose(model, batch, plan, verdict)
+    if is_classifier(inner_model(model)):
+        raise ConfigError(
+            f"model is a {type(inner_model(model)).__name__}, which scores sequences: log-probs need a language-model "
+            "head. Load it with AutoModelForCausalLM."
+        )
+    verdict = verdict_of(model)
     scored = score_tokens(
         model,
         batch,
-        lay_out(batch, chosen),
+        lay_out(batch, choose_plan(model, batch, plan, verdict)),
         temperature=temperature,
-        want=Want(entropy="entropy" in want, correct="correct" in want),
+        want=want,
         own_logits=verdict.own_logits,
     )
     return _spread(scored, batch.num_tokens)
@@ -73,15 +77,14 @@ def token_logprobs(
 def _spread(scored: ScoredTokens, num_tokens: int) -> TokenScores:
     """[N] from [M], with 0 or False at the other tokens."""
 
-    def spread(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.new_zeros(num_tokens).index_copy(0, scored.positions, values)
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(num_tokens).index_copy(0, scored.positions, values)
 
-    scores = scored.scores
-    logprobs = scores.logprobs.new_zeros(num_tokens).index_copy(0, scored.positions, scores.logprobs)
-    return TokenScores(logprobs, spread(scores.entropy), spread(scores.correct))
+    values = {field.name: getattr(scored.scores, field.name) for field in fields(TokenScores)}
+    return TokenScores(**{name: spread(tensor) for name, tensor in values.items() if tensor is not None})
 
 
-def _verdict(model: nn.Module) -> Verdict:
+def verdict_of(model: nn.Module) -> Verdict:
     """The model's verdict, from its first use or since its head, adapter or attention was exchanged."""
     state = prepare_for_scoring(model)
     if state.verdict is None or state.verdict.fingerprint != fingerprint(model):
@@ -94,8 +97,9 @@ def _report(model: nn.Module, verdict: Verdict) -> None:
     failed = [plan for plan in _PLANS if plan in verdict.reasons]
     if failed and is_main():
         logger.warning(
-            "%s: log-probs fall back from plan %s to %s: %s",
+            "%s: %s fall back from plan %s to %s: %s",
             type(inner_model(model)).__name__,
+            "scores" if is_classifier(inner_model(model)) else "log-probs",
             " and ".join(failed),
             _working(failed[0], verdict),
             verdict.reasons[failed[0]],
@@ -107,7 +111,12 @@ def _working(plan: ForwardPlan, verdict: Verdict) -> ForwardPlan:
     return next(p for p in _PLANS[_PLANS.index(plan) :] if p not in verdict.reasons)
 
 
-def _choose(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ForwardPlan:
+def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ForwardPlan:
+    """The plan to lay a batch out by, where `plan` is asked for.
+
+    Raises:
+        ConfigError: It does not work for this model, or there is no such plan.
+    """
     if plan == "auto":
         shares = batch.num_prompts < batch.num_rows and not _has_active_dropout(model)
         return _working("shared_prefix" if shares else "packed", verdict)

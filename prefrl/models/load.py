@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from prefrl.errors import ConfigError
-from prefrl.optional import require
+from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
+from prefrl.models.seeding import seeded
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import nn
+    from transformers import BitsAndBytesConfig
 
-__all__ = ["is_peft_model", "load_model", "load_tokenizer", "lora_config"]
+__all__ = ["is_peft_model", "load_model", "load_reward_model", "load_tokenizer"]
 
 # What from_pretrained needs to find the same repository again.
 _TOKENIZER_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token", "trust_remote_code")
 
 
-def is_peft_model(model: nn.Module) -> bool:
-    """Whether `model` is a `peft.PeftModel`; imports nothing."""
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(model, peft.PeftModel)
+@dataclass(frozen=True)
+class _Kind:
+    """What a model does, as transformers and peft say it."""
+
+    auto_class: Any
+    task_type: TaskType
+    arguments: Mapping[str, Any]  # for from_pretrained, unless the caller gives others
+    if_shapes_differ: str  # what to say when the weights do not fit
+
+
+# An optimizer loses small updates of bfloat16 weights.
+_CAUSAL = _Kind(
+    AutoModelForCausalLM,
+    "CAUSAL_LM",
+    {"dtype": torch.float32},
+    "The sizes in its config are not those of its weights.",
+)
+_REWARD = _Kind(
+    AutoModelForSequenceClassification,
+    "SEQ_CLS",
+    {"dtype": torch.float32, "num_labels": 1},
+    "A reward model has num_labels=1: give a classifier with one output, or the language model to make it from.",
+)
 
 
 def load_model(
@@ -39,60 +64,63 @@ def load_model(
     peft_config: PeftConfig | None = None,
     freeze: Sequence[str] = (),
     seed: int | None = None,
+    quantization_config: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
     """The causal language model to train.
 
-    Weights are float32 unless `model_init_kwargs` has a `dtype`: an optimizer loses small updates of bfloat16 weights.
+    Weights are float32 unless `model_init_kwargs` has a `dtype`. What is not quantised in a quantised model always is.
 
     Args:
         model: Name on the Hub, path, or an instance, which is changed in place (adapter, `requires_grad`).
         model_init_kwargs: For `from_pretrained`; not changed.
         peft_config: A new adapter of this kind is put around the model; not changed.
         freeze: Regular expressions; parameters in whose name one is found are not trained.
-        seed: Of the new adapter's weights; torch's global random state stays as it is. None: drawn from that state.
+        seed: Of all new weights; torch's global random state stays as it is. None: drawn from that state.
+        quantization_config: Quantise the model when it is loaded; also allowed in `model_init_kwargs`.
 
     Returns:
         The model, a `peft.PeftModel` if there is an adapter.
 
     Raises:
         ConfigError: The model cannot be loaded, an argument has no effect, or nothing is left to train.
-        ImportError: `peft_config` is given and peft is not installed.
+        ImportError: `peft_config` is given and peft is not installed, or bitsandbytes is missing.
     """
-    if isinstance(model, (str, os.PathLike)):
-        loaded = _from_pretrained(model, model_init_kwargs or {})
-    elif is_peft_model(model) or isinstance(model, PreTrainedModel):
-        loaded = model
-        if model_init_kwargs:
-            raise ConfigError(
-                f"model_init_kwargs={dict(model_init_kwargs)} has no effect on a model that is loaded already. Remove "
-                "it, or give the model by name."
-            )
-    else:
-        raise ConfigError(f"model={model!r}: must be a name, a path, a PreTrainedModel or a PeftModel")
-    if peft_config is not None:
-        loaded = _with_adapter(loaded, peft_config, seed)
-    _freeze(loaded, freeze)
-    return loaded
+    loaded = _loaded(_CAUSAL, model, model_init_kwargs, quantization_config, seed)
+    return _trainable(_CAUSAL, loaded, peft_config, freeze, seed)
 
 
-def lora_config(*, rank: int, alpha: float, dropout: float, target_modules: Sequence[str] | None) -> PeftConfig:
-    """A LoRA adapter for a causal language model.
+def load_reward_model(
+    model: str | os.PathLike[str] | nn.Module,
+    *,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    peft_config: PeftConfig | None = None,
+    freeze: Sequence[str] = (),
+    seed: int | None = None,
+    quantization_config: BitsAndBytesConfig | None = None,
+) -> PreTrainedModel:
+    """The reward model to train: a sequence classifier with one output. Otherwise like `load_model`.
+
+    A causal language model in `model` keeps its body and gets a new output layer. With an adapter, the output layer is
+    trained in full.
 
     Args:
-        rank: Of the adapter's matrices.
-        alpha: The adapter's output is scaled by alpha / rank.
-        dropout: On the adapter's input.
-        target_modules: Names of the layers that get adapters; ["all-linear"]: all; None: peft's choice.
+        model: Name on the Hub, path, or an instance, which is changed in place (adapter, `requires_grad`).
+        model_init_kwargs: For `from_pretrained`; not changed.
+        peft_config: A new adapter of this kind is put around the model; not changed.
+        freeze: Regular expressions; parameters in whose name one is found are not trained.
+        seed: Of all new weights; torch's global random state stays as it is. None: drawn from that state.
+        quantization_config: Quantise the model when it is loaded; also allowed in `model_init_kwargs`.
+
+    Returns:
+        The model, a `peft.PeftModel` if there is an adapter.
 
     Raises:
-        ImportError: peft is not installed.
+        ConfigError: As for `load_model`, or the model is no sequence classifier or has several outputs.
+        ImportError: As for `load_model`.
     """
-    peft = require("peft", extra="peft", feature="use_peft=True")
-    targets = "all-linear" if target_modules == ["all-linear"] else target_modules
-    config: PeftConfig = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets
-    )
-    return config
+    loaded = _loaded(_REWARD, model, model_init_kwargs, quantization_config, seed)
+    _check_one_output(loaded)
+    return _trainable(_REWARD, loaded, peft_config, freeze, seed)
 
 
 def load_tokenizer(
@@ -135,11 +163,75 @@ def load_tokenizer(
     return tokenizer
 
 
-def _from_pretrained(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> PreTrainedModel:
+def _loaded(
+    kind: _Kind,
+    model: str | os.PathLike[str] | nn.Module,
+    model_init_kwargs: Mapping[str, Any] | None,
+    quantization_config: BitsAndBytesConfig | None,
+    seed: int | None,
+) -> PreTrainedModel:
+    given = dict(model_init_kwargs or {})
+    if quantization_config is not None:
+        if "quantization_config" in given:
+            raise ConfigError("quantization_config is given twice: remove it from model_init_kwargs")
+        given["quantization_config"] = quantization_config
+    if isinstance(model, (str, os.PathLike)):
+        return _from_pretrained(kind, model, given, seed)
+    if not (is_peft_model(model) or isinstance(model, PreTrainedModel)):
+        raise ConfigError(f"model={model!r}: must be a name, a path, a PreTrainedModel or a PeftModel")
+    if given:
+        options = "quantization_config" if quantization_config is not None else f"model_init_kwargs={given}"
+        raise ConfigError(
+            f"{options} has no effect on a model that is loaded already. Remove it, or give the model by name."
+        )
+    return model
+
+
+def _from_pretrained(
+    kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any], seed: int | None
+) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **({"dtype": torch.float32} | dict(arguments)))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}") from error
+        with seeded(seed):
+            return kind.auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
+    except (OSError, ValueError, RuntimeError) as error:
+        hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
+        raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}") from error
+
+
+def _check_one_output(model: PreTrainedModel) -> None:
+    inner = model.get_base_model() if is_peft_model(model) else model
+    # transformers has no common class for them, only this name.
+    if not type(inner).__name__.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"model is a {type(inner).__name__}: a reward model is a sequence classifier with num_labels=1. Load it "
+            "with AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or give its name."
+        )
+    if inner.config.num_labels != 1:
+        raise ConfigError(
+            f"num_labels={inner.config.num_labels}: a reward model has one output. Load it with num_labels=1, which "
+            "is the default for a model that is given by name."
+        )
+
+
+def _trainable(
+    kind: _Kind, model: PreTrainedModel, peft_config: PeftConfig | None, freeze: Sequence[str], seed: int | None
+) -> PreTrainedModel:
+    if model._hf_peft_config_loaded:
+        raise ConfigError(
+            "model has an adapter inside, and its own weights would be trained with it. Load the adapter with "
+            "peft.PeftModel.from_pretrained(base_model, adapter, is_trainable=True) and give that."
+        )
+    if getattr(model, "is_quantized", False):
+        if peft_config is None and not is_peft_model(model):
+            raise ConfigError(
+                "the model is quantised and peft_config=None: quantised weights cannot be trained. Give a peft_config "
+                "(use_peft=True on the command line), or load the model without quantization_config."
+            )
+        prepare_quantized(model)
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, task_type=kind.task_type, seed=seed)
+    _freeze(model, freeze)
+    return model
 
 
 def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
@@ -161,38 +253,16 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     return tokenizer
 
 
-def _with_adapter(model: PreTrainedModel, peft_config: PeftConfig, seed: int | None) -> PreTrainedModel:
-    peft = require("peft", extra="peft", feature="peft_config")
-    if is_peft_model(model):
-        raise ConfigError(
-            "peft_config is given, and the model has an adapter already. Remove peft_config to train that adapter, or "
-            "give model.merge_and_unload() to train a new one on top."
-        )
-    with _seeded(seed, model.device):
-        return peft.get_peft_model(model, copy.deepcopy(peft_config))
-
-
-@contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
 def _freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for pattern in patterns:
         for name in _matches(pattern, model, trainable):
             trainable[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in trainable.values()):
-        raise ConfigError(
-            f"freeze={list(patterns)}: no parameter is left to train"
-            if patterns
-            else "no parameter of the model requires a gradient: nothing can be trained"
-        )
+        if patterns:
+            raise ConfigError(f"freeze={list(patterns)}: no parameter is left to train")
+        remedy = " Load its adapter with is_trainable=True." if is_peft_model(model) else ""
+        raise ConfigError(f"no parameter of the model requires a gradient: nothing can be trained.{remedy}")
 
 
 def _matches(pattern: str, model: PreTrainedModel, trainable: Mapping[str, object]) -> list[str]:

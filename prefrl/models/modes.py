@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
 
-__all__ = ["eval_mode"]
+__all__ = ["disable_dropout", "dropout_rates", "eval_mode"]
 
 
 @contextmanager
@@ -22,3 +20,19 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules, each with the name of an attribute of it that is a dropout rate above 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            names = ["p"]
+        else:
+            names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+        yield from ((module, name) for name in names if getattr(module, name) > 0)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout rate of the model to 0, those of adapters too."""
+    for module, name in list(dropout_rates(model)):
+        setattr(module, name, 0.0)

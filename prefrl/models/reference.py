@@ -1,22 +1,25 @@
-"""The reference model of a KL term: the weights that the policy had when training began.
+"""The reference model of a KL term: by default the weights that the policy had when training began.
 
-The reference is never loaded again by name: it is what the given model computed at construction, also if that model
-was trained before.
+The reference is never loaded again by name: it is what the policy computed at construction, also if that was trained
+before, or a model that the user gives.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.models.forward import token_logprobs
+from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
+from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.load import is_peft_model
 from prefrl.models.modes import eval_mode
+from prefrl.models.scoring import inner_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,6 +53,10 @@ class Reference(Protocol):
         """Read what `state_dict` gave."""
         ...
 
+    def fingerprint(self) -> str:
+        """Digest of the weights that it scores with now, see `weights_fingerprint`; read once unless they move."""
+        ...
+
 
 def make_reference(
     model: PreTrainedModel,
@@ -58,12 +65,14 @@ def make_reference(
     moves: bool = False,
     max_tokens: int | None = None,
     plan: Plan = "auto",
+    given: PreTrainedModel | None = None,
 ) -> Reference | None:
     """The reference that a KL weight of `beta` needs.
 
     | model | reference |
     |---|---|
     | any, `beta` 0 | none |
+    | any, with a `given` reference | the given model; a copy of it if it `moves` |
     | adapter that changes nothing yet (LoRA with B = 0) | the model with its adapter off: no memory |
     | any other adapter, or one that `moves` | copies of the trainable parameters, put in place while scoring |
     | no adapter | a copy |
@@ -74,18 +83,23 @@ def make_reference(
         moves: Whether `mix` will be called.
         max_tokens: Forward tokens in one pass at most; None: a batch is one pass.
         plan: How a pass lays out its rows.
+        given: The user's `ref_model`; its weights and modes stay as they are, it goes to the device of the batches.
 
     Raises:
-        ConfigError: `max_tokens` is not positive.
+        ConfigError: `max_tokens` is not positive, or `given` cannot be the reference of this model.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"max_tokens={max_tokens}: must be at least 1, or None for no limit")
+    if given is not None:
+        _check_given(model, given, beta=beta, moves=moves)
+        prepare_for_scoring(given)
+        return _Separate(copy.deepcopy(given).eval() if moves else given, max_tokens, plan)
     if beta == 0:
         return None
-    scorer = _Scorer(max_tokens, plan)
     if not is_peft_model(model):
-        return _Copy(model, scorer)
-    return _AdapterOff(model, scorer) if _is_neutral(model) and not moves else _Swapped(model, scorer)
+        return _Separate(copy.deepcopy(model).eval(), max_tokens, plan)
+    kind = _AdapterOff if is_neutral_adapter(model) and not moves else _Swapped
+    return kind(model, max_tokens, plan)
 
 
 def logprobs_in_pieces(
@@ -115,56 +129,69 @@ def logprobs_in_pieces(
         return torch.cat([rows[row] for row in range(batch.num_rows)])
 
 
-class _Scorer:
-    """How a reference scores, whichever kind it is."""
+class _Base(ABC):
+    """What references have in common, wherever they keep their weights."""
 
     def __init__(self, max_tokens: int | None, plan: Plan) -> None:
         self._max_tokens = max_tokens
         self._plan = plan
+        self._fingerprint: str | None = None
 
-    def __call__(self, model: nn.Module, batch: TokenBatch, temperature: float) -> Tensor:
-        with eval_mode(model):
+    @abstractmethod
+    def _in_place(self) -> AbstractContextManager[PreTrainedModel]:
+        """A model with the reference weights; whatever was changed for that is put back at the end."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Tensor:
+        with self._in_place() as model, eval_mode(model):
             return logprobs_in_pieces(
                 model, batch, temperature=temperature, max_tokens=self._max_tokens, plan=self._plan
             )
 
-
-class _Copy:
-    """A copy of a model without an adapter."""
-
-    def __init__(self, model: PreTrainedModel, scorer: _Scorer) -> None:
-        self._model = copy.deepcopy(model).eval()
-        self._scorer = scorer
-
-    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Tensor:
-        return self._scorer(self._model.to(batch.device), batch, temperature)
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            with self._in_place() as model:
+                self._fingerprint = weights_fingerprint(model)
+        return self._fingerprint
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
+        self._fingerprint = None
         _mix(self.state_dict(), policy, alpha)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._fingerprint = None
+        _load(self.state_dict(), state)
+
+
+class _Separate(_Base):
+    """A model of its own: a copy of the policy, or one that the user gave."""
+
+    def __init__(self, model: PreTrainedModel, max_tokens: int | None, plan: Plan) -> None:
+        super().__init__(max_tokens, plan)
+        self._model = model
+
+    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Tensor:
+        # Models that are spread over devices or quantised refuse to be moved, also to where they are.
+        if self._model.device != batch.device:
+            self._model.to(batch.device)
+        return super().logprobs(batch, temperature=temperature)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        _load(self.state_dict(), state)
+    @contextmanager
+    def _in_place(self) -> Iterator[PreTrainedModel]:
+        yield self._model
 
 
-class _AdapterOff:
+class _AdapterOff(_Base):
     """The policy with its adapter off; right for an adapter that changed nothing at construction."""
 
-    def __init__(self, model: PreTrainedModel, scorer: _Scorer) -> None:
+    def __init__(self, model: PreTrainedModel, max_tokens: int | None, plan: Plan) -> None:
+        super().__init__(max_tokens, plan)
         self._model = model
-        self._scorer = scorer
-
-    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Tensor:
-        # peft changes requires_grad of adapter weights when it switches them off, and sets it on all of them after.
-        required = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
-        try:
-            with self._model.disable_adapter():
-                return self._scorer(self._model, batch, temperature)
-        finally:
-            for parameter, requires_grad in required:
-                parameter.requires_grad_(requires_grad)
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
         raise ConfigError(
@@ -175,64 +202,77 @@ class _AdapterOff:
     def state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        _load({}, state)
+    @contextmanager
+    def _in_place(self) -> Iterator[PreTrainedModel]:
+        # peft changes requires_grad of adapter weights when it switches them off, and sets it on all of them after.
+        required = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
+        try:
+            with self._model.disable_adapter():
+                yield self._model
+        finally:
+            for parameter, requires_grad in required:
+                parameter.requires_grad_(requires_grad)
 
 
-class _Swapped:
+class _Swapped(_Base):
     """The policy with the trainable parameters of construction in the place of its own while it scores.
 
     `mix` mixes the parameters themselves: for LoRA that is A and B, not their product.
     """
 
-    def __init__(self, model: PreTrainedModel, scorer: _Scorer) -> None:
+    def __init__(self, model: PreTrainedModel, max_tokens: int | None, plan: Plan) -> None:
+        super().__init__(max_tokens, plan)
         self._model = model
-        self._scorer = scorer
         self._weights = {
             name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad
         }
 
-    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Tensor:
-        with self._in_place():
-            return self._scorer(self._model, batch, temperature)
-
-    def mix(self, policy: nn.Module, alpha: float) -> None:
-        _mix(self._weights, policy, alpha)
-
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._weights)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        _load(self._weights, state)
-
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _in_place(self) -> Iterator[PreTrainedModel]:
         parameters = dict(self._model.named_parameters())
         current = {name: parameters[name].data for name in self._weights}
         try:
             for name, weight in self._weights.items():
                 parameters[name].data = weight.to(current[name].device)
-            yield
+            yield self._model
         finally:
             for name, data in current.items():
                 parameters[name].data = data
 
 
-def _is_neutral(model: PreTrainedModel) -> bool:
-    """Whether switching the adapter off leaves the model's function as it is now, and nothing else can be trained.
+def _check_given(model: PreTrainedModel, given: PreTrainedModel, *, beta: float, moves: bool) -> None:
+    if beta == 0:
+        raise ConfigError("ref_model has no effect with beta=0: no reference is scored. Leave ref_model=None.")
+    if given is model:
+        raise ConfigError(
+            "ref_model is the model that is trained: it would change with it. Leave ref_model=None, then the "
+            "reference is that model as it is now."
+        )
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    shared = [name for name, parameter in given.named_parameters() if id(parameter) in trained]
+    if shared:
+        raise ConfigError(
+            f"ref_model has parameters of the model that are trained ({shared[0]}, {len(shared)} in all): it would "
+            "change with it. Leave ref_model=None, or load ref_model on its own."
+        )
+    sizes = [inner_model(each).config.get_text_config().vocab_size for each in (model, given)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"ref_model has a vocabulary of {sizes[1]} tokens and the model one of {sizes[0]}: their log-probs cannot "
+            "be compared. Give a ref_model of the same vocabulary."
+        )
+    if moves and _shapes(model) != _shapes(given):
+        raise ConfigError(
+            "sync_ref_model=True mixes parameter by parameter, and ref_model has others than the model. Give a "
+            "ref_model of the same architecture and adapter, or set sync_ref_model=False."
+        )
 
-    True for LoRA whose B matrices are 0. Initialisations like PiSSA change the base model too, and have another B.
-    """
-    outputs, others = [], []
-    for name, parameter in model.named_parameters():
-        kind = name.split(".")
-        if "lora_B" in kind or "lora_embedding_B" in kind:
-            outputs.append(parameter)
-        elif "lora_A" in kind or "lora_embedding_A" in kind:
-            continue
-        elif parameter.requires_grad or "modules_to_save" in kind or "lora_magnitude_vector" in kind:
-            others.append(parameter)
-    return bool(outputs) and not others and not any(bool(parameter.any()) for parameter in outputs)
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def _mix(weights: Mapping[str, Tensor], policy: nn.Module, alpha: float) -> None:

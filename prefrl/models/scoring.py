@@ -1,25 +1,27 @@
-"""A causal language model whose forward can return the log-probs of given tokens instead of logits.
+"""Models whose forward can return what we ask for at some positions, instead of logits everywhere.
 
 The whole computation, head included, runs inside the model's own forward: whatever wraps the model (DDP, mixed
-precision, PEFT) sees one ordinary forward pass, and its hooks fire. Logits are made for a chunk of trainable tokens at
-a time.
+precision, PEFT) sees one ordinary forward pass, and its hooks fire. What is asked for is a `Readout`: log-probs of
+tokens by a causal language model, whose logits are made for a chunk of trainable tokens at a time, or the scores of
+whole rows by a sequence classifier.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
-from prefrl.losses.logprobs import Head, TokenScores, chunked_logprobs, module_logprobs
+from prefrl.losses.logprobs import Head, TokenScores, WantName, chunked_logprobs, module_logprobs
 from prefrl.models.attention import LAYOUT_KWARG, Layout, mask_placeholder
 
 if TYPE_CHECKING:
@@ -31,12 +33,16 @@ if TYPE_CHECKING:
     from prefrl.types import TokenBatch
 
 __all__ = [
+    "ScoredSequences",
     "ScoredTokens",
     "ScoringState",
-    "Want",
     "inner_model",
+    "is_classifier",
     "logit_transform",
+    "output_head",
+    "pad_token_id",
     "prepare_for_scoring",
+    "score_sequences",
     "score_tokens",
     "user_model",
 ]
@@ -44,25 +50,23 @@ __all__ = [
 _STATE = "_prefrl_scoring_state"
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What to compute beside log-probs."""
+class Readout(Protocol):
+    """What is computed at the end of the model's forward, and inside it."""
 
-    entropy: bool = False
-    correct: bool = False
+    def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+        """Named results, from the last hidden states [rows, width, h], or from the model's own logits."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class ScoringRequest:
-    """The M tokens to score, each predicted at a position of the flattened input_ids."""
+    """M positions of the flattened input_ids, and what to compute there."""
 
     predictors: Tensor  # [M] int64
-    targets: Tensor  # [M] int64
     width: int  # tokens in a row of input_ids
-    temperature: float
-    want: Want
     layout: Layout | None  # of a flat row; None: the model's own attention and masks
-    own_logits: bool  # through the model's own logits, for heads that we cannot reproduce
+    own_logits: bool  # from the model's own logits, where we cannot reproduce what makes them
+    readout: Readout
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +75,14 @@ class ScoredTokens:
 
     scores: TokenScores
     positions: Tensor  # [M] int64: which of the N response tokens they are
+    compute_dtype: torch.dtype  # the coarsest that the pass used
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredSequences:
+    """The B rows of a batch, scored."""
+
+    scores: Tensor  # [B, L] float32
     compute_dtype: torch.dtype  # the coarsest that the pass used
 
 
@@ -99,35 +111,53 @@ def user_model(model: nn.Module) -> nn.Module:
         if wrapped is None:
             raise ConfigError(
                 f"model is a {type(model).__name__}: needs a transformers PreTrainedModel, or PEFT or DDP around one. "
-                "Load it with AutoModelForCausalLM."
+                "Load it with AutoModelForCausalLM or AutoModelForSequenceClassification."
             )
         inner = wrapped
     return inner
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """The causal language model inside all wrappers, PEFT included.
+    """The causal language model or sequence classifier inside all wrappers, PEFT included.
 
     Raises:
-        ConfigError: There is none, or it has no language-model head.
+        ConfigError: There is none, or it has no head.
     """
     inner: Any = user_model(model)
     if not isinstance(inner, PreTrainedModel):
         inner = inner.get_base_model()
-    if inner.base_model is inner or inner.get_output_embeddings() is None:
+    if inner.base_model is inner or not (is_classifier(inner) or output_head(inner) is not None):
         raise ConfigError(
-            f"model is a {type(inner).__name__}, which has no language-model head. Load it with AutoModelForCausalLM."
+            f"model is a {type(inner).__name__}, which has no language-model head and does not classify sequences. "
+            "Load it with AutoModelForCausalLM or AutoModelForSequenceClassification."
         )
     return inner
 
 
+def is_classifier(model: PreTrainedModel) -> bool:
+    """Whether the model gives one vector of scores for a sequence."""
+    return any(parent.__name__.endswith("ForSequenceClassification") for parent in type(model).__mro__)
+
+
+def output_head(model: PreTrainedModel) -> nn.Module | None:
+    """What makes logits of hidden states: the language-model head or, in a sequence classifier, `score`."""
+    head: nn.Module | None = model._modules.get("score") if is_classifier(model) else model.get_output_embeddings()
+    return head
+
+
+def pad_token_id(model: PreTrainedModel) -> int | None:
+    """What a classifier's own forward takes for padding when it looks for a row's last token."""
+    token: int | None = model.config.get_text_config().pad_token_id
+    return token
+
+
 def prepare_for_scoring(model: nn.Module) -> ScoringState:
-    """Teach the model's forward to score tokens; in every other call it stays as it was.
+    """Teach the model's forward to score tokens or sequences; in every other call it stays as it was.
 
     Call it before the model is wrapped (mixed precision, DDP). A second call changes nothing.
 
     Raises:
-        ConfigError: There is no causal language model inside, or accelerate wrapped it before.
+        ConfigError: There is no model inside that can score, or accelerate wrapped it before.
     """
     inner = inner_model(model)
     state: ScoringState | None = vars(inner).get(_STATE)
@@ -135,7 +165,7 @@ def prepare_for_scoring(model: nn.Module) -> ScoringState:
         if "_original_forward" in vars(inner):
             raise ConfigError(
                 f"{type(inner).__name__} was prepared by accelerate before prepare_for_scoring, so mixed precision "
-                "would not reach the log-probs. Call prepare_for_scoring(model) before accelerator.prepare(model)."
+                "would not reach the scores. Call prepare_for_scoring(model) before accelerator.prepare(model)."
             )
         state = ScoringState(inner.forward)
         setattr(inner, _STATE, state)
@@ -160,39 +190,60 @@ def _scoring_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def score_tokens(
-    model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *, temperature: float, want: Want, own_logits: bool
+    model: nn.Module,
+    batch: TokenBatch,
+    inputs: ModelInputs,
+    *,
+    temperature: float,
+    want: Collection[WantName],
+    own_logits: bool,
 ) -> ScoredTokens:
-    """Run the (prepared, possibly wrapped) model on `inputs` and score the trainable tokens of `batch`."""
+    """Score the trainable tokens of `batch`, laid out as `inputs`, with a causal language model."""
     # The one place that waits for the device: how many tokens are trainable decides the shapes.
     positions = batch.trainable.nonzero().squeeze(1)
-    request = ScoringRequest(
-        predictors=inputs.predictors[positions],
-        targets=batch.response_ids[positions],
-        width=inputs.input_ids.size(1),
-        temperature=temperature,
-        want=want,
-        layout=inputs.layout,
-        own_logits=own_logits,
-    )
-    extras = {"position_ids": inputs.position_ids, "attention_mask": inputs.attention_mask}
-    given = {name: tensor for name, tensor in extras.items() if tensor is not None}
-    output = model(input_ids=inputs.input_ids, **given, prefrl_scoring=request)
-    scores = TokenScores(output["logprobs"], output.get("entropy"), output.get("correct"))
+    readout = _TokenReadout(batch.response_ids[positions], temperature, want)
+    output = _read_out(model, inputs, inputs.predictors[positions], readout, own_logits=own_logits)
+    scores = TokenScores(**{field.name: output[field.name] for field in fields(TokenScores) if field.name in output})
     return ScoredTokens(scores, positions, output["compute_dtype"])
 
 
+def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *, own_logits: bool) -> ScoredSequences:
+    """Score each row of `batch`, laid out as `inputs` and read up to its last token, with a sequence classifier."""
+    if own_logits:
+        inputs = _with_own_padding(inputs, pad_token_id(inner_model(model)))
+    # No response's last token is fed: what would predict it is the last token that is.
+    markers = torch.tensor([stop - 1 for stop in accumulate(batch.response_lengths)])
+    predictors = inputs.predictors[markers.to(batch.device, non_blocking=True)]
+    output = _read_out(model, inputs, predictors, _sequence_readout, own_logits=own_logits)
+    return ScoredSequences(output["scores"], output["compute_dtype"])
+
+
+def _with_own_padding(inputs: ModelInputs, token: int | None) -> ModelInputs:
+    """Padded rows whose ends the model finds. Models that have no padding token go by the mask, or by themselves."""
+    if token is None or inputs.attention_mask is None:
+        return inputs
+    return replace(inputs, input_ids=inputs.input_ids.masked_fill(inputs.attention_mask == 0, token))
+
+
+def _read_out(
+    model: nn.Module, inputs: ModelInputs, predictors: Tensor, readout: Readout, *, own_logits: bool
+) -> dict[str, Any]:
+    """Run the (prepared, possibly wrapped) model on `inputs`: what `readout` gives, and `compute_dtype`."""
+    request = ScoringRequest(predictors, inputs.input_ids.size(1), inputs.layout, own_logits, readout)
+    extras = {"position_ids": inputs.position_ids, "attention_mask": inputs.attention_mask}
+    given = {name: tensor for name, tensor in extras.items() if tensor is not None}
+    output: dict[str, Any] = model(input_ids=inputs.input_ids, **given, prefrl_scoring=request)
+    return output
+
+
 def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest, **inputs: Any) -> dict[str, Any]:
-    """The scores as a dict: wrappers look for tensors in dicts, not in classes of ours."""
+    """The results as a dict: wrappers look for tensors in dicts, not in classes of ours."""
     inputs = {name: value for name, value in inputs.items() if value is not None}
     if request.own_logits:
-        logits = state.original_forward(**inputs, use_cache=False).logits
-        rows, head = _predicting(logits, request), None
+        output: Tensor = state.original_forward(**inputs, use_cache=False).logits
     else:
-        rows, head = _predicting(_hidden_states(model, request, inputs), request), model.get_output_embeddings()
-    scores = _scores(model, head, rows, request)
-    named = {"logprobs": scores.logprobs, "entropy": scores.entropy, "correct": scores.correct}
-    tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
-    return {**tensors, "compute_dtype": _coarsest_dtype(model, rows)}
+        output = _hidden_states(model, request, inputs)
+    return {**request.readout(model, output, request), "compute_dtype": _coarsest_dtype(model, output)}
 
 
 def _hidden_states(model: PreTrainedModel, request: ScoringRequest, inputs: dict[str, Any]) -> Tensor:
@@ -209,24 +260,42 @@ def _predicting(output: Tensor, request: ScoringRequest) -> Tensor:
     return output[:, -request.width :].flatten(0, 1)[request.predictors]
 
 
-def _scores(model: PreTrainedModel, head: nn.Module | None, rows: Tensor, request: ScoringRequest) -> TokenScores:
-    options: dict[str, Any] = {
-        "temperature": request.temperature,
-        "want_entropy": request.want.entropy,
-        "want_correct": request.want.correct,
-    }
-    if head is None:
-        return module_logprobs(rows, request.targets, _identity, **options)
-    scale, softcap = logit_transform(model)
-    if _is_bare_linear(head):
-        linear = Head(head.weight, head.bias, scale=scale, softcap=softcap)
-        return chunked_logprobs(rows, request.targets, linear, **options)
+@dataclass(frozen=True, eq=False)
+class _TokenReadout:
+    """Log-probs of the tokens that stand after the positions."""
 
-    def transformed_head(hidden: Tensor) -> Tensor:
-        logits: Tensor = head(hidden) * scale
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    targets: Tensor  # [M] int64
+    temperature: float
+    want: Collection[WantName]
 
-    return module_logprobs(rows, request.targets, transformed_head, **options)
+    def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+        rows = _predicting(output, request)
+        scores = self._scores(model, None if request.own_logits else output_head(model), rows)
+        values = {field.name: getattr(scores, field.name) for field in fields(TokenScores)}
+        return {name: tensor for name, tensor in values.items() if tensor is not None}
+
+    def _scores(self, model: PreTrainedModel, head: nn.Module | None, rows: Tensor) -> TokenScores:
+        options: dict[str, Any] = {"temperature": self.temperature, "want": self.want}
+        if head is None:
+            return module_logprobs(rows, self.targets, _identity, **options)
+        scale, softcap = logit_transform(model)
+        if _is_bare_linear(head):
+            linear = Head(head.weight, head.bias, scale=scale, softcap=softcap)
+            return chunked_logprobs(rows, self.targets, linear, **options)
+
+        def transformed_head(hidden: Tensor) -> Tensor:
+            logits: Tensor = head(hidden) * scale
+            return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+        return module_logprobs(rows, self.targets, transformed_head, **options)
+
+
+def _sequence_readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+    """The scores that the positions' hidden states get, or the rows' own."""
+    head = output_head(model)
+    if request.own_logits or head is None:
+        return {"scores": output.float()[:1].expand_as(output)}
+    return {"scores": head(_predicting(output, request)).float()}
 
 
 def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:
@@ -255,9 +324,9 @@ def logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
     return scale / divisor, softcap
 
 
-def _coarsest_dtype(model: PreTrainedModel, rows: Tensor) -> torch.dtype:
-    dtypes = [rows.dtype, model.get_input_embeddings().weight.dtype]
-    if torch.is_autocast_enabled(rows.device.type):
-        dtypes.append(torch.get_autocast_dtype(rows.device.type))
+def _coarsest_dtype(model: PreTrainedModel, output: Tensor) -> torch.dtype:
+    dtypes = [output.dtype, model.get_input_embeddings().weight.dtype]
+    if torch.is_autocast_enabled(output.device.type):
+        dtypes.append(torch.get_autocast_dtype(output.device.type))
     coarsest: torch.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     return coarsest

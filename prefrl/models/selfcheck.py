@@ -1,41 +1,59 @@
-"""The first-use check: which plans give a model's own log-probs, found by trying.
+"""The first-use check: which plans give a model's own log-probs or scores, found by trying.
 
 An architecture can ignore our attention in many ways, each silently wrong (linear attention, state-space layers,
-sinks, windows that exist only in a mask). So before the first batch every plan scores a few random rows, and the
-result is compared with one plain forward for each row.
+sinks, windows that exist only in a mask, attention in both directions). So before the first batch every plan scores a
+few random rows, and the result is compared with one plain forward for each row.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from prefrl.models import attention
 from prefrl.models.modes import eval_mode
 from prefrl.models.plans import lay_out
-from prefrl.models.scoring import Want, inner_model, score_tokens, user_model
+from prefrl.models.scoring import (
+    inner_model,
+    is_classifier,
+    output_head,
+    pad_token_id,
+    score_sequences,
+    score_tokens,
+    user_model,
+)
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.models.plans import ForwardPlan
+    from prefrl.models.plans import ForwardPlan, ModelInputs
 
 __all__ = ["Verdict", "check_plans", "fingerprint"]
 
 _FLAT_PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed")
 
 # Largest and mean absolute difference in nats that rounding explains, by the coarsest dtype of the pass.
-_TOLERANCES = {
+_TOKEN_TOLERANCES = {
     torch.float64: (1e-4, 1e-4),
     torch.float32: (1e-4, 1e-4),
     torch.float16: (0.1, 0.02),
     torch.bfloat16: (0.5, 0.1),
+}
+
+# The same for sequences, relative to their size: of what the score head reads, and of the scores. The latter are one
+# number for each row, in which much can cancel, and have only to show that the right token is read.
+_SEQUENCE_TOLERANCES = {
+    torch.float64: (1e-4, 1e-3),
+    torch.float32: (1e-4, 1e-3),
+    torch.float16: (0.02, 0.1),
+    torch.bfloat16: (0.1, 0.5),
 }
 
 # Windows up to this size are crossed by the rows of the check; of longer ones we check that attention is told of them.
@@ -44,17 +62,17 @@ _LONGEST_TESTED_WINDOW = 128
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a plan does not work, by plan; a plan that is not listed gives the model's own log-probs."""
+    """Why a plan does not work, by plan; a plan that is not listed gives the model's own log-probs or scores."""
 
     reasons: Mapping[ForwardPlan, str]
-    own_logits: bool  # the padded plan needs the model's own logits
+    own_logits: bool  # the padded plan needs the model's own forward, head included
     fingerprint: tuple[object, ...]  # of the model that was checked
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
     """What must stay as it was for a verdict to hold: the kind of head, of PEFT and of attention."""
     inner = inner_model(model)
-    head = type(inner.get_output_embeddings())
+    head = type(output_head(inner))
     return head, _uses_prompt_learning(model), inner.config.get_text_config()._attn_implementation
 
 
@@ -62,35 +80,52 @@ def check_plans(model: nn.Module) -> Verdict:
     """Compare every plan with the model's plain forward; our attention stays installed if a flat plan passed.
 
     No gradients, eval mode, token ids from an own generator: weights, modes and random states stay as they are. Every
-    call runs the same number of forward passes, so that sharded ranks stay in step.
+    call runs the same number of forward passes, so that sharded ranks stay in step. A sequence classifier that is not
+    a base model with a score head is not tried: only its own forward knows what it does.
     """
     inner = inner_model(model)
     bare = user_model(model)  # nothing to synchronise without gradients
+    foreign = _foreign_parts(inner) if is_classifier(inner) else None
+    if foreign is not None:
+        return Verdict(dict.fromkeys(_FLAT_PLANS, foreign), own_logits=True, fingerprint=fingerprint(model))
     with eval_mode(bare), torch.no_grad():
         attention.uninstall(inner)
         batch = _random_batch(inner)
-        truth = _one_by_one(bare, batch)
-        reasons = _failures(bare, batch, truth, _known_limit(model))
+        probe = _SequenceProbe(bare, batch) if is_classifier(inner) else _TokenProbe(bare, batch)
+        reasons = _failures(probe, _known_limit(model))
         own_logits = False
         if all(plan in reasons for plan in _FLAT_PLANS):
             attention.uninstall(inner)
-            own_logits = _failure(bare, batch, truth, "padded") is not None
+            own_logits = _failure(probe, "padded") is not None
     return Verdict(reasons, own_logits, fingerprint(model))
 
 
-def _failures(bare: nn.Module, batch: TokenBatch, truth: Tensor, limit: str | None) -> dict[ForwardPlan, str]:
+def _failures(probe: _Probe, limit: str | None) -> dict[ForwardPlan, str]:
     """Why flat plans fail, by plan."""
-    inner = inner_model(bare)
+    inner = inner_model(probe.model)
     if limit is None and not attention.install(inner):
         name = inner.config.get_text_config()._attn_implementation
         limit = f'attn_implementation="{name}" has no flat form; load the model with attn_implementation="sdpa"'
     # Padded rows go through the same head and, by way of ours, the model's own attention and masks, which generation
     # needs too: what fails there leaves no flat plan standing.
-    limit = limit or _failure(bare, batch, truth, "padded")
+    limit = limit or _failure(probe, "padded")
     if limit is not None:
         return dict.fromkeys(_FLAT_PLANS, limit)
-    failures = {plan: _failure(bare, batch, truth, plan) for plan in _FLAT_PLANS}
+    failures = {plan: _failure(probe, plan) for plan in _FLAT_PLANS}
     return {plan: reason for plan, reason in failures.items() if reason is not None}
+
+
+def _failure(probe: _Probe, plan: ForwardPlan) -> str | None:
+    """Why `plan` does not give the model's own results; None if it does."""
+    inputs = lay_out(probe.batch, plan)
+    try:
+        mistake = probe.mistake(inputs)
+    except Exception as error:  # whatever the architecture trips over, another plan serves it
+        return f"{type(error).__name__}: {error}"
+    window = _sliding_window(inner_model(probe.model))
+    if inputs.layout is not None and window is not None and window not in inputs.layout.windows:
+        return f"its layers do not tell attention their sliding_window={window}"
+    return mistake
 
 
 def _known_limit(model: nn.Module) -> str | None:
@@ -107,6 +142,17 @@ def _known_limit(model: nn.Module) -> str | None:
     if _uses_prompt_learning(model):
         return "PEFT prompt learning puts virtual tokens in front of each row"
     return None
+
+
+def _foreign_parts(model: PreTrainedModel) -> str | None:
+    """Why a sequence classifier is not a base model with a `score` head alone; None if it is.
+
+    Whatever else it has, a pooler or dropout, its forward may put between the two.
+    """
+    parts = {name for name, child in model.named_children() if child is not model.base_model}
+    if parts - {"score"}:
+        return f"it has other parts than a base model and a score head: {', '.join(sorted(parts - {'score'}))}"
+    return None if parts else "it has no score head"
 
 
 def _uses_prompt_learning(model: nn.Module) -> bool:
@@ -132,9 +178,12 @@ def _random_batch(model: PreTrainedModel) -> TokenBatch:
     response_lengths = (base + 2, 1, 4, 3, base + 5, 2)
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
+    padding = pad_token_id(model)
 
     def random_ids(count: int) -> Tensor:
-        return torch.randint(vocab_size, (count,), generator=generator)
+        ids = torch.randint(vocab_size - 1, (count,), generator=generator)
+        # A classifier's own forward would not see a padding token at the end of a row.
+        return ids if padding is None else ids + (ids >= padding).long()
 
     return TokenBatch(
         prompt_ids=random_ids(sum(prompt_lengths)),
@@ -147,31 +196,87 @@ def _random_batch(model: PreTrainedModel) -> TokenBatch:
     ).to(model.device)
 
 
-def _one_by_one(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """[N] log-probs from one plain forward for each row."""
+def _rows(batch: TokenBatch) -> Iterator[tuple[Tensor, int]]:
+    """The [1, T] token ids of each row, and how many of them are its response."""
     prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
     responses = torch.split(batch.response_ids, list(batch.response_lengths))
-    logprobs = []
     for prompt, response in zip(batch.prompt_index, responses, strict=True):
-        input_ids = torch.cat([prompts[prompt], response])[None]
-        logits = model(input_ids=input_ids, use_cache=False).logits[0, -len(response) - 1 : -1]
-        logprobs.append(logits.float().log_softmax(-1).gather(-1, response[:, None]).squeeze(-1))
-    return torch.cat(logprobs)
+        yield torch.cat([prompts[prompt], response])[None], len(response)
 
 
-def _failure(model: nn.Module, batch: TokenBatch, truth: Tensor, plan: ForwardPlan) -> str | None:
-    """Why `plan` does not give the true log-probs; None if it does."""
-    inputs = lay_out(batch, plan)
-    try:
-        scored = score_tokens(model, batch, inputs, temperature=1.0, want=Want(), own_logits=False)
-    except Exception as error:  # whatever the architecture trips over, another plan serves it
-        return f"{type(error).__name__}: {error}"
-    window = _sliding_window(inner_model(model))
-    if inputs.layout is not None and window is not None and window not in inputs.layout.windows:
-        return f"its layers do not tell attention their sliding_window={window}"
-    difference = (scored.scores.logprobs - truth).abs()
-    largest, mean = difference.max().item(), difference.mean().item()
-    allowed_largest, allowed_mean = _TOLERANCES[scored.compute_dtype]
-    if largest <= allowed_largest and mean <= allowed_mean:
+class _Probe(Protocol):
+    """Rows of which the model's plain forward is known."""
+
+    model: nn.Module
+    batch: TokenBatch
+
+    def mistake(self, inputs: ModelInputs) -> str | None:
+        """How the batch, laid out as `inputs`, comes out differently; None if it does not."""
+        ...
+
+
+class _TokenProbe:
+    """Log-probs of a causal language model."""
+
+    def __init__(self, model: nn.Module, batch: TokenBatch) -> None:
+        self.model, self.batch = model, batch
+        logprobs = []
+        for ids, length in _rows(batch):
+            log_softmax = model(input_ids=ids, use_cache=False).logits[0, -length - 1 : -1].float().log_softmax(-1)
+            logprobs.append(log_softmax.gather(-1, ids[0, -length:, None]).squeeze(-1))
+        self._logprobs = torch.cat(logprobs)  # [N]
+
+    def mistake(self, inputs: ModelInputs) -> str | None:
+        scored = score_tokens(self.model, self.batch, inputs, temperature=1.0, want=(), own_logits=False)
+        difference = (scored.scores.logprobs - self._logprobs).abs()
+        largest, mean = difference.max().item(), difference.mean().item()
+        allowed_largest, allowed_mean = _TOKEN_TOLERANCES[scored.compute_dtype]
+        if largest <= allowed_largest and mean <= allowed_mean:
+            return None
+        return f"its log-probs differ from the plain forward's by up to {largest:.2g} nats"
+
+
+class _SequenceProbe:
+    """Scores of a sequence classifier, and what its head reads: a new head gives about 0 whatever that is."""
+
+    def __init__(self, model: nn.Module, batch: TokenBatch) -> None:
+        self.model, self.batch = model, batch
+        with self._head_inputs() as read:
+            scores = [model(input_ids=ids[:, :-1], use_cache=False).logits for ids, _ in _rows(batch)]
+        self._scores = torch.cat(scores)  # [B, L]
+        self._hidden = torch.cat([hidden.flatten(0, -2)[-1:] for hidden in read])  # [B, h], at each row's last token
+
+    def mistake(self, inputs: ModelInputs) -> str | None:
+        with self._head_inputs() as read:
+            scored = score_sequences(self.model, self.batch, inputs, own_logits=False)
+        allowed_hidden, allowed_scores = _SEQUENCE_TOLERANCES[scored.compute_dtype]
+        hidden_error = _relative_error(torch.cat(read), self._hidden)
+        if not hidden_error <= allowed_hidden:
+            return f"its hidden states differ from the plain forward's by up to {hidden_error:.2g} of their size"
+        score_error = _relative_error(scored.scores, self._scores)
+        if not score_error <= allowed_scores:
+            return f"its scores differ from the plain forward's by up to {score_error:.2g} of their size"
         return None
-    return f"its log-probs differ from the plain forward's by up to {largest:.2g} nats"
+
+    @contextmanager
+    def _head_inputs(self) -> Iterator[list[Tensor]]:
+        """What the score head reads inside, call by call."""
+        head = output_head(inner_model(self.model))
+        assert head is not None, "a classifier without a score head is not tried"
+        read: list[Tensor] = []
+
+        def remember(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            read.append(arguments[0])
+
+        handle = head.register_forward_pre_hook(remember)
+        try:
+            yield read
+        finally:
+            handle.remove()
+
+
+def _relative_error(rows: Tensor, truth: Tensor) -> float:
+    """Largest norm of a row's difference, by the root mean square of the norms; NaN stays NaN."""
+    errors, norms = (rows.float() - truth.float()).norm(dim=1), truth.float().norm(dim=1)
+    size = norms.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    return float(errors.max() / size)

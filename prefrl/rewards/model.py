@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from contextlib import contextmanager
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from prefrl.errors import ConfigError, RewardError
+from prefrl.optional import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,37 +26,42 @@ _ROWS_PER_BATCH = 16
 
 
 class ModelReward:
-    """The score that a sequence-classification model with one label gives to prompt and completion.
+    """The score that a sequence-classification model gives to prompt and completion: one of its logits.
 
     Messages are rendered by the chat template of the reward model's own tokenizer. The model is put in eval mode for
-    the time of scoring and gets no gradients.
+    the time of scoring and gets no gradients. What is scored stands in the name under which a reward is logged:
+    `name`, `name[helpful]`, `name[per_token]` or `name[helpful,per_token]`.
 
     Args:
-        model: Name, folder or instance.
+        model: Name, folder or instance. A folder or name may be that of a LoRA adapter with one label.
+        head: Which label of a model with several: its name in `config.id2label`, or its index.
+        per_token: Divide the score by the number of the completion's tokens, as sampled.
         tokenizer: Its tokenizer; None: the one that belongs to the model by name. Without a padding token it gets the
             end-of-sequence token as such.
         device: Where the model is put; None: it stays where it is.
     Raises:
-        ConfigError: The model or tokenizer cannot be loaded, has other than one label, no trained score head or no
-            token to pad with.
+        ConfigError: The model or tokenizer cannot be loaded, has no trained score head or no token to pad with, has
+            several labels and no `head`, or one label and a `head`.
+        ImportError: The model is an adapter and peft is not installed.
     """
 
     def __init__(
         self,
         model: str | os.PathLike[str] | nn.Module,
         *,
+        head: str | int | None = None,
+        per_token: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.model: PreTrainedModel = model if isinstance(model, nn.Module) else _load_model(model)
-        self.__name__ = _short_name(model)
-        num_labels = getattr(getattr(self.model, "config", None), "num_labels", None)
-        if num_labels != 1:
-            raise ConfigError(
-                f"reward model {self.__name__!r} has num_labels={num_labels}: a reward is one number. Use a "
-                "sequence-classification model with num_labels=1"
-            )
-        self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(self.model)
+        name = _short_name(model)
+        labels = _labels(name, self.model)
+        self._column = _column(name, labels, head)
+        self._is_per_token = per_token
+        qualifiers = ([] if head is None else [labels[self._column]]) + (["per_token"] if per_token else [])
+        self.__name__ = f"{name}[{','.join(qualifiers)}]" if qualifiers else name
+        self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(_repository(model))
         self._set_padding()
         if device is not None:
             self.model.to(device)
@@ -63,12 +70,17 @@ class ModelReward:
         self,
         prompts: Sequence[str | list[dict[str, Any]]],
         completions: Sequence[str | list[dict[str, Any]]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[float]:
         """Score B completions.
 
+        Args:
+            prompts: B texts or lists of messages.
+            completions: B texts or lists of messages.
+            completion_ids: B lists of token ids, as sampled; read only if the score is per token.
         Raises:
             ConfigError: Messages, and the tokenizer has no chat template.
-            RewardError: A text is longer than the model can read.
+            RewardError: A text is longer than the model can read, or the score is per token and a completion has none.
         """
         rows = [self._token_ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         self._check_lengths(rows)
@@ -79,7 +91,16 @@ class ModelReward:
                 chosen = order[start : start + _ROWS_PER_BATCH]
                 for row, score in zip(chosen, self._scores([rows[row] for row in chosen]), strict=True):
                     scores[row] = score
-        return scores
+        return self._divided(scores, completion_ids) if self._is_per_token else scores
+
+    def _divided(self, scores: Sequence[float], completion_ids: Sequence[Sequence[int]] | None) -> list[float]:
+        lengths = [len(ids) for ids in completion_ids or ()]
+        if len(lengths) != len(scores) or 0 in lengths:
+            raise RewardError(
+                f"reward model {self.__name__!r}: a score per token needs completion_ids for each of the "
+                f"{len(scores)} completions, none of them empty. Their lengths are {lengths}"
+            )
+        return [score / length for score, length in zip(scores, lengths, strict=True)]
 
     def _token_ids(self, prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -111,8 +132,8 @@ class ModelReward:
         ids = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         device = next(self.model.parameters()).device
-        logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits  # [rows, 1]
-        values: list[float] = logits.squeeze(1).float().tolist()
+        logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits  # [rows, labels]
+        values: list[float] = logits[:, self._column].float().tolist()
         return values
 
     def _set_padding(self) -> None:
@@ -138,25 +159,77 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _load_model(name: str | os.PathLike[str]) -> PreTrainedModel:
-    from transformers import AutoModelForSequenceClassification  # slow to import, and not every run has such a model
-
-    try:
-        model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"reward model {os.fspath(name)!r} cannot be loaded: {error}") from error
-    if info["missing_keys"]:
+def _labels(name: str, model: nn.Module) -> list[str]:
+    """Names of the labels, in the order of the logits."""
+    config = getattr(model, "config", None)
+    num_labels = getattr(config, "num_labels", None)
+    if config is None or not num_labels:
         raise ConfigError(
-            f"reward model {os.fspath(name)!r} has no trained weights for {sorted(info['missing_keys'])}: it would "
-            "score at random. Use a model that was trained for sequence classification"
+            f"reward model {name!r} has num_labels={num_labels}: a reward is the score of a label. Use a "
+            "sequence-classification model"
+        )
+    return [str(config.id2label[index]) for index in range(num_labels)]
+
+
+def _column(name: str, labels: Sequence[str], head: str | int | None) -> int:
+    """The logit that `head` means."""
+    if len(labels) == 1:
+        if head is not None:
+            raise ConfigError(f"head={head!r} has no effect: reward model {name!r} has one label. Leave head out")
+        return 0
+    known = f"{', '.join(map(repr, labels))}, or 0 to {len(labels) - 1}"
+    if head is None:
+        raise ConfigError(
+            f"reward model {name!r} has num_labels={len(labels)}: a reward is one number. Give ModelReward(model, "
+            f"head=...) with the label to score: {known}"
+        )
+    if isinstance(head, str) and labels.count(head) == 1:
+        return labels.index(head)
+    if isinstance(head, int) and 0 <= head < len(labels):
+        return head
+    raise ConfigError(f"head={head!r}: reward model {name!r} has no such label, or several. It has {known}")
+
+
+def _load_model(name: str | os.PathLike[str]) -> PreTrainedModel:
+    # Slow to import, and not every run has such a model.
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import find_adapter_config_file
+
+    source = os.fspath(name)
+    try:
+        adapter = find_adapter_config_file(source)
+        if adapter is None:
+            model, info = AutoModelForSequenceClassification.from_pretrained(source, output_loading_info=True)
+            untrained = set(info["missing_keys"])
+        else:
+            model, untrained = _load_adapter(source, Path(adapter))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"reward model {source!r} cannot be loaded: {error}") from error
+    if untrained:
+        raise ConfigError(
+            f"reward model {source!r} has no trained weights for {sorted(untrained)}: it would score at random. Use a "
+            "model that was trained for sequence classification"
         )
     return model
 
 
-def _load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
+def _load_adapter(name: str, config: Path) -> tuple[PreTrainedModel, set[str]]:
+    """The base model with its adapter, and the names of weights that neither of them has."""
+    require("peft", extra="peft", feature=f"the reward model {name!r}, an adapter,")
+    from transformers import AutoModelForSequenceClassification
+
+    base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    # An adapter's folder does not say how many labels there are; another number is a mismatch of shapes.
+    model, info = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, output_loading_info=True)
+    model.load_adapter(name)
+    # The base model has no score head; the adapter brings a whole one, in place of the original.
+    replaced = {n.replace(".original_module.", ".") for n, _ in model.named_parameters() if ".original_module." in n}
+    return model, set(info["missing_keys"]) - replaced
+
+
+def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    name = model.config.name_or_path
     if not name:
         raise ConfigError(
             "a reward model that was not loaded by name needs its tokenizer in reward_processing_classes"
@@ -169,8 +242,12 @@ def _load_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _short_name(model: str | os.PathLike[str] | nn.Module) -> str:
+def _repository(model: str | os.PathLike[str] | nn.Module) -> str:
+    """Where the model is from; of an adapter not where its base model is from. Empty if it was made on the spot."""
     if isinstance(model, nn.Module):
-        path = getattr(getattr(model, "config", None), "name_or_path", "")
-        return PurePath(path).name or type(model).__name__
-    return PurePath(model).name
+        return str(getattr(getattr(model, "config", None), "name_or_path", ""))
+    return os.fspath(model)
+
+
+def _short_name(model: str | os.PathLike[str] | nn.Module) -> str:
+    return PurePath(_repository(model)).name or type(model).__name__

@@ -1,4 +1,4 @@
-"""The `prefrl` command: one sub-command for each algorithm of the registry, and the demo."""
+"""The `prefrl` command: one sub-command for each algorithm of the registry, and a few others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from prefrl.scripts.suggest import nearest
 
 __all__ = ["main"]
 
-_DEMO_HELP = "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"
+# What they do, by the name of the command and of its module; each module has `main(argv) -> exit code`.
+_OTHERS = {
+    "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
+    "soup": "average checkpoints",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = {row.name: f"dataset: {row.dataset}" for row in REGISTRY.values()} | {"demo": _DEMO_HELP}
+    commands = {row.name: f"dataset: {row.dataset}" for row in REGISTRY.values()} | _OTHERS
     width = max(map(len, commands))
     parser = argparse.ArgumentParser(
         prog="prefrl",
@@ -58,11 +62,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
-    if command == "demo":
-        return int(importlib.import_module("prefrl.scripts.demo").main(list(arguments)))
+    if command in _OTHERS:
+        return int(importlib.import_module(f"prefrl.scripts.{command}").main(list(arguments)))
     if command in REGISTRY:
         return int(importlib.import_module("prefrl.scripts.train").main(REGISTRY[command], arguments))
-    raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, 'demo'])}")
+    raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, *_OTHERS])}")
 
 
 if __name__ == "__main__":

@@ -142,10 +142,10 @@ class CommandParser(HfArgumentParser):
             if type(None) not in alternatives:
                 raise ValueError("null is not allowed, the option always has a value")
             return None
-        if isinstance(node, yaml.MappingNode):
-            if not any(typing.get_origin(part) is dict or part is dict for part in alternatives):
-                raise ValueError("a mapping is not allowed here")
+        if any(_has_form(part, node) for part in alternatives):
             return loader.construct_object(node, deep=True)
+        if isinstance(node, yaml.MappingNode):
+            raise ValueError("a mapping is not allowed here")
         if isinstance(node, yaml.SequenceNode):
             if action.nargs != "+":
                 raise ValueError("a list is not allowed here")
@@ -217,6 +217,14 @@ def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
             raise ConfigError(f"{path}:{line}: {name} was set in line {lines[name]} already. Remove one of them.")
         lines[name] = line
     return entries
+
+
+def _has_form(hint: Any, node: yaml.Node) -> bool:
+    """Whether the node is a mapping, or a list of mappings, as the type says."""
+    if isinstance(node, yaml.SequenceNode) and typing.get_origin(hint) is list:
+        (item,) = typing.get_args(hint)
+        return typing.get_origin(item) is dict
+    return isinstance(node, yaml.MappingNode) and typing.get_origin(hint) is dict
 
 
 def _scalar(action: argparse.Action, node: yaml.Node) -> Any:

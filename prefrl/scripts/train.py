@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.scripts.arguments import RewardArguments, ScriptArguments
+from prefrl.scripts.arguments import DatasetPart, RewardArguments, ScriptArguments
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.suggest import nearest
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from prefrl.registry import Algorithm
 
 __all__ = ["main"]
@@ -42,14 +40,16 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     script_class = RewardArguments if takes_rewards else ScriptArguments
     parser = CommandParser(algorithm.name, (script_class, config_class), f"Dataset: {algorithm.dataset}.")
     script, config = parser.parse(argv)
-    _merge_revision(script, config)
+    _check_stream(script, config)
+    _merge(config, "model_revision", "revision", script.model_revision)
+    _merge(config, f"load_in_{script.bits}bit", "quantization_config", _quantization(script, config))
     extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
     evaluates = config.eval_strategy != "no"
     trainer = algorithm.load_trainer()(
         model=script.model_name_or_path,
         args=config,
-        train_dataset=_load_split(script, "dataset_train_split"),
-        eval_dataset=_load_split(script, "dataset_test_split") if evaluates else None,
+        train_dataset=_train_dataset(script, config),
+        eval_dataset=_eval_dataset(script) if evaluates else None,
         peft_config=_lora(script),
         **extra,
     )
@@ -62,48 +62,115 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     return 0
 
 
-def _merge_revision(script: ScriptArguments, config: Any) -> None:
-    if script.model_revision is None:
+def _check_stream(script: ScriptArguments, config: Any) -> None:
+    if script.dataset_streaming and config.max_steps <= 0:
+        raise ConfigError(
+            f"dataset_streaming=True and max_steps={config.max_steps}: a stream has no length, so the number of steps "
+            "must be said. Set max_steps."
+        )
+
+
+def _merge(config: Any, option: str, argument: str, value: Any) -> None:
+    """Put what an option says into the arguments of from_pretrained."""
+    if value is None:
         return
     given = config.model_init_kwargs or {}
-    if "revision" in given:
-        raise ConfigError(
-            f"model_revision={script.model_revision!r} and model_init_kwargs['revision']={given['revision']!r}: "
-            "remove one of them"
-        )
-    config.model_init_kwargs = {**given, "revision": script.model_revision}
+    if argument in given:
+        raise ConfigError(f"{option} and model_init_kwargs[{argument!r}]={given[argument]!r}: remove one of them")
+    config.model_init_kwargs = {**given, argument: value}
 
 
-def _lora(script: ScriptArguments) -> Any:
-    if not script.use_peft:
+def _quantization(script: ScriptArguments, config: Any) -> Any:
+    if script.bits is None:
         return None
-    from prefrl.models.load import lora_config  # not needed for --help
+    import torch  # not needed for --help
+
+    from prefrl.models.adapters import bitsandbytes_config
 
     try:
-        return lora_config(
-            rank=script.lora_r,
-            alpha=script.lora_alpha,
-            dropout=script.lora_dropout,
-            target_modules=script.lora_target_modules,
+        return bitsandbytes_config(
+            bits=script.bits,
+            quant_type=script.bnb_4bit_quant_type,
+            nested=script.use_bnb_nested_quant,
+            compute_dtype=torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32,
         )
     except ImportError as error:
         raise ConfigError(str(error)) from error
 
 
-def _load_split(script: ScriptArguments, option: str) -> Dataset:
+def _lora(script: ScriptArguments) -> Any:
+    if not script.use_peft:
+        return None
+    from prefrl.models.adapters import lora_config  # not needed for --help
+
+    try:
+        return lora_config(**script.lora_options)
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _train_dataset(script: ScriptArguments, config: Any) -> Any:
+    if script.dataset_name is not None:
+        return _load_single(script, "dataset_train_split")
+    from prefrl.data.mixture import mix_datasets
+
+    parts = _named(script.parts())
+    weights = {name: part.weight for name, part in parts.items() if part.weight is not None}
+    return mix_datasets(
+        {name: _load_part(part, streaming=script.dataset_streaming) for name, part in parts.items()},
+        weights=weights or None,
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        stopping="first_exhausted",
+    )
+
+
+def _eval_dataset(script: ScriptArguments) -> Any:
+    """One dataset, or the test split of each part of a mixture by name."""
+    if script.dataset_name is not None:
+        return _load_single(script, "dataset_test_split")
+    tests = [dataclasses.replace(part, split=script.dataset_test_split) for part in script.parts()]
+    return {name: _load_part(part, streaming=script.dataset_streaming) for name, part in _named(tests).items()}
+
+
+def _named(parts: Sequence[DatasetPart]) -> dict[str, DatasetPart]:
+    """Parts by the last word of their path, and their number where that is not enough."""
+    stems = [Path(part.path).stem for part in parts]
+    return {
+        stem if stems.count(stem) == 1 else f"{stem}_{i}": part
+        for i, (stem, part) in enumerate(zip(stems, parts, strict=True))
+    }
+
+
+def _load_single(script: ScriptArguments, option: str) -> Any:
+    assert script.dataset_name is not None
+    part = DatasetPart(path=script.dataset_name, name=script.dataset_config, split=getattr(script, option))
+    return _load_part(part, streaming=script.dataset_streaming, path_option="dataset_name", split_option=option)
+
+
+def _load_part(
+    part: DatasetPart, *, streaming: bool, path_option: str = "datasets.path", split_option: str = "split"
+) -> Any:
     import datasets  # not needed for --help
 
-    name, split = script.dataset_name, getattr(script, option)
-    suffix = Path(name).suffix
-    is_file = suffix in _FORMATS
-    if is_file and not Path(name).is_file():
-        raise DataError(f"dataset_name={name!r}: there is no such file")
+    file_format = _FORMATS.get(Path(part.path).suffix)
+    files = part.data_files if file_format is None else part.path
+    if file_format is not None and not Path(part.path).is_file():
+        raise DataError(f"{path_option}={part.path!r}: there is no such file")
+    if file_format is not None and (part.data_files, part.data_dir) != (None, None):
+        raise ConfigError(f"{path_option}={part.path!r} is a file: remove data_files and data_dir")
     try:
-        if is_file:
-            return datasets.load_dataset(_FORMATS[suffix], script.dataset_config, data_files=name, split=split)
-        return datasets.load_dataset(name, script.dataset_config, split=split)
+        dataset = datasets.load_dataset(
+            file_format or part.path,
+            part.name,
+            data_dir=part.data_dir,
+            data_files=files,
+            split=part.split,
+            streaming=streaming,
+        )
+        return dataset if part.columns is None else dataset.select_columns(part.columns)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"dataset_name={name!r} with {option}={split!r} cannot be loaded: {error}") from error
+        where = f"{path_option}={part.path!r} with {split_option}={part.split!r}"
+        raise DataError(f"{where} cannot be loaded: {error}") from error
 
 
 def _rewards(script: RewardArguments) -> list[Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -18,6 +19,8 @@ from prefrl.metrics import Metric, host, merge
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.load import load_model, load_tokenizer
 from prefrl.models.modes import eval_mode
+from prefrl.models.reference import logprobs_in_pieces, make_reference
+from prefrl.trainer.callbacks.sync_reference import SyncReference
 from prefrl.trainer.model_card import write_model_card
 from prefrl.types import LossOutput, TokenBatch
 
@@ -26,10 +29,13 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.losses.logprobs import TokenScores
+    from prefrl.models.forward import WantName
+    from prefrl.models.reference import Reference
     from prefrl.trainer.base_config import BaseConfig
+    from prefrl.trainer.reference_config import ReferenceOptions
 
 __all__ = ["BaseTrainer"]
 
@@ -50,10 +56,13 @@ class BaseTrainer(Trainer):
     # The loss is divided here, over the whole accumulated batch.
     loss_is_scaled_for_ga = True
     algorithm: str  # as in the registry
+    peft_task_type = "CAUSAL_LM"  # of adapters that the command line makes
 
     args: BaseConfig
+    reference: Reference | None = None
+    _reference_moves = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel | nn.Module,
         args: BaseConfig,
@@ -64,18 +73,20 @@ class BaseTrainer(Trainer):
         callbacks: list[TrainerCallback] | None,
         optimizers: Optimizers,
         peft_config: PeftConfig | None,
+        quantization_config: BitsAndBytesConfig | None,
     ) -> None:
         if args.n_gpu > 1:
             raise ConfigError(
                 f"{args.n_gpu} GPUs are visible to one process: start one process for each with `accelerate launch`, "
                 "or set CUDA_VISIBLE_DEVICES to one of them"
             )
-        model = load_model(
+        model = self.load_policy(
             model,
             model_init_kwargs=cast("dict[str, Any] | None", args.model_init_kwargs),
             peft_config=peft_config,
             freeze=args.freeze or (),
             seed=args.seed,
+            quantization_config=quantization_config,
         )
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
@@ -120,9 +131,49 @@ class BaseTrainer(Trainer):
     def micro_batches_of_step(self, items: list[Any]) -> tuple[list[TokenBatch], float]:
         """The micro-batches of one optimizer step on this rank, and what they count for, from the loader's items."""
 
+    def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
+        """The model to train, see `models.load.load_model`."""
+        return load_model(model, **options)
+
+    # The reference policy.
+
+    def add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
+        """Keep the reference that the options ask for, and move it if they say so."""
+        self.reference = make_reference(
+            self.model,
+            beta=options.beta,
+            moves=options.sync_ref_model,
+            max_tokens=self.args.max_tokens_per_micro_batch,
+            plan=self.args.forward_plan,
+            given=given,
+        )
+        if options.sync_ref_model and self.reference is not None:
+            alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
+            self.add_callback(SyncReference(self.reference, alpha=alpha, steps=steps))
+            self._reference_moves = True
+
+    def with_reference(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the reference's log-probs."""
+        assert self.reference is not None
+        with self.accelerator.autocast():
+            logprobs = self.reference.logprobs(batch.to(self.args.device), temperature=self.scoring_temperature)
+        return batch.replace(ref_logprobs=logprobs.to(batch.device))
+
+    def frozen_logprobs(self, batch: TokenBatch) -> Tensor:
+        """[N] log-probs under the policy as it is now, without gradient or dropout."""
+        with eval_mode(self.policy), self.accelerator.autocast():
+            logprobs = logprobs_in_pieces(
+                self.policy,
+                batch.to(self.args.device),
+                temperature=self.scoring_temperature,
+                max_tokens=self.args.max_tokens_per_micro_batch,
+                plan=self.args.forward_plan,
+            )
+        return logprobs.to(batch.device)
+
     # One optimizer step.
 
-    def score(self, model: nn.Module, batch: TokenBatch, want: Sequence[Literal["entropy", "correct"]]) -> TokenScores:
+    def score(self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName]) -> TokenScores:
         """[N] log-probs of the response tokens, at the temperature that they were sampled with."""
         return token_logprobs(
             model, batch, temperature=self.scoring_temperature, want=want, plan=self.args.forward_plan
@@ -141,13 +192,18 @@ class BaseTrainer(Trainer):
         if not items:
             return [], 0.0
         micro_batches, count = self.micro_batches_of_step(items)
-        total_count, num_tokens = distributed.sum_over_ranks([count, _tokens_seen(micro_batches)], device)
+        seen = sum(self.tokens_seen(batch) for batch in micro_batches)
+        total_count, num_tokens = distributed.sum_over_ranks([count, seen], device)
         # HuggingFace's state is saved, so that the count goes on after a resume.
         self.state.num_input_tokens_seen += int(num_tokens)
         # ZeRO and FSDP gather weights in every forward: all ranks run the same number of them.
         (num_forwards,) = distributed.max_over_ranks([max(len(micro_batches), 1)], device)
         micro_batches += [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
         return [[] for _ in items[1:]] + [micro_batches], total_count
+
+    def tokens_seen(self, batch: TokenBatch) -> int:
+        """Tokens of all rows, each with its prompt."""
+        return batch.num_tokens + sum(batch.prompt_lengths[i] for i in batch.prompt_index)
 
     def _idle_batch(self) -> TokenBatch:
         """One token without a loss: a forward and backward pass with zero gradients for every parameter."""
@@ -181,11 +237,15 @@ class BaseTrainer(Trainer):
         if return_outputs or num_items_in_batch is None:
             raise ValueError("compute_loss needs num_items_in_batch and returns the loss alone")
         if inputs.is_idle:
-            return self.score(model, inputs, want=()).logprobs.sum() * 0.0
+            return self.forward_sum(model, inputs) * 0.0
         output = self.loss(model, inputs)
         merge(self.metrics["train"], output.metrics)
         # Data-parallel back-ends average gradients over ranks, but items are counted over all of them.
         return output.total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
+
+    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """Scalar that every parameter of the forward pass has a gradient from."""
+        return self.score(model, batch, want=()).logprobs.sum()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs.to(self.args.device) if isinstance(inputs, TokenBatch) else super()._prepare_inputs(inputs)
@@ -292,9 +352,13 @@ class BaseTrainer(Trainer):
 
     def save_update_state(self, folder: Path) -> None:
         """Write what decides the next update beyond model, optimizer, scheduler and random states."""
+        if self._reference_moves and self.reference is not None and distributed.is_main():
+            save_file(self.reference.state_dict(), folder / "reference.safetensors")
 
     def load_update_state(self, folder: Path) -> None:
         """Read what `save_update_state` wrote."""
+        if self._reference_moves and self.reference is not None:
+            self.reference.load_state_dict(load_file(folder / "reference.safetensors"))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and tokenizer, with a model card."""
@@ -311,7 +375,3 @@ class BaseTrainer(Trainer):
         """Write README.md, the model card, into `folder`."""
         base_model = str(self.policy.config.name_or_path)
         write_model_card(folder, algorithm=self.algorithm, base_model=base_model, log_history=self.state.log_history)
-
-
-def _tokens_seen(batches: list[TokenBatch]) -> int:
-    return sum(batch.num_tokens + sum(batch.prompt_lengths[i] for i in batch.prompt_index) for batch in batches)

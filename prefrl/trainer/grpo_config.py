@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.online_config import (
-    OnlineConfig,
-    PolicyLossOptions,
-    ReferenceOptions,
-    RewardOptions,
-    SamplingOptions,
-)
-from prefrl.trainer.options import check_no_effect
+from prefrl.trainer.online_config import OnlineConfig, PolicyLossOptions, RewardOptions, SamplingOptions
+from prefrl.trainer.reference_config import ReferenceOptions
 
 __all__ = ["GRPOConfig"]
 
@@ -28,17 +22,7 @@ class GRPOConfig(PolicyLossOptions, SamplingOptions, RewardOptions, ReferenceOpt
         super().validate()
         self._validate_groups()
         self._validate_clipping()
-        if not self.sync_ref_model:
-            for name, unset in (("ref_model_mixup_alpha", 0.6), ("ref_model_sync_steps", 512)):
-                check_no_effect(
-                    name=name,
-                    value=getattr(self, name),
-                    unset=unset,
-                    because="sync_ref_model=False",
-                    remedy="Set sync_ref_model=True.",
-                )
-        elif self.beta == 0:
-            raise ConfigError("sync_ref_model=True with beta=0.0: there is no reference model to move. Set beta > 0.")
+        self.validate_reference()
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
             raise ConfigError(
                 f"scale_rewards={self.scale_rewards!r} has no effect with "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftConfig
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.rewards.base import RewardSource
 
@@ -49,6 +49,7 @@ class GRPOTrainer(OnlineTrainer):
         callbacks: HuggingFace callbacks.
         optimizers: Optimizer and scheduler to use instead of those that `args` describes.
         peft_config: Train an adapter of this kind instead of the model.
+        quantization_config: Load the model, given by name, quantised; needs an adapter.
 
     Raises:
         ConfigError: Options that cannot work together.
@@ -73,6 +74,7 @@ class GRPOTrainer(OnlineTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         peft_config: PeftConfig | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -85,6 +87,7 @@ class GRPOTrainer(OnlineTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
             peft_config=peft_config,
+            quantization_config=quantization_config,
         )
 
     def advantages(self, rewards: Tensor, groups: Tensor) -> Advantages:

@@ -15,6 +15,12 @@ __all__ = ["write_model_card"]
 
 _PAPERS = {
     "sft": "Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.",
+    "dpo": "Direct preference optimisation: [arXiv 2305.18290](https://arxiv.org/abs/2305.18290).",
+    "kto": "Kahneman-Tversky optimisation: [arXiv 2402.01306](https://arxiv.org/abs/2402.01306).",
+    "orpo": "Odds ratio preference optimisation: [arXiv 2403.07691](https://arxiv.org/abs/2403.07691).",
+    "cpo": "Contrastive preference optimisation: [arXiv 2401.08417](https://arxiv.org/abs/2401.08417).",
+    "bco": "Binary classifier optimisation: [arXiv 2404.04656](https://arxiv.org/abs/2404.04656).",
+    "reward": "Reward modelling: the Bradley-Terry likelihood of preferences.",
     "grpo": "Group relative policy optimisation: DeepSeekMath, [arXiv 2402.03300](https://arxiv.org/abs/2402.03300).",
 }
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")

@@ -2,39 +2,198 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+
+import datasets
+import torch
 
 from prefrl import distributed
-from prefrl.data.collate import sft_batch
 from prefrl.data.samplers import EpochDataLoader, StepBatchSampler
+from prefrl.data.stream import StreamLoader
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric
-from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.models.fingerprint import weights_fingerprint
+from prefrl.models.modes import disable_dropout
+from prefrl.registry import REGISTRY
+from prefrl.trainer.base_trainer import BaseTrainer, Optimizers
+from prefrl.trainer.options import default_output_dir
+from prefrl.trainer.precompute import check_same_reference, precompute_reference
+from prefrl.trainer.reference_config import OfflineReferenceOptions
+from prefrl.trainer.running_mean import RunningMean
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
-    from torch import nn
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.trainer.offline_config import OfflineConfig
 
-__all__ = ["OfflineTrainer"]
+__all__ = ["OfflineTrainer", "TrainerArguments"]
+
+_REFERENCE_FILE = "reference.json"
+_REWARD_MEAN_FILE = "reward_mean.json"
+
+
+class TrainerArguments(TypedDict, total=False):
+    """What the constructors of all offline trainers take by name."""
+
+    train_dataset: Dataset | IterableDataset | None
+    eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None  # one, or several by name
+    processing_class: PreTrainedTokenizerBase | None  # the tokenizer; None: the model's
+    callbacks: list[TrainerCallback] | None
+    optimizers: Optimizers  # optimizer and scheduler instead of those that `args` describes
+    peft_config: PeftConfig | None  # train an adapter of this kind instead of the model
+    quantization_config: BitsAndBytesConfig | None  # load the model, given by name, quantised; needs an adapter
 
 
 class OfflineTrainer(BaseTrainer):
-    """Rows of a dataset in, one normalised update for each optimizer step out."""
+    """Rows of a dataset in, one normalised update for each optimizer step out.
+
+    A leaf gives `prepare_dataset`, `collate`, `num_items` and `loss`, and with `prepare_step` what its loss needs to
+    know about the whole step.
+
+    Args:
+        model: Name, path or instance; trained in place.
+        args: Options; None: the defaults, in `<model name>-<algorithm>`.
+        ref_model: The policy that training stays close to, for trainers that have one; None: the model as it is now.
+        arguments: See `TrainerArguments`.
+
+    Raises:
+        ConfigError: Options that cannot work together.
+        DataError: A dataset that cannot be used; names the row and the column.
+    """
 
     args: OfflineConfig
+    train_dataset: Any
+    eval_dataset: Any
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        args: OfflineConfig | None = None,
+        *,
+        ref_model: str | Path | PreTrainedModel | None = None,
+        **arguments: Unpack[TrainerArguments],
+    ) -> None:
+        if args is None:
+            suffix = type(self).__name__.removesuffix("Trainer")
+            args = REGISTRY[self.algorithm].load_config()(output_dir=default_output_dir(model, suffix))
+        self.args = args
+        if isinstance(arguments.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
+            raise ConfigError(
+                f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
+                "optimizer steps, max_steps > 0"
+            )
+        super().__init__(
+            model,
+            args,
+            train_dataset=arguments.get("train_dataset"),
+            eval_dataset=arguments.get("eval_dataset"),
+            processing_class=arguments.get("processing_class"),
+            callbacks=arguments.get("callbacks"),
+            optimizers=arguments.get("optimizers", (None, None)),
+            peft_config=arguments.get("peft_config"),
+            quantization_config=arguments.get("quantization_config"),
+        )
+        if args.disable_dropout:
+            disable_dropout(self.policy)
+        self.reward_mean: RunningMean | None = None  # of losses that compare rewards with their mean so far
+        self._precomputed_from: str | None = None  # fingerprint of the weights
+        if isinstance(args, OfflineReferenceOptions):
+            self._set_up_reference(args, ref_model)
+
+    # The reference policy.
+
+    def _set_up_reference(self, options: OfflineReferenceOptions, given: str | Path | PreTrainedModel | None) -> None:
+        if isinstance(given, str | Path):
+            given = self.load_policy(given, freeze=(), seed=None)
+        if not options.precompute_ref_log_probs:
+            self.add_reference(options, given)
+            return
+        # Before training the policy is its own reference: no copy is made.
+        if given is not None:
+            self.add_reference(options, given)
+        score = self.frozen_logprobs if self.reference is None else self._reference_logprobs
+        weights = weights_fingerprint(self.policy) if self.reference is None else self.reference.fingerprint()
+        self._precomputed_from = weights
+        self.train_dataset = self._precomputed(self.train_dataset, score, options)
+        if isinstance(self.eval_dataset, Mapping):
+            self.eval_dataset = {name: self._precomputed(d, score, options) for name, d in self.eval_dataset.items()}
+        else:
+            self.eval_dataset = self._precomputed(self.eval_dataset, score, options)
+        self.reference = None
+
+    def _reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        scores = self.with_reference(batch).ref_logprobs
+        assert scores is not None
+        return scores
+
+    def _precomputed(
+        self, dataset: Any, score: Callable[[TokenBatch], Tensor], options: OfflineReferenceOptions
+    ) -> Any:
+        if dataset is None:
+            return None
+        return precompute_reference(
+            dataset,
+            reference_logprobs=score,
+            collate=self.lay_out,
+            batch_size=options.precompute_ref_batch_size or self.args.per_device_train_batch_size,
+            weights=cast("str", self._precomputed_from),
+            dtype=self._scoring_dtype(),
+            temperature=self.scoring_temperature,
+        )
+
+    def _scoring_dtype(self) -> torch.dtype:
+        if self.args.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.args.fp16 else self.policy.dtype
+
+    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """The micro-batches of a step with what their losses need besides the policy: the reference's log-probs.
+
+        Called once for each step on every rank, also for no batches, before the first forward.
+        """
+        if self.reward_mean is not None:
+            self.reward_mean.fold()
+        if self.reference is not None:
+            return [batch if batch.ref_logprobs is not None else self.with_reference(batch) for batch in batches]
+        if self._precomputed_from is not None and any(batch.ref_logprobs is None for batch in batches):
+            raise ConfigError(
+                "precompute_ref_log_probs=True kept no reference model, so that a dataset given to evaluate() cannot "
+                "be scored. Give it to the constructor as eval_dataset, or set precompute_ref_log_probs=False."
+            )
+        return batches
+
+    # Datasets.
+
+    @abstractmethod
+    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+        """The flat batch of some rows of a prepared dataset."""
 
     def collate(self, rows: list[dict[str, Any]]) -> TokenBatch | None:
         """The flat batch of some rows; None for no rows."""
-        return sft_batch(rows) if rows else None
+        return self.lay_out(rows) if rows else None
 
-    def get_train_dataloader(self) -> EpochDataLoader:
+    def get_train_dataloader(self) -> EpochDataLoader | StreamLoader:
         """Micro-batches of this rank, see `StepBatchSampler`."""
-        if self.train_dataset is None:
+        dataset = self.train_dataset
+        if dataset is None:
             raise ConfigError("train_dataset=None: training needs a dataset")
+        if isinstance(dataset, datasets.IterableDataset):
+            return self._stream_loader(
+                dataset,
+                micro_batch_size=self.args.per_device_train_batch_size,
+                micro_batches_per_step=self.args.gradient_accumulation_steps,
+                drop_last=self.args.dataloader_drop_last,
+            )
         sampler = StepBatchSampler(
-            len(self.train_dataset),
+            len(dataset),
             micro_batch_size=self.args.per_device_train_batch_size,
             micro_batches_per_step=self.args.gradient_accumulation_steps,
             rank=distributed.rank(),
@@ -45,16 +204,18 @@ class OfflineTrainer(BaseTrainer):
         )
         if len(sampler) == 0:
             raise ConfigError(
-                f"the dataset's {len(self.train_dataset)} rows do not fill one step of {sampler.rows_per_step}, and "
+                f"the dataset's {len(dataset)} rows do not fill one step of {sampler.rows_per_step}, and "
                 "dataloader_drop_last=True leaves shorter steps out"
             )
-        return self._loader(self.train_dataset, sampler)
+        return self._loader(dataset, sampler)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader | StreamLoader:
         """All rows of an evaluation dataset in order, shared out over the ranks."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
+        if isinstance(dataset, datasets.IterableDataset):
+            return self._stream_loader(dataset, micro_batch_size=self.args.per_device_eval_batch_size)
         sampler = StepBatchSampler(
             len(dataset),
             micro_batch_size=self.args.per_device_eval_batch_size,
@@ -74,22 +235,89 @@ class OfflineTrainer(BaseTrainer):
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
+    def _stream_loader(
+        self,
+        dataset: IterableDataset,
+        *,
+        micro_batch_size: int,
+        micro_batches_per_step: int = 1,
+        drop_last: bool = False,
+    ) -> StreamLoader:
+        if self.args.dataloader_num_workers:
+            raise ConfigError(
+                f"dataloader_num_workers={self.args.dataloader_num_workers} with an IterableDataset: a stream is read "
+                "by one process. Set 0."
+            )
+        return StreamLoader(
+            dataset,
+            micro_batch_size=micro_batch_size,
+            micro_batches_per_step=micro_batches_per_step,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            drop_last=drop_last,
+            collate_fn=self.collate,
+        )
+
+    # One step.
+
     def micro_batches_of_step(self, items: list[TokenBatch | None]) -> tuple[list[TokenBatch], float]:
         """The loader's micro-batches as they are, or cut anew by tokens."""
-        batches = [batch for batch in items if batch is not None]
+        batches = numbered_apart([batch for batch in items if batch is not None])
         count = sum(float(self.num_items(batch)) for batch in batches)
         if batches and self.args.max_tokens_per_micro_batch is not None:
-            batches = TokenBatch.concat(batches).split(self.args.max_tokens_per_micro_batch)
-        return batches, count
+            batches = TokenBatch.concat(batches).split(self.args.max_tokens_per_micro_batch, whole_groups=True)
+        return self.prepare_step(batches), count
 
     def evaluation_step(self, model: nn.Module, item: TokenBatch | None) -> dict[str, Metric]:
         """The loss and its metrics on one micro-batch."""
-        if item is None:
-            return {}
-        count = float(self.num_items(item))
-        output = self.loss(model, item.to(self.args.device))
-        return {"loss": Mean(output.total, count), **output.metrics}
+        batches = self.prepare_step([] if item is None else [item])
+        metrics: dict[str, Metric] = {}
+        for batch in batches:
+            count = float(self.num_items(batch))
+            output = self.loss(model, batch.to(self.args.device))
+            metrics = {"loss": Mean(output.total, count), **output.metrics}
+        return metrics
 
     def rows_of(self, item: TokenBatch | None) -> int:
         """Rows in a micro-batch."""
-        return 0 if item is None else item.num_rows
+        return 0 if item is None else len(set(item.group_index))
+
+    # Checkpoints.
+
+    def save_update_state(self, folder: Path) -> None:
+        """See `BaseTrainer.save_update_state`; also which weights the reference has."""
+        super().save_update_state(folder)
+        if (fingerprint := self._reference_fingerprint()) is not None and distributed.is_main():
+            (folder / _REFERENCE_FILE).write_text(json.dumps({"weights": fingerprint}), encoding="utf-8")
+        if self.reward_mean is not None:
+            self.reward_mean.save(folder / _REWARD_MEAN_FILE)
+
+    def load_update_state(self, folder: Path) -> None:
+        """See `BaseTrainer.load_update_state`.
+
+        Raises:
+            ConfigError: The reference of the checkpoint had other weights than this one.
+        """
+        super().load_update_state(folder)
+        path = folder / _REFERENCE_FILE
+        if path.exists() and (fingerprint := self._reference_fingerprint()) is not None:
+            check_same_reference(json.loads(path.read_text(encoding="utf-8"))["weights"], fingerprint)
+        if self.reward_mean is not None:
+            self.reward_mean.load(folder / _REWARD_MEAN_FILE)
+
+    def _reference_fingerprint(self) -> str | None:
+        """Of the weights of a reference that does not move."""
+        if self.reference is None or self._reference_moves:
+            return self._precomputed_from
+        return self.reference.fingerprint()
+
+
+def numbered_apart(batches: list[TokenBatch]) -> list[TokenBatch]:
+    """The batches with group numbers that no two of them share: 0, 1, ... through all."""
+    numbered = []
+    first = 0
+    for batch in batches:
+        numbers = {group: first + i for i, group in enumerate(dict.fromkeys(batch.group_index))}
+        numbered.append(batch.replace(group_index=tuple(numbers[group] for group in batch.group_index)))
+        first += len(numbers)
+    return numbered

@@ -12,7 +12,7 @@ from prefrl.generation.base import SamplingParams
 from prefrl.trainer.base_config import BaseConfig, TruncationMode
 from prefrl.trainer.options import check_no_effect, opt, parse_json
 
-__all__ = ["OnlineConfig", "PolicyLossOptions", "ReferenceOptions", "RewardOptions", "SamplingOptions"]
+__all__ = ["OnlineConfig", "PolicyLossOptions", "RewardOptions", "SamplingOptions"]
 
 
 @dataclass
@@ -96,18 +96,6 @@ class PolicyLossOptions:
         None, "Upper bound of the ratio on the side that is not clipped (two-sided clipping); above 1 + epsilon."
     )
     num_iterations: Annotated[int, Ge(1)] = opt(1, "How often each generation batch is learned from.")
-
-
-@dataclass
-class ReferenceOptions:
-    """The policy that training stays close to."""
-
-    beta: Annotated[float, Ge(0)] = opt(0.04, "Weight of the KL term; 0: no reference model is kept.")
-    sync_ref_model: bool = opt(False, "Move the reference towards the policy during training (TR-DPO).")
-    ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = opt(
-        0.6, "reference = alpha * policy + (1 - alpha) * reference at each move."
-    )
-    ref_model_sync_steps: Annotated[int, Ge(1)] = opt(512, "Optimizer steps between moves of the reference.")
 
 
 @dataclass

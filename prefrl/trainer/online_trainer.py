@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import datasets
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 from prefrl import distributed
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
@@ -21,22 +20,19 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.generation.local import LocalGenerator
 from prefrl.losses.reduce import token_weights
 from prefrl.metrics import Max, Mean, Metric, Min, merge
-from prefrl.models.modes import eval_mode
-from prefrl.models.reference import logprobs_in_pieces, make_reference
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, collect, prompt_seed, to_token_batch
 from prefrl.rollout.summary import print_table, rollout_metrics, write_parquet
 from prefrl.trainer.base_config import TRUNCATION_SIDES
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers
-from prefrl.trainer.callbacks.sync_reference import SyncReference
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftConfig
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.losses.advantages import Advantages
     from prefrl.losses.logprobs import TokenScores
@@ -68,6 +64,7 @@ class OnlineTrainer(BaseTrainer):
         callbacks: list[TrainerCallback] | None,
         optimizers: Optimizers,
         peft_config: PeftConfig | None,
+        quantization_config: BitsAndBytesConfig | None,
     ) -> None:
         self.rewards = RewardRunner(
             reward_funcs,
@@ -85,18 +82,10 @@ class OnlineTrainer(BaseTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
             peft_config=peft_config,
+            quantization_config=quantization_config,
         )
         self._check_dataset_size()
-        self.reference = make_reference(
-            self.model,
-            beta=args.beta,
-            moves=args.sync_ref_model,
-            max_tokens=args.max_tokens_per_micro_batch,
-            plan=args.forward_plan,
-        )
-        if args.sync_ref_model and self.reference is not None:
-            alpha, steps = args.ref_model_mixup_alpha, args.ref_model_sync_steps
-            self.add_callback(SyncReference(self.reference, alpha=alpha, steps=steps))
+        self.add_reference(args)
         self.generator = LocalGenerator(
             self.model, tokenizer=self.processing_class, max_rows=args.completions_per_rank
         )
@@ -248,33 +237,16 @@ class OnlineTrainer(BaseTrainer):
         batch = batch.select(self._rows_with_gradient(rollouts, batch))
         micro_batches = self.cut(batch, self.args.per_device_train_batch_size)
         if self.reference is not None:
-            micro_batches = [self._with_reference(batch) for batch in micro_batches]
+            micro_batches = [self.with_reference(batch) for batch in micro_batches]
         if not is_first:
             # Earlier minibatches will have moved the policy by the time that this one is learned from.
-            micro_batches = [batch.replace(old_logprobs=self._frozen_logprobs(batch)) for batch in micro_batches]
+            micro_batches = [batch.replace(old_logprobs=self.frozen_logprobs(batch)) for batch in micro_batches]
         return Minibatch(micro_batches, num_items)
 
     def _rows_with_gradient(self, rollouts: list[Rollout], batch: TokenBatch) -> list[int]:
         has_loss = [bool(row.any()) for row in torch.split(batch.trainable, list(batch.response_lengths))]
         every = self.learns_from_zero_advantage
         return [i for i, r in enumerate(rollouts) if has_loss[i] and (every or r.advantage != 0)]
-
-    def _with_reference(self, batch: TokenBatch) -> TokenBatch:
-        assert self.reference is not None
-        with self.accelerator.autocast():
-            logprobs = self.reference.logprobs(batch.to(self.args.device), temperature=self.scoring_temperature)
-        return batch.replace(ref_logprobs=logprobs.to(batch.device))
-
-    def _frozen_logprobs(self, batch: TokenBatch) -> Tensor:
-        with eval_mode(self.policy), self.accelerator.autocast():
-            logprobs = logprobs_in_pieces(
-                self.policy,
-                batch.to(self.args.device),
-                temperature=self.scoring_temperature,
-                max_tokens=self.args.max_tokens_per_micro_batch,
-                plan=self.args.forward_plan,
-            )
-        return logprobs.to(batch.device)
 
     def training_step(
         self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
@@ -339,9 +311,8 @@ class OnlineTrainer(BaseTrainer):
 
     def save_update_state(self, folder: Path) -> None:
         """The rollouts still to be learned from, and a reference that moves."""
+        super().save_update_state(folder)
         self.buffer.save(folder / f"rollouts_{distributed.rank()}_of_{distributed.world_size()}.safetensors")
-        if self.args.sync_ref_model and self.reference is not None and distributed.is_main():
-            save_file(self.reference.state_dict(), folder / "reference.safetensors")
 
     def load_update_state(self, folder: Path) -> None:
         """Read what `save_update_state` wrote.
@@ -357,8 +328,7 @@ class OnlineTrainer(BaseTrainer):
                 f"(found: {', '.join(found) or 'none'}). Resume with the number of processes that wrote it."
             )
         self.buffer.load(path)
-        if self.args.sync_ref_model and self.reference is not None:
-            self.reference.load_state_dict(load_file(folder / "reference.safetensors"))
+        super().load_update_state(folder)
 
 
 def _nan_if_none(value: float | None) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from prefrl.errors import ConfigError
 from prefrl.trainer.offline_config import OfflineConfig
-from prefrl.trainer.options import check_no_effect, opt, parse_json
+from prefrl.trainer.options import check_no_effect, opt
 
 __all__ = ["SFTConfig"]
 
@@ -25,9 +25,6 @@ class SFTConfig(OfflineConfig):
     )
     assistant_only_loss: bool = opt(False, "Learn the assistant's turns only; needs conversational data.")
     dataset_text_field: str = opt("text", "Column of plain language-modelling data.")
-    chat_template_kwargs: dict[str, Any] | str | None = opt(
-        None, "Arguments for the chat template; JSON on the command line."
-    )
     packing: bool = opt(
         False,
         "Put several sequences into one row of at most max_length tokens, so that a batch of rows has an even size. "
@@ -41,7 +38,6 @@ class SFTConfig(OfflineConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        parse_json(self, "chat_template_kwargs")
         if (self.packing or self.eval_packing) and self.max_length is None:
             raise ConfigError("packing=True with max_length=None: packing fills rows of max_length tokens. Set it.")
         if not (self.packing or self.eval_packing):

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
+from prefrl.data.collate import sft_batch
 from prefrl.data.packing import pack_dataset
 from prefrl.data.tokenize import prepare_sft_dataset
 from prefrl.losses.reduce import item_count, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
 from prefrl.trainer.base_config import TRUNCATION_SIDES
-from prefrl.trainer.base_trainer import Optimizers
-from prefrl.trainer.offline_trainer import OfflineTrainer
-from prefrl.trainer.options import default_output_dir
+from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
 from prefrl.trainer.sft_config import SFTConfig
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from peft import PeftConfig
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["SFTTrainer"]
 
@@ -33,13 +31,9 @@ class SFTTrainer(OfflineTrainer):
     Args:
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-SFT`.
-        train_dataset: Language modelling (`text` or `messages`) or prompt-completion (`prompt`, `completion`) rows.
-        eval_dataset: One dataset, or several by name.
-        processing_class: Tokenizer; None: the model's.
-        callbacks: HuggingFace callbacks.
-        optimizers: Optimizer and scheduler to use instead of those that `args` describes.
-        peft_config: Train an adapter of this kind instead of the model.
         formatting_func: Turns a row into text.
+        arguments: See `TrainerArguments`. Datasets: language modelling (`text` or `messages`) or prompt-completion
+            (`prompt`, `completion`) rows.
 
     Raises:
         ConfigError: Options that cannot work together.
@@ -51,31 +45,16 @@ class SFTTrainer(OfflineTrainer):
     algorithm = "sft"
     args: SFTConfig
 
-    def __init__(  # noqa: PLR0913 - TRL's constructor
+    def __init__(
         self,
         model: str | Path | PreTrainedModel,
         args: SFTConfig | None = None,
         *,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: Optimizers = (None, None),
-        peft_config: PeftConfig | None = None,
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
+        **arguments: Unpack[TrainerArguments],
     ) -> None:
         self.formatting_func = formatting_func
-        self.args = args or SFTConfig(output_dir=default_output_dir(model, "SFT"))
-        super().__init__(
-            model,
-            self.args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-        )
+        super().__init__(model, args, **arguments)
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
         """Tokenise, mask, truncate and pack."""
@@ -91,6 +70,7 @@ class SFTTrainer(OfflineTrainer):
             completion_only_loss=self.args.completion_only_loss,
             assistant_only_loss=self.args.assistant_only_loss,
             text_field=self.args.dataset_text_field,
+            invalid_rows=self.args.invalid_rows,
             chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
             num_proc=self.args.dataset_num_proc,
         )
@@ -99,6 +79,10 @@ class SFTTrainer(OfflineTrainer):
             assert self.args.max_length is not None  # see SFTConfig.validate
             return pack_dataset(dataset, max_length=self.args.max_length, strategy=self.args.packing_strategy)
         return dataset
+
+    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+        """See `data.collate.sft_batch`."""
+        return sft_batch(rows)
 
     def num_items(self, batch: TokenBatch) -> Tensor:
         """Tokens that have a loss."""

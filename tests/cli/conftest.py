@@ -6,9 +6,12 @@ import json
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
-from tests.assets import tiny_model, tiny_tokenizer
+from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
+
+PAIRS = Path(__file__).parents[1] / "data" / "gsm8k_pairs_8.jsonl"
 
 
 @pytest.fixture(scope="session")
@@ -19,10 +22,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-reward-model")
+    tiny_reward_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with two datasets and a module with a reward."""
+    """The working directory, with a dataset of each kind, a module with a reward, and a cache of its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     questions = [
         {"prompt": "1+1=", "answer": "2"},
@@ -33,6 +45,10 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_jsonl(tmp_path / "prompts.jsonl", plain)
     write_jsonl(tmp_path / "chats.jsonl", conversational)
     write_jsonl(tmp_path / "texts.jsonl", [{"text": "to be"}, {"text": "or not to be"}, {"text": "that"}])
+    pairs = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    sides = [{"prompt": row["prompt"], "completion": row[side]} for side in ("chosen", "rejected") for row in pairs]
+    write_jsonl(tmp_path / "rated.jsonl", [{**row, "label": i < len(pairs)} for i, row in enumerate(sides)])
     (tmp_path / "my_rewards.py").write_text(
         "def short(completions, **columns):\n    return [-float(len(text)) for text in completions]\n\n\nNUMBER = 3\n",
         encoding="utf-8",

@@ -12,7 +12,9 @@ from types import ModuleType
 import pytest
 
 from prefrl.registry import REGISTRY
+from prefrl.scripts.arguments import RewardArguments, ScriptArguments
 from prefrl.scripts.main import main
+from prefrl.scripts.parser import CommandParser
 from tests.cli.conftest import write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -64,9 +66,34 @@ def _blocks() -> list[object]:
 
 
 @pytest.mark.parametrize("code", _blocks())
-def test_python_blocks_run(code: str, workspace: Path, model_folder: Path) -> None:
+def test_python_blocks_run(code: str, workspace: Path, model_folder: Path, reward_folder: Path) -> None:
     shutil.copy(workspace / "prompts.jsonl", workspace / "questions.jsonl")
+    shutil.copytree(reward_folder, workspace / "runs/reward")
     exec(compile(code.replace(MODEL, str(model_folder)), "<docs>", "exec"), {"__name__": "__main__"})
+
+
+def _command_lines() -> list[object]:
+    lines = [
+        (page, line)
+        for page in PAGES
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+        for line in block.splitlines()
+    ]
+    found = [(page, line, words) for page, line in lines for words in [shlex.split(line, comments=True)]]
+    return [
+        pytest.param(words[1:], id=f"{name(page)}: {line}")
+        for page, line, words in found
+        if words[:1] == ["prefrl"] and words[1] in REGISTRY
+    ]
+
+
+@pytest.mark.parametrize("words", _command_lines())
+def test_command_lines_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = REGISTRY[words[0]].load_config()
+    arguments = RewardArguments if words[0] == "grpo" else ScriptArguments
+    script, _ = CommandParser(words[0], (arguments, config), "").parse([*words[1:], "--use_cpu"])
+    assert script.model_name_or_path == MODEL
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=name)
@@ -80,7 +107,9 @@ def test_example_configs_parse_and_train(path: Path, workspace: Path, model_fold
     assert main([path.stem, "--config", str(path), *options]) == 0
 
 
-@pytest.mark.parametrize(("script", "data"), [("sft.py", "texts.jsonl"), ("grpo_gsm8k.py", "gsm8k.jsonl")])
+@pytest.mark.parametrize(
+    ("script", "data"), [("sft.py", "texts.jsonl"), ("dpo.py", "pairs.jsonl"), ("grpo_gsm8k.py", "gsm8k.jsonl")]
+)
 def test_example_scripts_train(script: str, data: str, workspace: Path, model_folder: Path) -> None:
     write_jsonl(workspace / "gsm8k.jsonl", [{"question": "What is 2+3?", "answer": "#### 5"}] * 4)
     module(ROOT / "examples" / script).main(str(model_folder), data, "out")

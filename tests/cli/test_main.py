@@ -39,7 +39,11 @@ def test_help_loads_nothing_heavy_and_names_every_command() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     *help_lines, loaded = done.stdout.splitlines()
     assert loaded == "[]"
-    assert {line.split()[0] for line in help_lines if line.startswith("  ") and line.strip()} >= {*REGISTRY, "demo"}
+    assert {line.split()[0] for line in help_lines if line.startswith("  ") and line.strip()} >= {
+        *REGISTRY,
+        "demo",
+        "soup",
+    }
 
 
 def test_help_is_quick() -> None:
@@ -90,7 +94,11 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
     ("argv", "message"),
     [
         pytest.param(["grop"], "prefrl grop: ConfigError: unknown command. Did you mean 'grpo'?", id="command"),
-        pytest.param(["xyz"], "unknown command. Known: demo, grpo, sft.", id="command unlike any"),
+        pytest.param(
+            ["xyz"],
+            f"unknown command. Known: {', '.join(sorted([*REGISTRY, 'demo', 'soup']))}.",
+            id="command unlike any",
+        ),
         pytest.param(
             ["sft", "--learnin_rate", "1"],
             "unknown option '--learnin_rate'. Did you mean '--learning_rate'?",
@@ -103,7 +111,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
         pytest.param(["sft", "x.yaml"], "unexpected argument 'x.yaml'", id="no flag"),
         pytest.param(["sft", "--learning_rate", "x"], "invalid float value: 'x'", id="type"),
         pytest.param(["sft", "--loss_type", "nlll"], "invalid choice: 'nlll' (choose from 'nll', 'dft')", id="choice"),
-        pytest.param(["sft"], "model_name_or_path, dataset_name: not given.", id="missing"),
+        pytest.param(["sft"], "model_name_or_path: not given.", id="missing"),
         pytest.param(
             ["grpo", "--model_name_or_path", "m", "--dataset_name", "d"],
             "reward_funcs=None: at least one reward is needed",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.arguments import RewardArguments, ScriptArguments
+from prefrl.scripts.arguments import DatasetPart, RewardArguments, ScriptArguments
 from prefrl.scripts.parser import CommandParser
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.sft_config import SFTConfig
@@ -132,3 +132,131 @@ def test_rewards_are_options_of_grpo(tmp_path: Path) -> None:
     script, config = _parse(tmp_path, text, (RewardArguments, GRPOConfig), ())
     assert script.reward_funcs == ["a", "b"]
     assert config.reward_weights == [1.0, 0.5]
+
+
+MIXTURE = "model_name_or_path: m\ndatasets:\n"
+
+
+def mixture(tmp_path: Path, text: str, *argv: str) -> ScriptArguments:
+    script, _ = _parse(tmp_path, text, (ScriptArguments, SFTConfig), argv)
+    assert isinstance(script, ScriptArguments)
+    return script
+
+
+def test_a_mixture_is_a_list_of_datasets(tmp_path: Path) -> None:
+    text = MIXTURE + (
+        "  - {path: a.jsonl, weight: 2}\n"
+        "  - {path: hub/b, name: en, data_dir: d, data_files: {train: [x, y]}, split: test, columns: [c],"
+        " weight: .5}\n"
+    )
+    assert mixture(tmp_path, text).parts() == [
+        DatasetPart("a.jsonl", weight=2),
+        DatasetPart("hub/b", "en", "d", {"train": ["x", "y"]}, "test", ["c"], 0.5),
+    ]
+
+
+def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
+    argv = ("--datasets", '[{"path": "a", "split": "test"}]')
+    assert mixture(tmp_path, "model_name_or_path: m\n", *argv).parts() == [DatasetPart("a", split="test")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("model_name_or_path: m\n", "dataset_name, datasets: not given. Set one of them", id="neither"),
+        pytest.param(MIXTURE + "- path: a\ndataset_name: b\n", "dataset_name, datasets: both are given", id="both"),
+        pytest.param(MIXTURE + "- a\n", r"datasets\[0\]='a': must be a mapping with at least a path", id="text"),
+        pytest.param(MIXTURE + "- {name: a}\n", "must be a mapping with at least a path", id="no path"),
+        pytest.param(
+            MIXTURE + "- {path: a}\n- {path: a, colums: [b]}\n",
+            r"datasets\[1\]: unknown key 'colums'. Did you mean 'columns'\?",
+            id="unknown",
+        ),
+        pytest.param(MIXTURE + "- {path: a, fraction: 1}\n", "unknown key 'fraction'. Known: .*weight", id="fraction"),
+        pytest.param(MIXTURE + "- {path: 3}\n", r"datasets\[0\].path=3: must be a text", id="path"),
+        pytest.param(MIXTURE + "- {path: a, columns: b}\n", "columns='b': must be a list of names", id="columns"),
+        pytest.param(MIXTURE + "- {path: a, weight: 0}\n", "weight=0: must be a number > 0", id="weight"),
+        pytest.param(MIXTURE + "- {path: a, weight: much}\n", "weight='much': must be a number > 0", id="no number"),
+        pytest.param(
+            MIXTURE + "- path: a\ndataset_train_split: test\n",
+            "dataset_train_split='test' has no effect because datasets is set. Set name and split in datasets",
+            id="split",
+        ),
+        pytest.param(MIXTURE + "- path: a\ndataset_config: en\n", "dataset_config='en' has no effect", id="config"),
+        pytest.param(
+            "model_name_or_path: m\ndatasets: a.jsonl\n", "datasets='a.jsonl': must be a JSON list", id="name"
+        ),
+        pytest.param("model_name_or_path: m\ndatasets: '{}'\n", "datasets='{}': must be a JSON list", id="json"),
+    ],
+)
+def test_a_mixture_that_cannot_be_read_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mixture(tmp_path, text)
+
+
+def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path: Path) -> None:
+    argv = ("--lora_alpha_pattern", '{"v_proj": 4}')
+    script, _ = parse(tmp_path, "use_peft: true\nlora_rank_pattern: {q_proj: 2}\nlora_init: pissa\n", *argv)
+    assert script.lora_options == {
+        "r": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.05,
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"v_proj": 4},
+        "init_lora_weights": "pissa",
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            pytest.param(
+                f"{name}: {value}", f"{name}=.* has no effect because use_peft=False. Set use_peft=True", id=name
+            )
+            for name, value in {
+                "lora_r": 4,
+                "lora_alpha": 4,
+                "lora_dropout": 0.5,
+                "lora_target_modules": "q_proj",
+                "lora_target_parameters": "experts",
+                "lora_modules_to_save": "lm_head",
+                "lora_rank_pattern": "{a: 1}",
+                "lora_alpha_pattern": "{a: 1}",
+                "lora_init": "pissa",
+                "use_rslora": "true",
+                "use_dora": "true",
+            }.items()
+        ),
+        pytest.param("use_peft: true\nlora_r: 0", "lora_r=0: must be a number >= 1", id="rank"),
+        pytest.param("use_peft: true\nlora_init: eva", "lora_init='eva': must be one of gaussian, pissa", id="init"),
+        pytest.param(
+            "use_peft: true\nlora_rank_pattern: a", "lora_rank_pattern='a': must be a JSON object", id="json"
+        ),
+        pytest.param(
+            "use_peft: true\nlora_target_parameters: [experts]",
+            "lora_dropout=0.05: must be 0 with lora_target_parameters",
+            id="dropout",
+        ),
+        pytest.param("load_in_4bit: true", "load_in_4bit=True and use_peft=False: quantised weights", id="4 bits"),
+        pytest.param("load_in_8bit: true", "load_in_8bit=True and use_peft=False: quantised weights", id="8 bits"),
+        pytest.param(
+            "use_peft: true\nload_in_8bit: true\nload_in_4bit: true",
+            "load_in_8bit=True: set one of them",
+            id="12 bits",
+        ),
+        pytest.param("bnb_4bit_quant_type: fp4", "='fp4' has no effect because load_in_4bit=False", id="type"),
+        pytest.param(
+            "use_peft: true\nload_in_8bit: true\nuse_bnb_nested_quant: true",
+            "use_bnb_nested_quant=True has no effect because load_in_4bit=False",
+            id="nested",
+        ),
+    ],
+)
+def test_an_option_of_adapters_or_quantisation_without_effect_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(tmp_path, text)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from datasets import IterableDataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,6 +21,7 @@ from prefrl.registry import REGISTRY
 from prefrl.rewards import numeric_reward
 from prefrl.scripts import train
 from prefrl.scripts.main import main
+from tests.cli.conftest import write_jsonl
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--learning_rate", "1e-2", "--output_dir", "out"]
@@ -120,6 +123,116 @@ def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None
     assert given["reward_funcs"][1](["abc"]) == [-3.0]
     assert given["reward_funcs"][2] == "judge"
     assert (given["resume"], given["saved"]) == ("out/checkpoint-7", "out")
+
+
+def recorded(algorithm: str, argv: list[str]) -> dict[str, Any]:
+    """What the trainer was given."""
+    row = dataclasses.replace(REGISTRY[algorithm], trainer=f"{__name__}:Recorder")
+    assert train.main(row, ["--model_name_or_path", "m", *QUICK, *argv]) == 0
+    return Recorder.given
+
+
+def test_every_option_of_lora_reaches_peft(workspace: Path) -> None:
+    options = ["--use_peft", "--lora_r", "3", "--lora_alpha", "5", "--lora_dropout", "0", "--lora_init", "gaussian"]
+    options += ["--lora_target_modules", "q_proj", "v_proj", "--lora_modules_to_save", "lm_head", "--use_dora"]
+    options += ["--lora_target_parameters", "experts.w", "--use_rslora", "--lora_rank_pattern", '{"q_proj": 2}']
+    options += ["--lora_alpha_pattern", '{"v_proj": 4}']
+    config = recorded("sft", ["--dataset_name", "texts.jsonl", *options])["peft_config"]
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.init_lora_weights) == (3, 5, 0, "gaussian")
+    assert (config.target_modules, config.modules_to_save) == ({"q_proj", "v_proj"}, ["lm_head"])
+    assert (config.target_parameters, config.use_rslora, config.use_dora) == (["experts.w"], True, True)
+    assert (config.rank_pattern, config.alpha_pattern, config.task_type) == ({"q_proj": 2}, {"v_proj": 4}, None)
+
+
+def test_quantisation_reaches_the_loader_and_computes_in_the_dtype_of_the_run(workspace: Path) -> None:
+    argv = ["--dataset_name", "texts.jsonl", "--use_peft"]
+    four = ["--load_in_4bit", "--bnb_4bit_quant_type", "fp4", "--use_bnb_nested_quant", "--bf16"]
+    config = recorded("sft", [*argv, *four])["args"].model_init_kwargs["quantization_config"]
+    assert (config.load_in_4bit, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (True, "fp4", True)
+    assert config.bnb_4bit_compute_dtype == torch.bfloat16
+    eight = recorded("sft", [*argv, "--load_in_8bit", "--model_init_kwargs", '{"revision": "v2"}'])["args"]
+    assert eight.model_init_kwargs["quantization_config"].load_in_8bit
+    assert eight.model_init_kwargs["revision"] == "v2"
+    with pytest.raises(ConfigError, match=r"load_in_4bit and model_init_kwargs\['quantization_config'\].*remove one"):
+        recorded("sft", [*argv, "--load_in_4bit", "--model_init_kwargs", '{"quantization_config": {}}'])
+
+
+def test_sft_on_four_bits_saves_an_adapter(workspace: Path, model_folder: Path) -> None:
+    argv = ["sft", "--model_name_or_path", str(model_folder), "--dataset_name", "texts.jsonl", *QUICK]
+    assert main([*argv, "--use_peft", "--load_in_4bit", "--lora_target_modules", "q_proj", "--save_steps", "2"]) == 0
+    adapter = load_file(workspace / "out/adapter_model.safetensors")
+    assert len(adapter) == 2 * 2  # layers, A and B
+    assert all(tensor.abs().max() > 0 for name, tensor in adapter.items() if "lora_B" in name)
+    losses = [entry["loss"] for entry in history(workspace / "out/checkpoint-2") if "loss" in entry]
+    assert losses[1] < losses[0]
+
+
+def write_mixture(folder: Path, *parts: str, **options: str) -> list[str]:
+    write_jsonl(folder / "a.jsonl", [{"text": f"a{i}", "extra": i} for i in range(40)])
+    write_jsonl(folder / "b.jsonl", [{"text": f"b{i}"} for i in range(40)])
+    lines = ["datasets:", *(f"  - {part}" for part in parts), *(f"{name}: {value}" for name, value in options.items())]
+    (folder / "mix.yaml").write_text("\n".join(lines), encoding="utf-8")
+    return ["--config", "mix.yaml"]
+
+
+def test_a_mixture_without_weights_is_all_rows(workspace: Path) -> None:
+    argv = write_mixture(workspace, "{path: a.jsonl, split: 'train[:3]', columns: [text]}", "{path: b.jsonl}")
+    texts = recorded("sft", argv)["train_dataset"]["text"][:]
+    assert texts == ["a0", "a1", "a2", *(f"b{i}" for i in range(40))]
+
+
+def test_a_mixture_draws_by_weight_and_seed_until_a_dataset_ends(workspace: Path) -> None:
+    argv = write_mixture(
+        workspace,
+        "{path: json, data_files: a.jsonl, columns: [text], weight: 3}",
+        "{path: b.jsonl, weight: 1}",
+    )
+    texts = recorded("sft", argv)["train_dataset"]["text"][:]
+    counts = {letter: sum(text[0] == letter for text in texts) for letter in "ab"}
+    assert counts["a"] == 40  # the first to end
+    assert 5 <= counts["b"] <= 25
+    assert len(set(texts)) == len(texts)
+    assert recorded("sft", argv)["train_dataset"]["text"][:] == texts
+    assert recorded("sft", [*argv, "--seed", "7"])["train_dataset"]["text"][:] != texts
+
+
+def test_a_mixture_is_evaluated_part_by_part(workspace: Path) -> None:
+    options = {"eval_strategy": "steps", "dataset_test_split": "train[38:]"}
+    argv = write_mixture(
+        workspace, "{path: a.jsonl, columns: [text]}", "{path: b.jsonl}", "{path: b.jsonl}", **options
+    )
+    evaluated = {name: part["text"][:] for name, part in recorded("sft", argv)["eval_dataset"].items()}
+    assert evaluated == {"a": ["a38", "a39"], "b_1": ["b38", "b39"], "b_2": ["b38", "b39"]}
+
+
+def test_a_stream_is_read_in_order_and_needs_a_number_of_steps(workspace: Path) -> None:
+    for argv in (
+        write_mixture(workspace, "{path: a.jsonl, columns: [text]}", "{path: b.jsonl}"),
+        ["--dataset_name", "a.jsonl"],
+    ):
+        stream = recorded("sft", [*argv, "--dataset_streaming"])["train_dataset"]
+        assert isinstance(stream, IterableDataset)
+        assert [row["text"] for row in stream.take(3)] == ["a0", "a1", "a2"]
+        with pytest.raises(ConfigError, match="dataset_streaming=True and max_steps=-1: a stream has no length"):
+            recorded("sft", [*argv, "--dataset_streaming", "--max_steps", "-1"])
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "message"),
+    [
+        ("{path: no.jsonl}", DataError, "datasets.path='no.jsonl': there is no such file"),
+        ("{path: a.jsonl, split: test}", DataError, "datasets.path='a.jsonl' with split='test' cannot be loaded"),
+        ("{path: a.jsonl, columns: [txt]}", DataError, "datasets.path='a.jsonl' with split='train' cannot .*txt"),
+        ("{path: a.jsonl, data_files: b.jsonl}", ConfigError, "is a file: remove data_files and data_dir"),
+        ("{path: a.jsonl, columns: [text], weight: 1}", ConfigError, "give each one weight"),
+        ("{path: a.jsonl}", DataError, "'extra'"),
+    ],
+)
+def test_a_part_that_cannot_be_mixed_is_named(
+    workspace: Path, part: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        recorded("sft", write_mixture(workspace, part, "{path: b.jsonl}"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel
 
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
-from tests.assets import tiny_model, tiny_tokenizer
+from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,26 +29,69 @@ def ragged_reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def dataset_of(algorithm: str, num_rows: int = 24) -> Dataset:
-    """Rows of different lengths."""
-    rows = [
-        {"prompt": f"{QUESTIONS[i % 8]}{'?' * (i // 8)}", "completion": ANSWERS[(3 * i) % 8]} for i in range(num_rows)
-    ]
-    dataset = Dataset.from_list(rows)
-    return dataset if algorithm == "sft" else dataset.remove_columns("completion")
+    """Rows of different lengths, in the form that the algorithm learns from."""
+    return Dataset.from_list([_ROWS[algorithm](i) for i in range(num_rows)])
 
+
+def _prompt(i: int) -> str:
+    return f"{QUESTIONS[i % 8]}{'?' * (i // 8)}"
+
+
+def _prompt_row(i: int) -> dict[str, Any]:
+    return {"prompt": _prompt(i)}
+
+
+def _completion_row(i: int) -> dict[str, Any]:
+    return {"prompt": _prompt(i), "completion": ANSWERS[(3 * i) % 8]}
+
+
+def _unpaired_row(i: int) -> dict[str, Any]:
+    return {**_completion_row(i), "label": i % 3 == 0}
+
+
+def _pair_row(i: int) -> dict[str, Any]:
+    return {"prompt": _prompt(i), "chosen": ANSWERS[(3 * i) % 8], "rejected": ANSWERS[(5 * i + 1) % 8] + "!"}
+
+
+def _margin_row(i: int) -> dict[str, Any]:
+    return {**_pair_row(i), "margin": i % 4 / 4}
+
+
+_ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "sft": _completion_row,
+    "dpo": _pair_row,
+    "kto": _unpaired_row,
+    "orpo": _pair_row,
+    "cpo": _pair_row,
+    "bco": _unpaired_row,
+    "reward": _margin_row,
+    "grpo": _prompt_row,
+}
+
+# Options of `make_trainer` that are not the config's.
+ARGUMENTS = (
+    "peft_config",
+    "eval_dataset",
+    "callbacks",
+    "train_dataset",
+    "ref_model",
+    "embedding_func",
+    "embedding_tokenizer",
+)
 
 # A step of 8 rows on one process, as SGD: the weights' change is the gradient.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sft": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-    "grpo": {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "num_generations": 4,
-        "max_completion_length": 12,
-        "temperature": 1.0,
-        "top_k": None,
-    },
+    name: {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1} for name in REGISTRY
 }
+OPTIONS["grpo"] |= {"num_generations": 4, "max_completion_length": 12, "temperature": 1.0, "top_k": None}
+# Their gradients are smaller by the factor beta.
+for _name in ("dpo", "kto", "bco"):
+    OPTIONS[_name] |= {"learning_rate": 1.0}
+
+
+def model_of(algorithm: str, **overrides: Any) -> PreTrainedModel:
+    """A model that the algorithm can train."""
+    return tiny_reward_model(**overrides) if algorithm == "reward" else stopping_model(**overrides)
 
 
 def stopping_model(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -65,7 +110,7 @@ def make_trainer(
 ) -> BaseTrainer:
     """A trainer of the registry with deterministic data; `options` override the config."""
     row = REGISTRY[algorithm]
-    extra = {key: options.pop(key) for key in ("peft_config", "eval_dataset", "callbacks") if key in options}
+    extra = {key: options.pop(key) for key in ARGUMENTS if key in options}
     config = row.load_config()(
         **(
             {
@@ -85,10 +130,11 @@ def make_trainer(
             | options
         )
     )
-    arguments: dict[str, Any] = {"train_dataset": dataset_of(algorithm, rows), "processing_class": tiny_tokenizer()}
+    arguments: dict[str, Any] = {"processing_class": tiny_tokenizer()}
+    extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if algorithm == "grpo":
         arguments["reward_funcs"] = reward
-    return row.load_trainer()(model=model or stopping_model(), args=config, **arguments, **extra)
+    return row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -104,12 +150,26 @@ def update_of(trainer: BaseTrainer, *, resume_from_checkpoint: str | None = None
     return torch.cat([(after[name] - before[name]).flatten() for name in before])
 
 
-def run_on_two_processes(name: str, options: dict[str, Any], result: Path, *checkpoint: Path) -> None:
-    """Train on two gloo processes, in `result`'s folder / run, and store the update of rank 0 in `result`."""
+@dataclass(frozen=True)
+class Job:
+    """One training on two processes; rank 0 stores its update in `result`, and the run beside it in `run`."""
+
+    algorithm: str
+    options: dict[str, Any]
+    result: Path
+    checkpoint: Path | None = None
+
+
+def run_on_two_processes(jobs: Sequence[Job]) -> list[torch.Tensor]:
+    """Train one after another on two gloo processes."""
+    texts = [
+        repr((job.algorithm, job.options, str(job.result), job.checkpoint and str(job.checkpoint))) for job in jobs
+    ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.contract.worker", name, repr(options), str(result), *map(str, checkpoint)]
+    command += ["-m", "tests.contract.worker", *texts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(job.result) for job in jobs]
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:

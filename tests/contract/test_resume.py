@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.cases import make_trainer, run_on_two_processes, stopping_model, weights_of
+from tests.contract.cases import Job, make_trainer, model_of, run_on_two_processes, weights_of
 
 SAVED_AT = 3
 STEPS = 8
@@ -16,6 +16,14 @@ ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "we
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sft", {}),
     ("sft", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+    ("dpo", {"loss_type": ["sigmoid", "bco_pair"]}),
+    ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "gradient_accumulation_steps": 2}),
+    ("dpo", {"precompute_ref_log_probs": True}),
+    ("kto", {}),
+    ("orpo", {}),
+    ("cpo", {"loss_type": "simpo"}),
+    ("bco", {"max_tokens_per_micro_batch": 60}),
+    ("reward", {}),
     ("grpo", {"beta": 0.0}),
     # Saved in the middle of rollouts that are used 2 * 2 times.
     ("grpo", {"steps_per_generation": 2, "num_iterations": 2}),
@@ -31,22 +39,27 @@ def test_resumed_run_is_bit_exact(name: str, options: dict[str, Any], tmp_path: 
     whole.train()
     resumed = make_trainer(name, tmp_path, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED_AT}"))
-    start = weights_of(stopping_model())
+    start = weights_of(model_of(name))
     expected, actual = weights_of(whole.model), weights_of(resumed.model)
     assert any(not torch.equal(start[key], expected[key]) for key in start)
     for key, value in expected.items():
         assert torch.equal(value, actual[key]), key
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "grpo"])
 def test_resumed_run_on_two_processes(name: str, tmp_path: Path) -> None:
     options = {**ADAM, "per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
     if name == "grpo":
         options |= {"steps_per_generation": 2, "num_iterations": 2}
-    whole, resumed = tmp_path / "whole.pt", tmp_path / "resumed.pt"
-    run_on_two_processes(name, options, whole)
-    run_on_two_processes(name, options, resumed, tmp_path / "run" / "checkpoint-3")
-    assert torch.equal(torch.load(whole), torch.load(resumed))
+    if name == "dpo":
+        options |= {"loss_type": ["bco_pair", "aot"]}
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    jobs = [
+        Job(name, options, tmp_path / "whole.pt"),
+        Job(name, options, tmp_path / "resumed.pt", checkpoint),
+    ]
+    whole, resumed = run_on_two_processes(jobs)
+    assert torch.equal(whole, resumed)
 
 
 def test_resumed_run_generates_nothing_while_rollouts_are_left(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefrl.registry import REGISTRY
-from tests.contract.cases import make_trainer, relative_difference, run_on_two_processes, update_of
+from tests.contract.cases import Job, make_trainer, relative_difference, run_on_two_processes, update_of
 
 TOLERANCE = 1e-5
 
@@ -25,6 +25,27 @@ CUTS: list[dict[str, Any]] = [
 ]
 REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     "sft": [{"loss_type": "nll"}, {"loss_type": "dft"}, {"packing": True, "max_length": 48}],
+    "dpo": [
+        {"loss_type": ["sigmoid"], "max_steps": 2},
+        {"loss_type": ["sft", "hinge", "bco_pair"], "loss_weights": [0.1, 1.0, 0.5], "rpo_alpha": 0.5, "max_steps": 3},
+        {"loss_type": ["aot"], "label_smoothing": 0.1, "max_steps": 2},
+        {"loss_type": ["aot_unpaired"], "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2},
+        {"loss_type": ["ipo"], "ld_alpha": 0.5, "use_weighting": True, "f_divergence_type": "js_divergence"},
+        {"loss_type": ["sigmoid"], "precompute_ref_log_probs": True, "max_steps": 2},
+    ],
+    "kto": [
+        {"max_steps": 3, "undesirable_weight": 0.5},
+        {"loss_type": "apo_zero_unpaired", "max_steps": 2},
+        {"precompute_ref_log_probs": True, "max_steps": 2},
+    ],
+    "orpo": [{"max_steps": 2}],
+    "cpo": [
+        {"loss_type": "sigmoid"},
+        {"loss_type": "simpo", "cpo_alpha": 0.1},
+        {"loss_type": "alphapo", "alpha": 0.5},
+    ],
+    "bco": [{"max_steps": 3}],
+    "reward": [{}, {"center_rewards_coefficient": 0.1}],
     "grpo": [
         {"loss_type": "dapo", "beta": 0.0},
         {"loss_type": "grpo", "beta": 0.04, "updates": 2, "num_iterations": 2, "max_steps": 4},
@@ -64,9 +85,12 @@ def test_same_update_for_every_cut(name: str, options: dict[str, Any], cut: dict
     assert relative_difference(update, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
-def test_same_update_on_two_processes(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    expected = expected_update(name, options, tmp_path)
-    result = tmp_path / "update.pt"
-    run_on_two_processes(name, with_cut(name, options, {"per_device_train_batch_size": 4}), result)
-    assert relative_difference(torch.load(result), expected) < TOLERANCE
+@pytest.mark.parametrize("name", REGISTRY)
+def test_same_update_on_two_processes(name: str, tmp_path: Path) -> None:
+    variants = REDUCTIONS[name]
+    jobs = [
+        Job(name, with_cut(name, options, {"per_device_train_batch_size": 4}), tmp_path / f"update_{i}.pt")
+        for i, options in enumerate(variants)
+    ]
+    for options, update in zip(variants, run_on_two_processes(jobs), strict=True):
+        assert relative_difference(update, expected_update(name, options, tmp_path)) < TOLERANCE, options

@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
-from tests.contract.cases import dataset_of, make_trainer, relative_difference, stopping_model, update_of, weights_of
+from tests.contract.cases import (
+    dataset_of,
+    make_trainer,
+    model_of,
+    relative_difference,
+    stopping_model,
+    update_of,
+    weights_of,
+)
 
 NAMES = list(REGISTRY)
 
@@ -25,7 +33,7 @@ def test_evaluation_leaves_training_alone(name: str, tmp_path: Path) -> None:
         name, tmp_path, **settings, eval_strategy="steps", eval_steps=1, eval_dataset=dataset_of(name, 5)
     )
     assert torch.equal(update_of(evaluated), plain)
-    key = "eval_loss" if name == "sft" else "eval_reward"
+    key = "eval_reward" if name == "grpo" else "eval_loss"
     values = [entry[key] for entry in evaluated.state.log_history if key in entry]
     assert len(values) == 3
     assert all(value == value for value in values)
@@ -44,7 +52,8 @@ def test_saved_model_gives_equal_outputs(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    auto_class = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    reloaded = auto_class.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     ids = torch.tensor([[7, 20, 33, 41]])
     assert torch.equal(reloaded(ids).logits, trainer.model.eval()(ids).logits)
     assert f"prefrl\n- {name}" in (tmp_path / "saved" / "README.md").read_text()
@@ -57,14 +66,14 @@ def test_lora_moves_the_adapter_alone(name: str, tmp_path: Path) -> None:
     before = weights_of(trainer.model)
     trainer.train()
     changed = {key for key, value in weights_of(trainer.model).items() if not torch.equal(value, before[key])}
-    assert changed == {key for key in before if "lora_" in key}
+    assert changed == {key for key in before if "lora_" in key or ".score.modules_to_save" in key}
     trainer.save_model(str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_users_model_is_trained_in_place_and_config_is_left_alone(name: str, tmp_path: Path) -> None:
-    model = stopping_model()
+    model = model_of(name)
     trainer = make_trainer(name, tmp_path, model=model)
     trainer.train()
     assert trainer.model is model
@@ -95,8 +104,8 @@ def test_row_order_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_rows_left_over_at_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path, rows=11, max_steps=-1, num_train_epochs=2)
     trainer.train()
-    # SFT: steps of 8 and 3 rows. GRPO: 2 prompts for each step, the eleventh waits for the next epoch's order.
-    assert trainer.state.global_step == (4 if name == "sft" else 10)
+    # Offline: steps of 8 and 3 rows. GRPO: 2 prompts for each step, the eleventh waits for the next epoch's order.
+    assert trainer.state.global_step == (10 if name == "grpo" else 4)
 
 
 @pytest.mark.parametrize("name", NAMES)

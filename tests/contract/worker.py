@@ -1,4 +1,4 @@
-"""Run by the contract tests on several processes: trains, from a checkpoint if one is named, and stores the update."""
+"""Run by the contract tests on several processes: trains each job and stores its update."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tests.contract.cases import make_trainer, update_of
 from tests.leave import leave
 
 if __name__ == "__main__":
-    name, options, result, *checkpoint = sys.argv[1:]
-    trainer = make_trainer(name, Path(result).parent / "run", **ast.literal_eval(options))
-    assert trainer.args.world_size == 2, "torchrun started independent processes"
-    update = update_of(trainer, resume_from_checkpoint=checkpoint[0] if checkpoint else None)
-    if distributed.is_main():
-        torch.save(update, result)
+    for text in sys.argv[1:]:
+        algorithm, options, result, checkpoint = ast.literal_eval(text)
+        trainer = make_trainer(algorithm, Path(result).parent / "run", **options)
+        assert trainer.args.world_size == 2, "torchrun started independent processes"
+        update = update_of(trainer, resume_from_checkpoint=checkpoint)
+        if distributed.is_main():
+            torch.save(update, result)
     leave(0)

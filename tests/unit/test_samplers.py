@@ -36,6 +36,7 @@ def test_steps_hold_the_same_rows_for_any_world_size(
             sampler.set_epoch(epoch)
             items = list(sampler)
             assert len(items) == len(sampler)
+            assert len(items) % accumulation == 0
             assert all(len(item) <= micro for item in items)
             ranks.append([joined(items[i : i + accumulation]) for i in range(0, len(items), accumulation)])
         assert len({len(rank) for rank in ranks}) == 1
@@ -53,6 +54,14 @@ def test_epochs_have_different_orders() -> None:
     assert list(sampler) != first
     sampler.set_epoch(0)
     assert list(sampler) == first
+
+
+def test_ranks_share_a_shorter_step_and_some_micro_batches_are_empty() -> None:
+    def of_rank(rank: int) -> list[list[int]]:
+        return list(StepBatchSampler(15, micro_batch_size=2, micro_batches_per_step=3, rank=rank, world_size=2))
+
+    assert of_rank(0) == [[0, 1], [2, 3], [4, 5], [12], [], []]
+    assert of_rank(1) == [[6, 7], [8, 9], [10, 11], [13, 14], [], []]
 
 
 def test_drop_last_leaves_the_shorter_step_out() -> None:

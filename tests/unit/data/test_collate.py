@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from prefrl.data.collate import flat_batch, sft_batch
+from prefrl.data.collate import flat_batch, preference_batch, reward_batch, sft_batch, unpaired_batch
 from prefrl.errors import DataError
 
 
@@ -72,6 +73,8 @@ def test_each_packed_sequence_is_a_row_and_those_without_loss_are_left_out():
 
 def test_no_rows_give_an_empty_batch():
     assert (sft_batch([]).num_rows, flat_batch([], []).num_tokens) == (0, 0)
+    assert [preference_batch([]).is_preferred, unpaired_batch([]).is_preferred] == [(), ()]
+    assert reward_batch([], end_id=1).is_preferred == ()
 
 
 @pytest.mark.parametrize(
@@ -88,4 +91,146 @@ def test_bad_sft_rows_are_refused(row, part):
     with pytest.raises(DataError) as error:
         sft_batch([{"input_ids": [8, 9], "trainable": [False, True]}, row])
     assert "row 1" in str(error.value)
+    assert part in str(error.value)
+
+
+# --- preferences ---
+
+PAIRS = [
+    {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]},
+    {"prompt_ids": [1, 2], "chosen_ids": [6, 7], "rejected_ids": [8]},
+]
+PAIRS_WITH_REF = [
+    PAIRS[0] | {"ref_chosen_logprobs": [-1.0], "ref_rejected_logprobs": [-2.0, -3.0]},
+    PAIRS[1] | {"ref_chosen_logprobs": [-4.0, -5.0], "ref_rejected_logprobs": [-6.0]},
+]
+
+
+def test_a_pair_is_two_rows_behind_one_prompt_chosen_first():
+    batch = preference_batch(PAIRS)
+    assert batch.prompt_ids.tolist() == [1, 2, 1, 2]
+    assert batch.prompt_index == (0, 0, 1, 1)
+    assert batch.response_ids.tolist() == [3, 4, 5, 6, 7, 8]
+    assert batch.response_lengths == (1, 2, 2, 1)
+    assert batch.group_index == (0, 0, 1, 1)
+    assert batch.is_preferred == (True, False, True, False)
+    assert batch.pairs() == ([0, 2], [1, 3])
+    assert batch.trainable.all()
+    assert batch.ref_logprobs is None
+
+
+def test_reference_log_probs_of_pairs_follow_the_response_tokens():
+    batch = preference_batch(PAIRS_WITH_REF)
+    assert batch.ref_logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+    assert batch.ref_logprobs.dtype == torch.float32
+
+
+RATED = [
+    {"prompt_ids": [1], "completion_ids": [2, 3], "label": True, "KL_completion_ids": [5]},
+    {"prompt_ids": [4], "completion_ids": [5], "label": False, "KL_completion_ids": []},
+    {"prompt_ids": [6], "completion_ids": [7], "label": False, "KL_completion_ids": [2, 3]},
+]
+
+
+def test_a_rated_completion_is_followed_by_its_kl_completion_behind_the_same_prompt():
+    batch = unpaired_batch(RATED)
+    assert batch.prompt_ids.tolist() == [1, 4, 6]
+    assert batch.prompt_index == (0, 0, 1, 2, 2)
+    assert batch.response_ids.tolist() == [2, 3, 5, 5, 7, 2, 3]
+    assert batch.response_lengths == (2, 1, 1, 1, 2)
+    assert batch.group_index == (0, 0, 1, 2, 2)
+    assert batch.is_preferred == (True, None, False, False, None)
+    assert batch.trainable.all()
+    assert (batch.row_weights, batch.ref_logprobs) == (None, None)
+
+
+def test_without_kl_completions_each_rated_completion_is_one_row():
+    rows = [{key: row[key] for key in ("prompt_ids", "completion_ids", "label")} for row in RATED]
+    assert unpaired_batch(rows).is_preferred == (True, False, False)
+
+
+def test_kl_completions_have_weight_zero():
+    rows = [row | {"weight": weight} for row, weight in zip(RATED, (0.5, 2, 1.5), strict=True)]
+    assert unpaired_batch(rows).row_weights == (0.5, 0.0, 2.0, 1.5, 0.0)
+
+
+def test_reference_log_probs_of_rated_rows_follow_the_response_tokens():
+    refs = [([-1.0, -2.0], [-3.0]), ([-4.0], []), ([-5.0], [-6.0, -7.0])]
+    rows = [row | {"ref_logprobs": a, "ref_KL_logprobs": b} for row, (a, b) in zip(RATED, refs, strict=True)]
+    assert unpaired_batch(rows).ref_logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0]
+
+
+def scored_tokens(batch):
+    """What a forward pass feeds for each row: the prompt and the response without its last token."""
+    prompts = batch.prompt_ids.split(list(batch.prompt_lengths))
+    responses = batch.response_ids.split(list(batch.response_lengths))
+    rows = zip(batch.prompt_index, responses, strict=True)
+    return [[*prompts[index].tolist(), *response[:-1].tolist()] for index, response in rows]
+
+
+def test_a_reward_pair_shares_its_common_start_and_only_the_extra_token_is_trainable():
+    batch = reward_batch([{"chosen_ids": [1, 2, 3, 4], "rejected_ids": [1, 2, 5]}], end_id=9)
+    assert batch.prompt_ids.tolist() == [1, 2]
+    assert batch.prompt_index == (0, 0)
+    assert batch.response_ids.tolist() == [3, 4, 9, 5, 9]
+    assert batch.trainable.tolist() == [False, False, True, False, True]
+    assert (batch.group_index, batch.is_preferred, batch.margins) == ((0, 0), (True, False), None)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"), [([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 2]), ([1, 2], [1, 2]), ([1, 2], [3]), ([1], [2])]
+)
+def test_a_reward_is_read_behind_all_tokens_of_its_sequence(chosen, rejected):
+    batch = reward_batch(
+        [{"chosen_ids": [7], "rejected_ids": [8]}, {"chosen_ids": chosen, "rejected_ids": rejected}], end_id=9
+    )
+    assert scored_tokens(batch)[2:] == [chosen, rejected]
+    ends = torch.tensor(batch.response_lengths).cumsum(0) - 1
+    assert batch.trainable.nonzero().flatten().tolist() == ends.tolist()
+    assert batch.response_ids[ends].tolist() == [9] * 4
+
+
+def test_both_rows_of_a_reward_pair_have_its_margin():
+    rows = [{"chosen_ids": [1, 2], "rejected_ids": [1], "margin": margin} for margin in (0.5, -2)]
+    assert reward_batch(rows, end_id=9).margins == (0.5, 0.5, -2.0, -2.0)
+
+
+def reward_rows(rows):
+    return reward_batch(rows, end_id=9)
+
+
+REWARD = {"chosen_ids": [1], "rejected_ids": [2]}
+
+
+@pytest.mark.parametrize(
+    ("collate", "good", "change", "part"),
+    [
+        (preference_batch, PAIRS[0], {"prompt_ids": []}, "prompt_ids is []"),
+        (preference_batch, PAIRS[0], {"chosen_ids": None}, "chosen_ids is None"),
+        (preference_batch, PAIRS[0], {"rejected_ids": []}, "rejected_ids is []"),
+        (preference_batch, PAIRS_WITH_REF[0], {"ref_chosen_logprobs": None}, "no ref_chosen_logprobs"),
+        (preference_batch, PAIRS_WITH_REF[0], {"ref_rejected_logprobs": [1.0]}, "has 1 log-probs for 2 tokens"),
+        (unpaired_batch, RATED[0], {"completion_ids": []}, "completion_ids is []"),
+        (unpaired_batch, RATED[0], {"label": None}, "label is None"),
+        (unpaired_batch, RATED[0], {"label": 1}, "label is 1"),
+        (unpaired_batch, RATED[0] | {"weight": 1.0}, {"weight": None}, "no weight"),
+        (unpaired_batch, RATED[0] | {"weight": 1.0}, {"weight": float("nan")}, "weight is nan"),
+        (unpaired_batch, RATED[1] | {"ref_logprobs": [1.0]}, RATED[0], "ref_logprobs has 1 log-probs for 2"),
+        (
+            unpaired_batch,
+            RATED[1] | {"ref_logprobs": [1.0]},
+            RATED[0] | {"ref_logprobs": [1.0, 1.0]},
+            "ref_KL_logprobs has 0 log-probs for 1",
+        ),
+        (reward_rows, REWARD, {"chosen_ids": []}, "chosen_ids is []"),
+        (reward_rows, REWARD, {"rejected_ids": None}, "rejected_ids is None"),
+        (reward_rows, REWARD | {"margin": 1}, {"margin": None}, "no margin"),
+        (reward_rows, REWARD | {"margin": 1}, {"margin": float("inf")}, "margin is inf"),
+        (reward_rows, REWARD | {"margin": 1}, {"margin": "1"}, "margin is '1'"),
+    ],
+)
+def test_bad_preference_rows_are_refused(collate, good, change, part):
+    with pytest.raises(DataError) as error:
+        collate([good, good | change])
+    assert "row 1 of the batch" in str(error.value)
     assert part in str(error.value)

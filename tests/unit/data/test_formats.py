@@ -5,6 +5,7 @@ import pytest
 
 from prefrl.data.formats import (
     check_not_reserved,
+    column_names,
     convert_from_value,
     detect_format,
     read_messages,
@@ -14,6 +15,9 @@ from prefrl.data.formats import (
 from prefrl.errors import DataError
 
 SFT = ("language_modeling", "prompt_completion")
+RATED = ("unpaired", "preference")
+PAIR = ("prompt", "chosen", "rejected")
+ANSWERED = ("prompt", "completion")
 ASK = [{"role": "user", "content": "2+2?"}]
 SAY = [{"role": "assistant", "content": "4"}]
 
@@ -39,6 +43,21 @@ def dataset(*rows):
             "standard",
             ("prompt", "completion"),
         ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, RATED, "preference", "standard", PAIR),
+        ({"prompt": ASK, "chosen": SAY, "rejected": SAY}, RATED, "preference", "conversational", PAIR),
+        ({"chosen": "b", "rejected": "c", "id": 1}, RATED, "preference", "standard", PAIR[1:]),
+        ({"chosen": ASK + SAY, "rejected": ASK + SAY}, RATED, "preference", "conversational", PAIR[1:]),
+        # As in UltraFeedback: the prompt in text is the conversations' first message once more.
+        ({"prompt": "a", "chosen": ASK, "rejected": ASK}, RATED, "preference", "conversational", PAIR[1:]),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            RATED,
+            "unpaired",
+            "standard",
+            ANSWERED,
+        ),
+        # Labels are judged row by row, not by the format.
+        ({"prompt": ASK, "completion": SAY, "label": None}, RATED, "unpaired", "conversational", ANSWERED),
         # As in UltraChat: a prompt beside whole conversations does not make it prompt-completion.
         ({"prompt": "a", "messages": ASK + SAY}, SFT, "language_modeling", "conversational", ("messages",)),
     ],
@@ -72,6 +91,19 @@ def test_text_field_names_the_column_of_plain_text():
         pytest.param([{"text": ASK}], SFT, ["row 0", "'text' holds list of messages, expected str"], id="style"),
         pytest.param([{"prompt": ASK, "completion": "4"}], SFT, ["row 0", "'completion' holds str"], id="mixed"),
         pytest.param([], SFT, ["0 rows"], id="no rows"),
+        pytest.param(
+            [{"prompt": "a", "chosen": "b", "loser": "c"}],
+            RATED,
+            ["'rejected' is missing", "did you mean 'loser'", "unpaired {prompt: str | list", "label: bool}"],
+            id="half a pair",
+        ),
+        pytest.param(
+            [{"prompt": ASK, "chosen": "b", "rejected": "c"}],
+            RATED,
+            ["row 0", "'chosen' holds str, expected list of messages"],
+            id="mixed pair",
+        ),
+        pytest.param([{"text": None}, {"text": 3}], SFT, ["row 1, column 'text' is 3"], id="value"),
     ],
 )
 def test_unusable_dataset_is_refused_with_the_reason(rows, kinds, parts):
@@ -85,13 +117,43 @@ def test_unusable_dataset_is_refused_with_the_reason(rows, kinds, parts):
     [
         ([{"text": "a"}], "Dataset.from_list"),
         (datasets.DatasetDict({"test": dataset({"text": "a"})}), "dataset['test']"),
-        (dataset({"text": "a"}).to_iterable_dataset(), "not supported yet"),
     ],
 )
-def test_only_a_map_style_dataset_is_accepted(value, part):
+def test_only_a_dataset_is_accepted(value, part):
     with pytest.raises(DataError) as error:
         detect_format(value, SFT)
     assert part in str(error.value)
+
+
+def test_row_without_values_does_not_decide_the_style():
+    found = detect_format(dataset({"prompt": None}, {"prompt": []}, {"prompt": ASK}), ["prompt_only"])
+    assert found.style == "conversational"
+
+
+def test_stream_is_opened_once_and_only_as_far_as_needed():
+    read = []
+
+    def generate():
+        for row in [{"chosen": None, "rejected": "c"}, {"chosen": "b", "rejected": "c"}, {"chosen": 1, "rejected": 2}]:
+            read.append(row["chosen"])
+            yield row
+
+    stream = datasets.IterableDataset.from_generator(generate)
+    assert stream.column_names is None
+    assert detect_format(stream, RATED).columns == ("chosen", "rejected")
+    assert read == [None, "b"]
+
+
+def test_empty_stream_is_refused():
+    with pytest.raises(DataError, match="0 rows"):
+        detect_format(datasets.IterableDataset.from_generator(lambda: iter([])), SFT)
+
+
+def test_columns_of_a_stream_are_those_of_its_first_row():
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"a": 1, "input_ids": [2]}]))
+    assert column_names(stream) == ["a", "input_ids"]
+    with pytest.raises(DataError, match="'input_ids' is reserved"):
+        check_not_reserved(stream, ["input_ids"])
 
 
 @pytest.mark.parametrize("value", [None, "", 3, ["a"]])
@@ -151,6 +213,17 @@ def test_from_value_messages_are_converted():
     ]
     with pytest.raises(DataError, match="message 1 has role 'robot'"):
         read_messages(converted[1], "conversations")
+
+
+def test_only_columns_written_as_from_value_are_converted_and_bad_cells_are_left_for_the_reader():
+    turn = [{"from": "human", "value": "h"}]
+    rows = [{"chosen": turn, "rejected": ASK}, {"chosen": None, "rejected": ASK}, {"chosen": "x", "rejected": ASK}]
+    stream = datasets.IterableDataset.from_generator(lambda: iter([*rows, {"chosen": ["y"], "rejected": ASK}]))
+    found = detect_format(stream, RATED)
+    assert found.from_value == ("chosen",)
+    converted = list(convert_from_value(stream, found))
+    assert [row["chosen"] for row in converted] == [[{"role": "user", "content": "h"}], None, "x", ["y"]]
+    assert [row["rejected"] for row in converted] == [ASK] * 4
 
 
 def test_other_datasets_are_not_converted():

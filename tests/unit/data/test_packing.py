@@ -6,6 +6,8 @@ import pytest
 from prefrl.data.packing import pack_bfd, pack_dataset
 from prefrl.errors import ConfigError, DataError
 
+WINDOWS = (range(1000), range(1000, 1500))
+
 
 def tokenised(*lengths):
     """Rows of ids that count on over the whole dataset, with a loss on all but each row's first token."""
@@ -61,6 +63,22 @@ def test_wrapped_without_any_loss_left_is_refused():
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "trainable": [False, False, True]}])
     with pytest.raises(DataError, match="leaves no token with a loss"):
         pack_dataset(rows, max_length=2, strategy="wrapped")
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_stream_is_packed_in_windows_of_1000_rows(strategy):
+    rows = tokenised(*[2, 3, 4] * 500)
+    windows = [pack_dataset(rows.select(part), max_length=9, strategy=strategy) for part in WINDOWS]
+    packed = list(pack_dataset(rows.to_iterable_dataset(), max_length=9, strategy=strategy))
+    assert packed == [row for window in windows for row in window]
+
+
+def test_window_of_a_stream_without_any_loss_is_left_out():
+    dead = {"input_ids": [1, 2, 3, 4], "trainable": [False, False, True, False]}
+    stream = datasets.IterableDataset.from_generator(lambda: iter([dead] * 1000 + [*tokenised(2)]))
+    assert list(pack_dataset(stream, max_length=2, strategy="wrapped")) == [
+        {"input_ids": [0, 1], "trainable": [False, True], "seq_lengths": [2]}
+    ]
 
 
 def test_row_longer_than_the_limit_is_refused_by_bfd():

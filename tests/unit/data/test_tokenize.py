@@ -23,8 +23,9 @@ SAY_MORE = {"role": "assistant", "content": "no"}
 
 
 def sft(rows, tokenizer=None, **options):
-    options = {"max_length": None, "truncation": "right"} | options
-    return prepare_sft_dataset(datasets.Dataset.from_list(rows), tokenizer or tiny_tokenizer(), **options)
+    options = {"max_length": None, "truncation": "right", "invalid_rows": "error"} | options
+    rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
+    return prepare_sft_dataset(rows, tokenizer or tiny_tokenizer(), **options)
 
 
 def prompts(rows, tokenizer=None, **options):
@@ -182,24 +183,58 @@ def test_row_as_long_as_the_limit_is_kept_whole():
 
 
 def test_truncation_error_names_row_length_and_limit():
-    with pytest.raises(DataError, match=r"row 1 has 6 tokens, more than the 5 allowed"):
+    with pytest.raises(DataError, match=r"1 of 2 rows cannot be used: row 1: has 6 tokens, more than the 5 allowed"):
         sft([{"text": "ab"}, {"text": "abcde"}], max_length=5, truncation="error")
 
 
-def test_rows_without_loss_are_dropped_with_one_warning(caplog):
+def test_rows_without_loss_are_an_error_or_dropped_with_one_warning(caplog):
     rows = [{"prompt": "a", "completion": "b"}] + [{"prompt": "abcd", "completion": "b"}] * 2
+    with pytest.raises(DataError, match=r"2 of 3 rows .*row 1: no token to train on within max_length=3.*; row 2: no"):
+        sft(rows, max_length=3)
     with caplog.at_level(logging.WARNING, logger="prefrl"):
-        prepared = sft(rows, max_length=3)
+        prepared = sft(rows, max_length=3, invalid_rows="drop")
     assert [text_of(row["input_ids"]) for row in prepared] == ["ab<|end|>"]
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1
-    assert "2 of 3 rows" in messages[0]
-    assert "first is row 1" in messages[0]
+    assert ["2 of 3 rows cannot be used: row 1: " in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_losing_all_rows_is_an_error():
-    with pytest.raises(DataError, match=r"all 1 rows have no token to train on within max_length=2\. Raise"):
-        sft([{"prompt": "abcd", "completion": "b"}], max_length=2)
+def test_bad_first_row_is_dropped_like_any_other(caplog):
+    with caplog.at_level(logging.WARNING, logger="prefrl"):
+        rows = sft([{"text": None}, {"text": ""}, {"text": "ab"}], invalid_rows="drop")
+    assert [text_of(row["input_ids"]) for row in rows] == ["ab<|end|>"]
+
+
+def test_conversation_that_cannot_be_read_hides_no_missing_end_token(caplog):
+    rows = [{"messages": [{"role": "bot", "content": "a"}]}, {"messages": [ASK, SAY]}]
+    with caplog.at_level(logging.WARNING, logger="prefrl"):
+        sft(rows, chat_tokenizer(templates.NO_END), invalid_rows="drop")
+    assert sum("does not learn to stop" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_tokenizer_without_chat_template_is_refused_at_once():
+    with pytest.raises(DataError, match=r"^tokenizer .* has no chat template, but columns \['messages'\]"):
+        sft([{"messages": [ASK, SAY]}], tiny_tokenizer(chat_template=None))
+
+
+def test_stream_gives_the_rows_of_the_dataset_and_reads_each_once_per_pass():
+    rows = [{"text": "ab"}, {"text": "c"}, {"text": "de"}]
+    read = []
+
+    def generate():
+        for row in rows:
+            read.append(row["text"])
+            yield row
+
+    stream = sft(datasets.IterableDataset.from_generator(generate), max_length=2)
+    first = read.copy()
+    assert set(first) == {"ab"}  # nothing but the format is looked at beforehand
+    assert list(stream) == list(sft(rows, max_length=2))
+    assert read[len(first) :] == ["ab", "c", "de"]
+
+
+def test_stream_of_from_value_conversations_is_converted():
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"conversations": turns}]))
+    assert text_of(next(iter(sft(stream)))["input_ids"]) == "<|user|>hi<|end|><|assistant|>yo<|end|>"
 
 
 @pytest.mark.parametrize(
@@ -241,11 +276,8 @@ def test_tokenizer_without_end_token_is_refused_for_text():
 
 def test_preparation_is_cached_between_runs(tmp_path):
     datasets.Dataset.from_list([{"text": "ab"}]).save_to_disk(tmp_path)
-    first, second = (
-        prepare_sft_dataset(datasets.load_from_disk(tmp_path), tiny_tokenizer(), max_length=9, truncation="left")
-        for _ in range(2)
-    )
-    other = prepare_sft_dataset(datasets.load_from_disk(tmp_path), tiny_tokenizer(), max_length=2, truncation="left")
+    first, second = (sft(datasets.load_from_disk(tmp_path), max_length=9, truncation="left") for _ in range(2))
+    other = sft(datasets.load_from_disk(tmp_path), max_length=2, truncation="left")
     assert first.cache_files == second.cache_files != other.cache_files
 
 
@@ -297,7 +329,7 @@ def test_prompts_are_truncated_on_the_left_by_default():
 
 
 def test_prompt_truncation_error_names_row_length_and_limit():
-    with pytest.raises(DataError, match=r"row 1 has 5 tokens, more than the 2 allowed"):
+    with pytest.raises(DataError, match=r"row 1: has 5 tokens, more than the 2 allowed"):
         prompts([{"prompt": "x"}, {"prompt": "abcde"}], max_prompt_length=2, truncation="error")
 
 
@@ -310,7 +342,7 @@ def test_overlong_prompts_are_filtered_with_one_warning(caplog):
 
 
 def test_filtering_out_all_prompts_is_an_error():
-    with pytest.raises(DataError, match="all 1 rows have a prompt of more than max_prompt_length=2"):
+    with pytest.raises(DataError, match=r"1 of 1 rows .*prompt of 3 tokens, more than max_prompt_length=2"):
         prompts([{"prompt": "abc"}], max_prompt_length=2, filter_overlong=True)
 
 
@@ -338,6 +370,18 @@ def test_prompt_without_tokens_is_refused():
     tokenizer = tiny_tokenizer(chat_template="{% if add_generation_prompt %}{% endif %}")
     with pytest.raises(DataError, match=r"row 0.*no tokens"):
         prompts([{"prompt": [ASK]}], tokenizer)
+
+
+def test_all_bad_prompts_are_listed():
+    with pytest.raises(DataError, match=r"2 of 3 rows cannot be used: row 0: .*; row 2: .*dataset\.filter") as error:
+        prompts([{"prompt": ""}, {"prompt": "a"}, {"prompt": None}])
+    assert "invalid_rows" not in str(error.value)
+
+
+def test_stream_of_prompts_is_refused():
+    stream = datasets.Dataset.from_list([{"prompt": "a"}]).to_iterable_dataset()
+    with pytest.raises(DataError, match="IterableDataset: the number of prompts"):
+        prepare_prompt_dataset(stream, tiny_tokenizer(), max_prompt_length=None)
 
 
 def test_from_value_prompts_reach_the_rewards_as_messages():

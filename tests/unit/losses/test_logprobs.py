@@ -1,12 +1,22 @@
 """chunked_logprobs and module_logprobs against log_softmax of all logits."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefrl.losses.logprobs import Head, TokenScores, chunked_logprobs, default_chunk_size, module_logprobs
+from prefrl.losses.logprobs import (
+    Head,
+    TokenScores,
+    WantName,
+    chunked_logprobs,
+    default_chunk_size,
+    module_logprobs,
+)
 
+EVERYTHING = get_args(WantName)
 HEADS = {
     "plain": {},
     "bias": {"bias": True},
@@ -34,12 +44,21 @@ def full_logits(hidden, head):
 
 
 def full_scores(hidden, targets, head, temperature):
-    log_probs = (full_logits(hidden, head) / temperature).log_softmax(1)
+    logits = full_logits(hidden, head)
+    log_probs = (logits / temperature).log_softmax(1)
     return TokenScores(
         logprobs=log_probs[range(len(targets)), targets],
         entropy=-(log_probs.exp() * log_probs).sum(1),
         correct=log_probs.argmax(1) == targets,
+        mean_logit=logits.detach().mean(1),
+        log_collision=log_probs.detach().exp().square().sum(1).log(),
     )
+
+
+def assert_equal_scores(ours, expected, *, atol=2e-6, rtol=1e-5):
+    for name in ("logprobs", "entropy", "mean_logit", "log_collision"):
+        torch.testing.assert_close(getattr(ours, name), getattr(expected, name), atol=atol, rtol=rtol)
+    assert torch.equal(ours.correct, expected.correct)
 
 
 def gradients(scores, leaves):
@@ -52,23 +71,27 @@ def leaves_of(hidden, head):
     return [hidden, head.weight] + ([] if head.bias is None else [head.bias])
 
 
-def test_hand_number():
-    # Logits 2 * (1, 0) = (2, 0), at temperature 2: (1, 0). p = e / (e + 1) = 0.731059, H = -sum p log p = 0.582203.
-    head = Head(torch.tensor([[1.0], [0.0]]), scale=2.0)
-    scores = chunked_logprobs(
-        torch.tensor([[1.0], [1.0]]), torch.tensor([0, 1]), head, temperature=2.0, want_entropy=True, want_correct=True
-    )
+@pytest.mark.parametrize("function", ["matrix", "module"])
+def test_hand_number(function):
+    # Logits 2 * (1, 0) = (2, 0), of mean 1; at temperature 2: (1, 0). p = e / (e + 1) = 0.731059,
+    # H = -sum p log p = 0.582203, log sum p^2 = log(0.534447 + 0.072329) = -0.499595.
+    hidden, targets = torch.tensor([[1.0], [1.0]]), torch.tensor([0, 1])
+    weight = torch.tensor([[1.0], [0.0]])
+    if function == "matrix":
+        scores = chunked_logprobs(hidden, targets, Head(weight, scale=2.0), temperature=2.0, want=EVERYTHING)
+    else:
+        scores = module_logprobs(hidden, targets, lambda x: x @ (2 * weight.t()), temperature=2.0, want=EVERYTHING)
     torch.testing.assert_close(scores.logprobs, torch.tensor([-0.313262, -1.313262]), atol=1e-6, rtol=0)
     torch.testing.assert_close(scores.entropy, torch.tensor([0.582203, 0.582203]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores.mean_logit, torch.tensor([1.0, 1.0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores.log_collision, torch.tensor([-0.499595, -0.499595]), atol=1e-6, rtol=0)
     assert scores.correct.tolist() == [True, False]
 
 
 def test_hand_gradient_is_one_hot_minus_probability():
     hidden = torch.ones(1, 1, requires_grad=True)
     weight = torch.tensor([[1.0], [0.0]], requires_grad=True)
-    scores = chunked_logprobs(
-        hidden, torch.tensor([0]), Head(weight), temperature=1.0, want_entropy=False, want_correct=False
-    )
+    scores = chunked_logprobs(hidden, torch.tensor([0]), Head(weight), temperature=1.0, want=())
     scores.logprobs.sum().backward()
     # dlogp/dz = (1 - p, -(1 - p)) with p = 0.731059; dz/dW = 1; dz/dx = (1, 0).
     torch.testing.assert_close(weight.grad, torch.tensor([[0.268941], [-0.268941]]), atol=1e-6, rtol=0)
@@ -79,13 +102,9 @@ def test_hand_gradient_is_one_hot_minus_probability():
 @pytest.mark.parametrize("head_options", HEADS.values(), ids=HEADS.keys())
 def test_equals_log_softmax_of_all_logits_for_any_chunk_size(head_options, chunk_size):
     hidden, targets, head = make(13, **head_options)
-    scores = chunked_logprobs(
-        hidden, targets, head, temperature=0.7, want_entropy=True, want_correct=True, chunk_size=chunk_size
-    )
+    scores = chunked_logprobs(hidden, targets, head, temperature=0.7, want=EVERYTHING, chunk_size=chunk_size)
     expected = full_scores(hidden, targets, head, 0.7)
-    torch.testing.assert_close(scores.logprobs, expected.logprobs, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(scores.entropy, expected.entropy, atol=2e-6, rtol=1e-5)
-    assert torch.equal(scores.correct, expected.correct)
+    assert_equal_scores(scores, expected)
     leaves = leaves_of(hidden, head)
     for ours, theirs in zip(gradients(scores, leaves), gradients(expected, leaves), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -97,9 +116,7 @@ def test_gradcheck_in_float64(head_options):
 
     def score(hidden, weight, *bias):
         head_of_leaves = Head(weight, bias[0] if bias else None, head.scale, head.softcap)
-        scores = chunked_logprobs(
-            hidden, targets, head_of_leaves, temperature=1.3, want_entropy=True, want_correct=False, chunk_size=2
-        )
+        scores = chunked_logprobs(hidden, targets, head_of_leaves, temperature=1.3, want=("entropy",), chunk_size=2)
         assert scores.logprobs.dtype == torch.float64
         return scores.logprobs, scores.entropy
 
@@ -109,7 +126,7 @@ def test_gradcheck_in_float64(head_options):
 @pytest.mark.parametrize("name", ["logprobs", "entropy"])
 def test_gradient_of_one_output_alone(name):
     hidden, targets, head = make(9, bias=True, softcap=3.0)
-    options = {"temperature": 1.3, "want_entropy": True, "want_correct": True}
+    options = {"temperature": 1.3, "want": ("entropy", "correct")}
     scores = chunked_logprobs(hidden, targets, head, **options, chunk_size=4)
     expected = full_scores(hidden, targets, head, 1.3)
     weights, leaves = torch.arange(9.0), leaves_of(hidden, head)
@@ -121,16 +138,14 @@ def test_gradient_of_one_output_alone(name):
 
 def test_bfloat16_scores_are_float32_and_as_precise_as_the_logits():
     hidden, targets, head = make(40, hidden_size=32, vocab=50, bias=True, dtype=torch.bfloat16)
-    scores = chunked_logprobs(
-        hidden, targets, head, temperature=0.9, want_entropy=True, want_correct=True, chunk_size=16
-    )
+    scores = chunked_logprobs(hidden, targets, head, temperature=0.9, want=EVERYTHING, chunk_size=16)
     exact_head = Head(head.weight.detach().float().requires_grad_(), head.bias.detach().float().requires_grad_())
     exact_hidden = hidden.detach().float().requires_grad_()
     expected = full_scores(exact_hidden, targets, exact_head, 0.9)
-    assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
     # Logits reach 20, where bfloat16 is spaced by 1/8.
-    torch.testing.assert_close(scores.logprobs, expected.logprobs, atol=0.1, rtol=0)
-    torch.testing.assert_close(scores.entropy, expected.entropy, atol=0.1, rtol=0)
+    for name in ("logprobs", "entropy", "mean_logit", "log_collision"):
+        assert getattr(scores, name).dtype == torch.float32
+        torch.testing.assert_close(getattr(scores, name), getattr(expected, name), atol=0.1, rtol=0)
     # The logits are rounded as in the model's own forward, and nothing after them is.
     rounded = (nn.functional.linear(hidden, head.weight, head.bias).float() / 0.9).log_softmax(1)[range(40), targets]
     torch.testing.assert_close(scores.logprobs, rounded, atol=1e-5, rtol=0)
@@ -150,8 +165,7 @@ def test_weight_gradient_in_bfloat16_does_not_lose_small_terms_over_chunks():
         torch.zeros(512, dtype=torch.long),
         Head(weight),
         temperature=1.0,
-        want_entropy=False,
-        want_correct=False,
+        want=(),
         chunk_size=1,
     )
     scores.logprobs.backward(torch.full((512,), 2.0 / 512))
@@ -161,12 +175,10 @@ def test_weight_gradient_in_bfloat16_does_not_lose_small_terms_over_chunks():
 def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_those_of_the_leaves():
     hidden, targets, head = make(12, hidden_size=32, vocab=50, bias=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = chunked_logprobs(
-            hidden, targets, head, temperature=1.0, want_entropy=True, want_correct=False, chunk_size=5
-        )
+        scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=("entropy",), chunk_size=5)
     low = Head(head.weight.detach().bfloat16(), head.bias.detach().bfloat16())
     expected = chunked_logprobs(
-        hidden.detach().bfloat16(), targets, low, temperature=1.0, want_entropy=True, want_correct=False, chunk_size=5
+        hidden.detach().bfloat16(), targets, low, temperature=1.0, want=("entropy",), chunk_size=5
     )
     torch.testing.assert_close(scores.logprobs, expected.logprobs, atol=0, rtol=0)
     assert [g.dtype for g in gradients(scores, leaves_of(hidden, head))] == [torch.float32] * 3
@@ -175,11 +187,9 @@ def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_those_of_the_le
 def test_extreme_logits_stay_finite():
     weight = torch.tensor([[3e4], [0.0], [-3e4]], requires_grad=True)
     hidden = torch.ones(3, 1, requires_grad=True)
-    scores = chunked_logprobs(
-        hidden, torch.tensor([0, 1, 2]), Head(weight), temperature=1.0, want_entropy=True, want_correct=True
-    )
+    scores = chunked_logprobs(hidden, torch.tensor([0, 1, 2]), Head(weight), temperature=1.0, want=EVERYTHING)
     assert scores.logprobs.tolist() == [0.0, -3e4, -6e4]
-    assert scores.entropy.tolist() == [0.0, 0.0, 0.0]
+    assert scores.entropy.tolist() == scores.mean_logit.tolist() == scores.log_collision.tolist() == [0.0, 0.0, 0.0]
     assert all(g.isfinite().all() for g in gradients(scores, [hidden, weight]))
 
 
@@ -189,8 +199,7 @@ def test_correct_is_the_argmax_in_ties_too():
         torch.tensor([0, 1]),
         Head(torch.ones(2, 1)),
         temperature=1.0,
-        want_entropy=False,
-        want_correct=True,
+        want=("correct",),
     )
     assert scores.correct.tolist() == [True, False]
 
@@ -198,8 +207,8 @@ def test_correct_is_the_argmax_in_ties_too():
 @pytest.mark.parametrize("head_options", [{}, {"bias": True, "softcap": 2.0}])
 def test_empty_batch_has_zero_gradients(head_options):
     hidden, targets, head = make(0, **head_options)
-    scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want_entropy=True, want_correct=True)
-    assert scores.logprobs.shape == scores.entropy.shape == scores.correct.shape == (0,)
+    scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=EVERYTHING)
+    assert all(getattr(scores, name).shape == (0,) for name in ("logprobs", *EVERYTHING))
     for leaf, grad in zip(leaves_of(hidden, head), gradients(scores, leaves_of(hidden, head)), strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
@@ -221,19 +230,19 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("function", [chunked_logprobs, module_logprobs])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tensor_of_all_tokens_by_vocabulary_is_made(function, dtype):
+def test_no_tensor_of_all_tokens_by_vocabulary_is_made(function, dtype, softcap):
     m, vocab, hidden_size, chunk_size = 64, 96, 4, 8
-    hidden, targets, head = make(m, hidden_size=hidden_size, vocab=vocab, softcap=3.0, dtype=dtype)
+    hidden, targets, head = make(m, hidden_size=hidden_size, vocab=vocab, softcap=softcap, dtype=dtype)
     with LargestTensor() as largest:
         scores = function(
             hidden,
             targets,
             head if function is chunked_logprobs else (lambda rows: full_logits(rows, head)),
             temperature=0.8,
-            want_entropy=True,
-            want_correct=True,
+            want=EVERYTHING,
             chunk_size=chunk_size,
         )
         gradients(scores, [hidden, head.weight])
@@ -252,9 +261,7 @@ def test_frozen_parts_cost_no_product_and_get_no_gradient(trained, products_per_
     named = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     for name, leaf in named.items():
         leaf.requires_grad_(name in trained)
-    scores = chunked_logprobs(
-        hidden, targets, head, temperature=1.0, want_entropy=True, want_correct=True, chunk_size=4
-    )
+    scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=("entropy", "correct"), chunk_size=4)
     with LargestTensor() as meter:
         scores.logprobs.sum().backward()
     assert meter.num_products == 3 * products_per_chunk  # logits again; hidden; weight
@@ -264,18 +271,58 @@ def test_frozen_parts_cost_no_product_and_get_no_gradient(trained, products_per_
 def test_nothing_is_saved_or_differentiated_without_grad():
     hidden, targets, head = make(5)
     with torch.no_grad():
-        scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want_entropy=False, want_correct=False)
+        scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=())
     assert scores.logprobs.grad_fn is None
-    assert scores.entropy is None
-    assert scores.correct is None
+
+
+@pytest.mark.parametrize("function", [chunked_logprobs, module_logprobs])
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_each_quantity_is_there_if_it_is_wanted_and_changes_no_other(function, name):
+    hidden, targets, head = make(9, bias=True, softcap=2.0)
+
+    def scores(want):
+        given = head if function is chunked_logprobs else (lambda rows: full_logits(rows, head))
+        return function(hidden, targets, given, temperature=0.7, want=want, chunk_size=4)
+
+    alone, every = scores((name,)), scores(EVERYTHING)
+    assert {other for other in EVERYTHING if getattr(alone, other) is not None} == {name}
+    torch.testing.assert_close(getattr(alone, name), getattr(every, name), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(alone.logprobs, every.logprobs, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("function", [chunked_logprobs, module_logprobs])
+def test_mean_logit_and_log_collision_are_constants(function, softcap):
+    hidden, targets, head = make(9, softcap=softcap)
+    given = head if function is chunked_logprobs else (lambda rows: full_logits(rows, head))
+    scores = function(hidden, targets, given, temperature=0.7, want=("mean_logit", "log_collision"), chunk_size=4)
+    assert scores.logprobs.requires_grad
+    assert not scores.mean_logit.requires_grad
+    assert not scores.log_collision.requires_grad
+    # A loss that is weighed by them is differentiated through the log-probs alone.
+    loss = (scores.log_collision.exp() * scores.mean_logit * scores.logprobs).sum()
+    expected = full_scores(hidden, targets, head, 0.7)
+    expected_loss = (expected.log_collision.exp() * expected.mean_logit * expected.logprobs).sum()
+    for a, b in zip(
+        torch.autograd.grad(loss, [hidden, head.weight]),
+        torch.autograd.grad(expected_loss, [hidden, head.weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_log_collision_does_not_underflow_in_a_large_vocabulary():
+    # 2^17 equal logits: sum p^2 = 2^-17, of squares of 2^-34 each.
+    scores = chunked_logprobs(
+        torch.zeros(1, 1), torch.tensor([0]), Head(torch.ones(2**17, 1)), temperature=1.0, want=("log_collision",)
+    )
+    assert scores.log_collision.item() == pytest.approx(-17 * 0.6931472, abs=1e-4)
 
 
 def test_inputs_are_left_as_they_were():
     hidden, targets, head = make(9, bias=True, softcap=2.0)
     before = [leaf.detach().clone() for leaf in leaves_of(hidden, head)]
-    scores = chunked_logprobs(
-        hidden, targets, head, temperature=0.5, want_entropy=True, want_correct=True, chunk_size=4
-    )
+    scores = chunked_logprobs(hidden, targets, head, temperature=0.5, want=("entropy", "correct"), chunk_size=4)
     loss = scores.logprobs.sum() + scores.entropy.sum()
     first = torch.autograd.grad(loss, leaves_of(hidden, head), retain_graph=True)
     second = torch.autograd.grad(loss, leaves_of(hidden, head))
@@ -304,12 +351,10 @@ def test_module_head_equals_its_merged_matrix(chunk_size):
     hidden, targets, _ = make(13)
     module = LowRankHead()
     merged = Head(module.base.weight + module.up.weight @ module.down.weight, module.base.bias)
-    options = {"temperature": 0.7, "want_entropy": True, "want_correct": True}
+    options = {"temperature": 0.7, "want": EVERYTHING}
     scores = module_logprobs(hidden, targets, module, **options, chunk_size=chunk_size)
     expected = full_scores(hidden, targets, merged, 0.7)
-    torch.testing.assert_close(scores.logprobs, expected.logprobs, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(scores.entropy, expected.entropy, atol=2e-6, rtol=1e-5)
-    assert torch.equal(scores.correct, expected.correct)
+    assert_equal_scores(scores, expected)
     leaves = [hidden, module.base.bias, module.down.weight, module.up.weight]
     for a, b in zip(gradients(scores, leaves), gradients(expected, leaves), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
@@ -318,9 +363,9 @@ def test_module_head_equals_its_merged_matrix(chunk_size):
 def test_module_head_on_an_empty_batch_has_zero_gradients():
     hidden, targets, _ = make(0)
     module = LowRankHead()
-    options = {"temperature": 1.0, "want_entropy": False, "want_correct": False}
+    options = {"temperature": 1.0, "want": ()}
     scores = module_logprobs(hidden, targets, module, **options)
-    assert scores == TokenScores(scores.logprobs, None, None)
+    assert scores == TokenScores(scores.logprobs)
     scores.logprobs.sum().backward()
     assert torch.equal(module.up.weight.grad, torch.zeros(11, 2))
 
@@ -331,15 +376,16 @@ def test_module_head_on_an_empty_batch_has_zero_gradients():
     [
         ({"temperature": 0.0}, "temperature=0.0: needs to be positive"),
         ({"chunk_size": 0}, "chunk_size=0: needs to be >= 1"),
+        ({"want": ("entropy", "rank")}, r"want=\['rank'\]: allowed are entropy, correct, mean_logit, log_collision"),
         ({"targets": torch.zeros(4, dtype=torch.long)}, r"hidden \(5, 6\), targets \(4,\): need to be \[M, h\] and"),
     ],
 )
 def test_bad_input_is_refused(function, changes, message):
     hidden, targets, head = make(5)
-    arguments = {"targets": targets, "temperature": 1.0, "chunk_size": 2} | changes
+    arguments = {"targets": targets, "temperature": 1.0, "want": EVERYTHING, "chunk_size": 2} | changes
     arguments |= {"head": head} if function is chunked_logprobs else {"head_fn": nn.Identity()}
     with pytest.raises(ValueError, match=message):
-        function(hidden, want_entropy=True, want_correct=True, **arguments)
+        function(hidden, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -352,14 +398,14 @@ def test_bad_input_is_refused(function, changes, message):
 def test_bad_head_is_refused(head, message):
     hidden, targets, _ = make(5)
     with pytest.raises(ValueError, match=message):
-        chunked_logprobs(hidden, targets, head, temperature=1.0, want_entropy=False, want_correct=False)
+        chunked_logprobs(hidden, targets, head, temperature=1.0, want=())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("vocab", [600, 40_000])
-@pytest.mark.parametrize("want_entropy", [False, True])
-def test_cuda_equals_cpu(vocab, want_entropy):
+@pytest.mark.parametrize("want", [(), ("mean_logit", "log_collision"), ("entropy", "mean_logit", "log_collision")])
+def test_cuda_equals_cpu(vocab, want):
     hidden, targets, head = make(700, hidden_size=64, vocab=vocab, bias=True, softcap=9.0)
     assert default_chunk_size(torch.device("cuda")) < 700
     results = []
@@ -370,10 +416,10 @@ def test_cuda_equals_cpu(vocab, want_entropy):
             targets.to(device),
             Head(moved[1], moved[2], softcap=9.0),
             temperature=0.9,
-            want_entropy=want_entropy,
-            want_correct=False,
+            want=want,
         )
-        grads = gradients(scores, moved) if want_entropy else torch.autograd.grad(scores.logprobs.sum(), moved)
-        results.append([tensor.detach().cpu() for tensor in (scores.logprobs, *grads)])
+        grads = gradients(scores, moved) if "entropy" in want else torch.autograd.grad(scores.logprobs.sum(), moved)
+        wanted = [getattr(scores, name) for name in want]
+        results.append([tensor.detach().cpu() for tensor in (scores.logprobs, *wanted, *grads)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)

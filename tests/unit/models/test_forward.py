@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from prefrl.errors import ConfigError
+from prefrl.losses.logprobs import TokenScores
 from prefrl.models import attention, forward, plans, scoring, selfcheck
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.types import TokenBatch
@@ -52,14 +53,17 @@ def ragged_batch(trainable_share=0.7):
     )
 
 
-def plain_log_softmax(model, batch, temperature=1.0):
+def plain_logits(model, batch):
     """[N, V] from one plain forward for each row, in order."""
     prompts = batch.prompt_ids.split(batch.prompt_lengths)
     rows = []
     for prompt, response in zip(batch.prompt_index, batch.response_ids.split(batch.response_lengths), strict=True):
-        logits = model(input_ids=torch.cat([prompts[prompt], response])[None]).logits[0, -len(response) - 1 : -1]
-        rows.append((logits / temperature).log_softmax(-1))
+        rows.append(model(input_ids=torch.cat([prompts[prompt], response])[None]).logits[0, -len(response) - 1 : -1])
     return torch.cat(rows)
+
+
+def plain_log_softmax(model, batch, temperature=1.0):
+    return (plain_logits(model, batch) / temperature).log_softmax(-1)
 
 
 def plain_logprobs(model, batch, temperature=1.0):
@@ -108,10 +112,38 @@ def test_entropy_correct_and_temperature_describe_the_same_distribution(plan, te
     assert torch.equal(scores.correct, (log_softmax.argmax(-1) == batch.response_ids) & batch.trainable)
 
 
+def assert_constants_of_the_plain_forward(model, batch, plan="auto"):
+    scores = token_logprobs(model, batch, plan=plan, temperature=1.7, want=("mean_logit", "log_collision"))
+    mean = plain_logits(model, batch).mean(-1) * batch.trainable
+    torch.testing.assert_close(scores.mean_logit, mean.detach(), rtol=1e-5, atol=5e-6)
+    collision = plain_log_softmax(model, batch, 1.7).exp().square().sum(-1).log() * batch.trainable
+    torch.testing.assert_close(scores.log_collision, collision.detach(), rtol=1e-5, atol=5e-6)
+    assert scores.mean_logit.dtype == scores.log_collision.dtype == torch.float32
+    assert not scores.mean_logit.requires_grad
+    assert not scores.log_collision.requires_grad
+    # Whatever is computed beside them, log-probs keep their gradient.
+    expected = gradient(model, token_logprobs(model, batch, plan=plan, temperature=1.7).logprobs)
+    assert_same_gradient(gradient(model, scores.logprobs), expected)
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), MODELS)
+def test_mean_logit_and_log_collision_are_constants_of_the_plain_forward(architecture, overrides):
+    assert_constants_of_the_plain_forward(tiny_model(architecture, **overrides), ragged_batch())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_mean_logit_and_log_collision_are_equal_in_every_plan(plan):
+    assert_constants_of_the_plain_forward(tiny_model("qwen2"), ragged_batch(), plan)
+
+
 def test_what_is_not_wanted_is_not_computed():
     scores = token_logprobs(tiny_model("llama"), ragged_batch())
-    assert scores.entropy is None
-    assert scores.correct is None
+    assert scores == TokenScores(scores.logprobs)
+
+
+def test_an_unknown_name_of_a_quantity_is_an_error():
+    with pytest.raises(ValueError, match=r"want=\['rank'\]: allowed are entropy, correct, mean_logit, log_collision"):
+        token_logprobs(tiny_model("llama"), ragged_batch(), want=("rank",))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -220,6 +252,7 @@ def test_lora_models_give_equal_numbers_and_gradients(targets, prepare_first):
         logprobs = token_logprobs(model, batch, plan=plan).logprobs
         assert_same_logprobs(logprobs, expected)
         assert_same_gradient(gradient(model, logprobs), expected_gradient)
+    assert_constants_of_the_plain_forward(model, batch)
 
 
 def test_a_lora_model_with_its_adapter_off_is_its_base_model():
@@ -295,6 +328,7 @@ def test_a_head_that_we_cannot_reproduce_is_used_through_its_own_logits(caplog):
     assert_same_logprobs(logprobs, expected, atol=2e-5)  # of squares up to 100
     assert_same_gradient(gradient(model, logprobs), gradient(model, plain_logprobs(model, batch)))
     assert "to padded: its log-probs differ" in caplog.text
+    assert_constants_of_the_plain_forward(model, batch)
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "mamba"])

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from prefrl.errors import ConfigError
-from prefrl.models.load import is_peft_model, load_model, load_tokenizer
+from prefrl.models.adapters import is_peft_model
+from prefrl.models.load import load_model, load_reward_model, load_tokenizer
 from tests.assets import tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft")
@@ -176,3 +177,69 @@ def test_a_tokenizer_that_cannot_belong_to_the_model_is_an_error(tmp_path: Path)
         tiny_model(architecture).save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match=f"no tokenizer can be loaded from '{tmp_path}'"):
             load_tokenizer(load_model(tmp_path))
+
+
+# Reward models.
+
+
+def classifier(num_labels: int) -> PreTrainedModel:
+    config = tiny_model("llama").config
+    config.num_labels = num_labels
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def test_a_reward_model_is_the_body_of_a_language_model_with_a_new_output_in_float32(saved: Path) -> None:
+    model = load_reward_model(saved, seed=5)
+    assert model.config.num_labels == 1
+    assert model.score.weight.shape == (1, 32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    body = load_model(saved).model.state_dict()
+    assert all(tensor.equal(body[name]) for name, tensor in model.model.state_dict().items())
+    assert trainable(model) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_seed_gives_the_new_output_and_leaves_the_global_state_alone(saved: Path) -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = load_reward_model(saved, seed=5).score.weight
+    assert torch.get_rng_state().equal(state)
+    torch.manual_seed(1)
+    assert first.equal(load_reward_model(saved, seed=5).score.weight)
+    assert not first.equal(load_reward_model(saved, seed=6).score.weight)
+    assert 0 < first.abs().max() < 0.2  # 10 standard deviations
+
+
+def test_a_reward_model_that_was_saved_keeps_its_output(tmp_path: Path) -> None:
+    model = classifier(1)
+    model.save_pretrained(tmp_path)
+    assert load_reward_model(tmp_path, seed=5).score.weight.equal(model.score.weight)
+    assert load_reward_model(model) is model
+
+
+def test_a_model_that_has_not_one_output_is_no_reward_model(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model is a Qwen2ForCausalLM: .* Load it with AutoModelForSequenceClass"):
+        load_reward_model(tiny_model())
+    with pytest.raises(ConfigError, match=r"num_labels=2: a reward model has one output\. Load it with num_labels=1"):
+        load_reward_model(classifier(2))
+    with pytest.raises(ConfigError, match="num_labels=3: a reward model has one output"):
+        load_reward_model(saved, model_init_kwargs={"num_labels": 3})
+    classifier(2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"model='{tmp_path}' cannot be loaded: .* A reward model has num_labels=1"):
+        load_reward_model(tmp_path)
+
+
+def test_the_output_of_a_reward_model_is_trained_in_full_beside_its_adapter(saved: Path) -> None:
+    model = load_reward_model(saved, peft_config=lora(target_modules=["q_proj"]), seed=5)
+    assert type(model) is peft.PeftModelForSequenceClassification
+    output = {name for name in trainable(model) if "lora_" not in name}
+    assert output == {"base_model.model.score.modules_to_save.default.weight"}
+    assert len(trainable(model) - output) == 2 * 2  # layers, A and B
+    assert load_reward_model(model) is model
+    with pytest.raises(ConfigError, match="task_type=CAUSAL_LM: must be SEQ_CLS for a LlamaForSequenceClassification"):
+        load_reward_model(saved, peft_config=lora(task_type="CAUSAL_LM"))
+    with pytest.raises(ConfigError, match="model is a Qwen2ForCausalLM: a reward model"):
+        load_reward_model(peft.get_peft_model(tiny_model(), lora()))
+
+
+def test_freezing_works_for_reward_models_too(saved: Path) -> None:
+    assert trainable(load_reward_model(saved, freeze=["model"])) == {"score.weight"}

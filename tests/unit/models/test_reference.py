@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
 from prefrl.models import reference as reference_module
+from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.reference import Reference, logprobs_in_pieces, make_reference
 from prefrl.types import TokenBatch
@@ -77,9 +78,19 @@ def prepared() -> PreTrainedModel:
     return model
 
 
-def trained_lora() -> PreTrainedModel:
-    model = lora_model()
+def trained_lora(**options: Any) -> PreTrainedModel:
+    model = lora_model(**options)
     train(model)
+    return model
+
+
+def beside_frozen(model: PreTrainedModel) -> PreTrainedModel:
+    """With an adapter named "ref" that does something and is neither active nor trained, as users of TRL load one."""
+    model.add_adapter("ref", peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
+    model.set_adapter("ref")
+    train(model)
+    model.set_adapter("default")
+    assert not any(p.requires_grad for name, p in model.named_parameters() if ".ref." in name)
     return model
 
 
@@ -121,6 +132,15 @@ CASES = {
     "lora with a frozen saved module": lambda: frozen_part(
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save"
     ),
+    "rslora with a rank for each layer": lambda: lora_model(use_rslora=True, rank_pattern={"q_proj": 2, "up_proj": 6}),
+    "trained rslora with a rank for each layer": lambda: trained_lora(
+        use_rslora=True, rank_pattern={"q_proj": 2, "up_proj": 6}
+    ),
+    "lora on the head": lambda: lora_model(target_modules=["q_proj", "lm_head"]),
+    "trained lora on the head": lambda: trained_lora(target_modules=["q_proj", "lm_head"]),
+    "lora on embeddings": lambda: lora_model(target_modules=["embed_tokens"]),
+    "trained lora beside a frozen adapter": lambda: beside_frozen(trained_lora()),
+    "fresh lora beside a frozen adapter": lambda: beside_frozen(lora_model()),
     "ia3": lambda: peft.get_peft_model(tiny_model("llama"), peft.IA3Config(task_type="CAUSAL_LM")),
 }
 
@@ -195,6 +215,7 @@ def test_a_copy_shares_nothing_with_the_policy() -> None:
 
 def test_a_fresh_adapter_costs_no_memory() -> None:
     assert made(lora_model()).state_dict() == {}
+    assert made(lora_model(target_modules=["q_proj", "lm_head", "embed_tokens"])).state_dict() == {}
     assert made(trained_lora()).state_dict().keys() == {
         name for name, parameter in trained_lora().named_parameters() if parameter.requires_grad
     }
@@ -291,3 +312,105 @@ def test_the_gradient_of_the_policy_is_not_touched_by_scoring_in_between() -> No
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert gradients[0].equal(gradients[1])
     assert float(gradients[0].abs().sum()) > 0
+
+
+# A reference that the user gives.
+
+
+def trained_ref_model() -> PreTrainedModel:
+    return tiny_model("llama", seed=3, attention_dropout=0.5).train()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_given_model_scores_as_it_is(moves: bool) -> None:
+    given, policy = trained_ref_model(), tiny_model("llama", attention_dropout=0.5)
+    before = scores(given)
+    weights = copy.deepcopy(given.state_dict())
+    reference = made(policy, given=given, moves=moves)
+    train(policy.train())
+    logprobs = reference.logprobs(BATCH, temperature=0.7)
+    torch.testing.assert_close(logprobs, before, atol=1e-5, rtol=0)
+    assert not logprobs.requires_grad
+    assert all(module.training for module in given.modules())
+    assert all(weight.equal(weights[name]) for name, weight in given.state_dict().items())
+
+
+def test_a_given_model_of_another_architecture_or_with_an_adapter_can_be_the_reference() -> None:
+    for given in (tiny_model("qwen2", seed=4), trained_lora()):
+        for policy in (tiny_model("llama"), lora_model()):
+            reference = made(policy, given=given)
+            torch.testing.assert_close(reference.logprobs(BATCH, temperature=0.7), scores(given), atol=1e-5, rtol=0)
+
+
+def test_a_given_model_is_copied_only_if_it_moves() -> None:
+    given, policy = trained_ref_model(), tiny_model("llama")
+    addresses = {parameter.data_ptr() for parameter in given.parameters()}
+    assert {weight.data_ptr() for weight in made(policy, given=given).state_dict().values()} == addresses
+    before = copy.deepcopy(given.state_dict())
+    reference = made(policy, given=given, moves=True)
+    reference.mix(policy, 0.25)
+    assert all(weight.equal(before[name]) for name, weight in given.state_dict().items())
+    now = policy.state_dict()
+    for name, weight in reference.state_dict().items():
+        torch.testing.assert_close(weight, 0.25 * now[name] + 0.75 * before[name])
+
+
+def test_a_given_model_that_cannot_be_the_reference_is_refused() -> None:
+    policy, adapted = tiny_model("llama"), lora_model()
+    with pytest.raises(ConfigError, match=r"ref_model is the model that is trained.* Leave ref_model=None"):
+        made(policy, given=policy)
+    with pytest.raises(ConfigError, match="ref_model has parameters of the model that are trained"):
+        made(adapted, given=adapted.get_base_model())
+    with pytest.raises(ConfigError, match="ref_model has a vocabulary of 64 tokens and the model one of 128"):
+        made(adapted, given=tiny_model("llama", vocab_size=64))
+    with pytest.raises(ConfigError, match="ref_model has no effect with beta=0"):
+        make_reference(policy, beta=0.0, given=trained_ref_model())
+    for other in (tiny_model("qwen2"), tiny_model("llama", intermediate_size=32), lora_model()):
+        with pytest.raises(ConfigError, match="sync_ref_model=True mixes parameter by parameter"):
+            made(policy, given=other, moves=True)
+    with pytest.raises(ConfigError, match="which has no language-model head"):
+        made(policy, given=trained_ref_model().model)
+
+
+# Fingerprints.
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_fingerprint_is_that_of_the_weights_of_construction(model: PreTrainedModel, moves: bool) -> None:
+    before = weights_fingerprint(model)
+    reference = made(model, moves=moves)
+    train(model)
+    assert weights_fingerprint(model) != before
+    assert reference.fingerprint() == before
+    assert weights_fingerprint(model) != before
+
+
+def test_a_fresh_adapter_and_a_given_model_have_the_fingerprint_of_their_base_model() -> None:
+    base = weights_fingerprint(tiny_model("llama"))
+    assert made(tiny_model("llama")).fingerprint() == base
+    assert made(lora_model()).fingerprint() == base
+    assert made(lora_model(r=2), moves=True).fingerprint() == base
+    assert made(trained_lora(), given=tiny_model("llama")).fingerprint() == base
+    assert made(trained_lora()).fingerprint() != base
+
+
+def test_the_fingerprint_is_computed_once_unless_the_reference_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[nn.Module] = []
+
+    def note(model: nn.Module) -> str:
+        calls.append(model)
+        return weights_fingerprint(model)
+
+    monkeypatch.setattr(reference_module, "weights_fingerprint", note)
+    model = trained_lora()
+    reference = made(model, moves=True)
+    assert not calls
+    first = reference.fingerprint()
+    assert reference.fingerprint() == first
+    assert len(calls) == 1
+    state = copy.deepcopy(reference.state_dict())
+    train(model)
+    reference.mix(model, 0.5)
+    assert reference.fingerprint() != first
+    reference.load_state_dict(state)
+    assert reference.fingerprint() == first

@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
+from prefrl import GRPOConfig, GRPOTrainer
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards import RewardRunner
 from prefrl.rewards.model import ModelReward
@@ -35,9 +45,34 @@ def reward_model(architecture: str = "qwen2", *, num_labels: int = 1, **override
     return model
 
 
-def one_by_one(model: PreTrainedModel, rows: list[list[int]]) -> list[float]:
+def one_by_one(model: PreTrainedModel, rows: list[list[int]], *, column: int = 0) -> list[float]:
     with torch.no_grad():
-        return [float(model.eval()(input_ids=torch.tensor([row])).logits[0, 0]) for row in rows]
+        return [float(model.eval()(input_ids=torch.tensor([row])).logits[0, column]) for row in rows]
+
+
+@pytest.fixture
+def saved_reward_model(tmp_path: Path) -> Path:
+    """As a reward trainer leaves it: one label, a padding token in the config, the tokenizer beside it."""
+    folder = tmp_path / "judge"
+    reward_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def saved_adapter(tmp_path: Path) -> tuple[Path, PreTrainedModel]:
+    """A LoRA adapter with a score head on a language model without one, and the model that it was saved from."""
+    tiny_model("qwen2").save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    model.config.pad_token_id = tiny_tokenizer().pad_token_id
+    model.save_pretrained(tmp_path / "lora-judge")
+    tiny_tokenizer().save_pretrained(tmp_path / "lora-judge")
+    return tmp_path / "lora-judge", model
 
 
 TEXTS = ["a", "bc" * 9, "d" * 5, "", "some words", *("x" * n for n in range(1, 18))]
@@ -114,9 +149,147 @@ def test_model_without_a_trained_score_head_is_refused(tmp_path: Path) -> None:
         RewardRunner(str(tmp_path))
 
 
-def test_two_labels_are_refused() -> None:
+LABELS = {0: "helpful", 1: "harmless", 2: "honest"}
+CHATS = [[{"role": "user", "content": text}] for text in ("hi", "why is that?")]
+ANSWERS = [[{"role": "assistant", "content": text}] for text in ("yes", "no idea")]
+CHAT_TEXTS = ["<|user|>hi<|end|><|assistant|>yes<|end|>", "<|user|>why is that?<|end|><|assistant|>no idea<|end|>"]
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+@pytest.mark.parametrize(
+    ("prompts", "completions", "texts"),
+    [(["hi ", "why "], ["yes", "no idea"], ["hi yes", "why no idea"]), (CHATS, ANSWERS, CHAT_TEXTS)],
+    ids=["texts", "messages"],
+)
+def test_folder_scores_like_the_model_that_was_saved_in_it(
+    kind: str,
+    prompts: list[Any],
+    completions: list[Any],
+    texts: list[str],
+    saved_reward_model: Path,
+    saved_adapter: tuple[Path, PreTrainedModel],
+) -> None:
+    folder, model = saved_adapter if kind == "adapter" else (saved_reward_model, reward_model())
+    # Not tiny_tokenizer(): transformers makes a Qwen2Tokenizer of what lies beside a Qwen2 model.
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = one_by_one(model, [tokenizer(text)["input_ids"] for text in texts])
+    runner = RewardRunner(str(folder))
+    assert runner.score(prompts, completions, [[1], [1]], {}).by_name == {
+        folder.name: pytest.approx(expected, abs=1e-5)
+    }
+    assert abs(expected[0] - expected[1]) > 0.01
+
+
+def test_grpo_takes_the_folder_and_logs_the_name_of_what_is_scored(saved_reward_model: Path, tmp_path: Path) -> None:
+    trainer = GRPOTrainer(
+        model=tiny_model("qwen2"),
+        reward_funcs=[str(saved_reward_model), ModelReward(saved_reward_model, per_token=True)],
+        args=GRPOConfig(
+            output_dir=str(tmp_path / "out"),
+            use_cpu=True,
+            report_to=[],
+            max_steps=1,
+            logging_steps=1,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=4,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    whole, per_token = logged["rewards/judge/mean"], logged["rewards/judge[per_token]/mean"]
+    assert 1 < abs(whole / per_token) <= 4  # completions of 1 to 4 tokens
+
+
+@pytest.mark.parametrize(("head", "column"), [("helpful", 0), ("honest", 2), (1, 1)])
+def test_head_chooses_a_label_by_name_or_index_and_stands_in_the_name(head: str | int, column: int) -> None:
+    model = reward_model(num_labels=3, id2label=LABELS)
+    reward = ModelReward(model, head=head, tokenizer=tiny_tokenizer())
+    rows = [tiny_tokenizer()(text)["input_ids"] for text in ("pabc", "pd")]
+    assert reward(["p", "p"], ["abc", "d"]) == pytest.approx(one_by_one(model, rows, column=column), abs=1e-5)
+    assert reward.__name__ == f"Qwen2ForSequenceClassification[{LABELS[column]}]"
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "head", "message"),
+    [
+        pytest.param(3, None, r"num_labels=3.*'helpful', 'harmless', 'honest', or 0 to 2", id="several and no head"),
+        pytest.param(3, "kind", r"head='kind'.*has 'helpful', 'harmless', 'honest'", id="unknown name"),
+        pytest.param(3, 3, "head=3.*has 'helpful'", id="index too large"),
+        pytest.param(3, -1, "head=-1.*has 'helpful'", id="negative index"),
+        pytest.param(1, "helpful", "head='helpful' has no effect.*one label", id="name with one label"),
+        pytest.param(1, 0, "head=0 has no effect.*one label", id="index with one label"),
+    ],
+)
+def test_head_that_does_not_fit_the_labels_is_refused(num_labels: int, head: str | int | None, message: str) -> None:
+    model = reward_model(num_labels=num_labels, id2label={i: LABELS[i] for i in range(num_labels)})
+    with pytest.raises(ConfigError, match=message):
+        ModelReward(model, head=head, tokenizer=tiny_tokenizer())
+
+
+def test_label_that_two_heads_share_needs_its_index() -> None:
+    model = reward_model(num_labels=2, id2label={0: "good", 1: "good"})
+    with pytest.raises(ConfigError, match="no such label, or several"):
+        ModelReward(model, head="good", tokenizer=tiny_tokenizer())
+
+
+def test_several_labels_need_a_head_in_a_trainer_too() -> None:
     with pytest.raises(ConfigError, match="num_labels=2"):
         RewardRunner(reward_model(num_labels=2), processing_classes=tiny_tokenizer())
+
+
+def test_score_per_token_is_the_score_over_the_number_of_sampled_tokens() -> None:
+    model = reward_model()
+    whole = ModelReward(model, tokenizer=tiny_tokenizer())
+    per_token = ModelReward(model, per_token=True, tokenizer=tiny_tokenizer())
+    prompts, completions, ids = ["p", "p", "p"], ["abc", "d", "ef"], [[7] * 5, [7], [7] * 2]
+    a, b, c = whole(prompts, completions)
+    assert per_token(prompts, completions, ids) == [a / 5, b, c / 2]
+    runner = RewardRunner([whole, per_token])
+    assert runner.score(prompts, completions, ids, {}).by_name == {
+        "Qwen2ForSequenceClassification": [a, b, c],
+        "Qwen2ForSequenceClassification[per_token]": [a / 5, b, c / 2],
+    }
+
+
+def test_name_says_both_the_label_and_the_normalisation() -> None:
+    model = reward_model(num_labels=3, id2label=LABELS)
+    reward = ModelReward(model, head=0, per_token=True, tokenizer=tiny_tokenizer())
+    assert reward.__name__ == "Qwen2ForSequenceClassification[helpful,per_token]"
+
+
+@pytest.mark.parametrize("ids", [None, [[1], []], [[1]]], ids=["missing", "empty", "too few"])
+def test_score_per_token_needs_the_tokens(ids: list[list[int]] | None) -> None:
+    reward = ModelReward(reward_model(), per_token=True, tokenizer=tiny_tokenizer())
+    with pytest.raises(RewardError, match="needs completion_ids for each of the 2 completions"):
+        reward(["p", "p"], ["a", "b"], ids)
+
+
+def test_adapter_without_a_score_head_is_refused(tmp_path: Path) -> None:
+    tiny_model("qwen2").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"no trained weights for \['score\.weight'\]"):
+        RewardRunner(str(tmp_path / "adapter"))
+
+
+def test_adapter_with_several_labels_is_refused(tmp_path: Path) -> None:
+    tiny_model("qwen2").save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
+    get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="adapter' cannot be loaded"):
+        ModelReward(tmp_path / "adapter", head=1)
+
+
+def test_adapter_without_its_base_model_is_refused(saved_adapter: tuple[Path, PreTrainedModel]) -> None:
+    folder, _ = saved_adapter
+    shutil.rmtree(folder.parent / "base")
+    with pytest.raises(ConfigError, match="lora-judge' cannot be loaded"):
+        RewardRunner(str(folder))
 
 
 def test_name_that_does_not_exist_is_refused(tmp_path: Path) -> None:

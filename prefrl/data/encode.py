@@ -1,0 +1,199 @@
+"""One row's text or messages to token ids: what all preparations share. Everything is tokenised once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from prefrl.data.chat import (
+    ChatTemplate,
+    EncodedText,
+    Span,
+    completion_start,
+    encode,
+    special_tokens,
+    trim_after_end_token,
+)
+from prefrl.data.formats import AnyDataset, Format, Message, read_tools
+from prefrl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["EncodedPair", "RowEncoder", "Truncation", "check_limit", "common_length", "kept", "row_encoder"]
+
+logger = logging.getLogger(__name__)
+
+Truncation = Literal["left", "right", "error"]
+
+# `datasets` caches a map's result under the map's arguments and does not see a change of the code in this room:
+# raise this number when the same row gives other tokens than before.
+_CACHE_VERSION = 2
+# Rows tried for one that shows how a conversation ends.
+_ROWS_LOOKED_AT = 10
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """The tokens of a prompt and a completion, tokenised together; the completion's begin at `start`."""
+
+    token_ids: list[int]
+    start: int
+
+
+@dataclass(frozen=True)
+class RowEncoder:
+    """All that the tokens of a text or conversation depend on besides itself."""
+
+    tokenizer: PreTrainedTokenizerBase
+    is_conversational: bool
+    prefix_ids: tuple[int, ...]  # what the tokenizer puts before a plain text: BOS or nothing
+    special_tokens: tuple[str, ...]
+    chat_template_kwargs: Mapping[str, Any]
+    cache_version: int = _CACHE_VERSION
+
+    def document(self, text: str, *, start: int = 0) -> EncodedText:
+        """Plain text with the tokenizer's prefix before and EOS behind it; marks the tokens from a character on."""
+        body = encode(text, [Span(start, len(text))], self.tokenizer)
+        prefix = self.prefix(text)
+        # Without an end-of-text token a model never learns to stop.
+        end = [] if body.token_ids[-1:] == [self.tokenizer.eos_token_id] else [self.tokenizer.eos_token_id]
+        return EncodedText(
+            [*prefix, *body.token_ids, *end],
+            [*([start == 0] * len(prefix)), *body.in_span, *([True] * len(end))],
+        )
+
+    def text_pair(self, prompt: str, completion: str) -> EncodedPair:
+        """Two plain texts that follow each other, with EOS. A token across the border is the completion's."""
+        encoded = self.document(prompt + completion, start=len(prompt))
+        return EncodedPair(encoded.token_ids, encoded.in_span.index(True))
+
+    def chat_pair(
+        self, template: ChatTemplate, prompt: Sequence[Message], conversation: Sequence[Message]
+    ) -> EncodedPair:
+        """A conversation that begins with a prompt, up to the token that ends its last turn.
+
+        Raises:
+            DataError: The template fails, does not show where the completion starts, or gives it no tokens.
+        """
+        text = template.render(conversation)
+        span = Span(completion_start(template, prompt, conversation, text), len(text))
+        encoded = encode(text, [trim_after_end_token(span, text, self.special_tokens)], self.tokenizer)
+        if not any(encoded.in_span):
+            raise DataError("the chat template renders the completion as no tokens")
+        stop = len(encoded.in_span) - encoded.in_span[::-1].index(True)
+        return EncodedPair(encoded.token_ids[:stop], encoded.in_span.index(True))
+
+    def prefix(self, text: str) -> tuple[int, ...]:
+        """What the tokenizer puts before this text."""
+        # Text that a chat template has rendered before may have its BOS already; a second one would be wrong.
+        bos = self.tokenizer.bos_token
+        return () if bos and text.startswith(bos) else self.prefix_ids
+
+    def template(self, row: Mapping[str, Any]) -> ChatTemplate:
+        """The chat template with the tools and arguments of a row.
+
+        Raises:
+            DataError: The row's tools cannot be read.
+        """
+        own = row.get("chat_template_kwargs") or {}
+        kwargs = {**self.chat_template_kwargs, **{name: value for name, value in own.items() if value is not None}}
+        return ChatTemplate(self.tokenizer, self.special_tokens, tools=read_tools(row), kwargs=kwargs)
+
+    def check_end_of_text(self) -> None:
+        """Refuse plain text for a tokenizer without EOS.
+
+        Raises:
+            DataError: There is none.
+        """
+        if not self.is_conversational and self.tokenizer.eos_token_id is None:
+            raise DataError("tokenizer has no eos_token: the model could not learn to stop. Set tokenizer.eos_token")
+
+    def warn_without_end_token(
+        self, dataset: AnyDataset, encode_row: Callable[[Mapping[str, Any]], list[int]]
+    ) -> None:
+        """Look whether conversations end with a special token; plain text always does.
+
+        Args:
+            dataset: Its first row that can be encoded is looked at.
+            encode_row: Gives a row's tokens without truncation.
+        """
+        if not self.is_conversational:
+            return
+        for row in islice(dataset, _ROWS_LOOKED_AT):
+            try:
+                token_ids = encode_row(row)
+            except DataError:  # reported, with all rows like it, when the dataset is mapped
+                continue
+            end = self.tokenizer.decode(token_ids[-8:]).rstrip()
+            if not end.endswith(self.special_tokens):
+                logger.warning(
+                    "The chat template ends the assistant's turn with %r, not with a special token: the model does "
+                    "not learn to stop. Use a template that puts an end token behind each turn.",
+                    end,
+                )
+            return
+
+
+def row_encoder(
+    dataset_format: Format, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
+) -> RowEncoder:
+    """The encoder for rows of a format.
+
+    Raises:
+        DataError: The rows are conversations and the tokenizer has no chat template.
+    """
+    is_conversational = dataset_format.style == "conversational"
+    if is_conversational and tokenizer.chat_template is None:
+        raise DataError(
+            f"tokenizer {str(tokenizer.name_or_path)!r} has no chat template, but columns "
+            f"{list(dataset_format.columns)} hold messages. Set tokenizer.chat_template, or give plain text"
+        )
+    return RowEncoder(
+        tokenizer=tokenizer,
+        is_conversational=is_conversational,
+        prefix_ids=_prefix_ids(tokenizer),
+        special_tokens=special_tokens(tokenizer),
+        chat_template_kwargs=dict(chat_template_kwargs or {}),
+    )
+
+
+def check_limit(max_length: int | None) -> None:
+    """Refuse a limit that leaves no token.
+
+    Raises:
+        ConfigError: It is below 1.
+    """
+    if max_length is not None and max_length < 1:
+        raise ConfigError(f"a limit of {max_length} tokens: needs >= 1, or None for no limit")
+
+
+def kept(length: int, max_length: int | None, truncation: Truncation) -> slice:
+    """The tokens of a row that truncation keeps.
+
+    Raises:
+        DataError: The row is longer than the limit, and may not be truncated.
+    """
+    if max_length is None or length <= max_length:
+        return slice(0, length)
+    if truncation == "error":
+        raise DataError(f"has {length} tokens, more than the {max_length} allowed, and truncation='error'")
+    return slice(length - max_length, length) if truncation == "left" else slice(0, max_length)
+
+
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many first items two sequences share."""
+    shortest = min(len(a), len(b))
+    return next((i for i in range(shortest) if a[i] != b[i]), shortest)
+
+
+def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that the tokenizer puts before a text; those that it puts behind belong to no prompt."""
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    with_special = list(tokenizer("a")["input_ids"])
+    starts = range(len(with_special) - len(plain) + 1)
+    start = next((i for i in starts if with_special[i : i + len(plain)] == plain), 0)
+    return tuple(with_special[:start])

@@ -1,0 +1,385 @@
+"""Datasets of preferences to datasets of token ids: pairs, pairs for a reward model, and single rated completions.
+
+A prompt's tokens are the same for everything that follows it. Prompt and completion are tokenised together, and tokens
+of the prompt's end that depend on what follows belong to the completion.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import datasets
+
+from prefrl.data.chat import encode, join_prompt
+from prefrl.data.convert import common_prompt, extract_prompt, unpair_preference_dataset
+from prefrl.data.encode import EncodedPair, RowEncoder, Truncation, check_limit, common_length, row_encoder
+from prefrl.data.formats import (
+    AnyDataset,
+    check_not_reserved,
+    column_names,
+    convert_from_value,
+    detect_format,
+    read_messages,
+    read_text,
+)
+from prefrl.data.rows import REMEDY, InvalidRows, map_rows
+from prefrl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["prepare_preference_dataset", "prepare_reward_dataset", "prepare_unpaired_dataset"]
+
+logger = logging.getLogger(__name__)
+
+_IDS = datasets.List(datasets.Value("int32"))
+_PREFERENCE = datasets.Features(prompt_ids=_IDS, chosen_ids=_IDS, rejected_ids=_IDS)
+_REWARD = datasets.Features(chosen_ids=_IDS, rejected_ids=_IDS)
+_UNPAIRED = datasets.Features(prompt_ids=_IDS, completion_ids=_IDS, label=datasets.Value("bool"))
+_MISMATCHED = "KL_completion_ids"
+
+_WINDOW = 1000  # rows among which a row looks for the completion of another prompt
+
+
+def prepare_preference_dataset(
+    dataset: AnyDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None,
+    truncation: Truncation,
+    invalid_rows: InvalidRows,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+) -> AnyDataset:
+    """Tokenise pairs of a chosen and a rejected completion of one prompt.
+
+    Plain text gets an EOS token at its end unless it has one; conversations end with the token that ends the last
+    turn. An implicit prompt is what both sides start with: tokens of a text; messages of a conversation, up to the
+    assistant's first turn after which they differ.
+
+    Args:
+        dataset: Preference format; a stream is tokenised while it is read.
+        tokenizer: With an EOS token, and for conversations with a chat template.
+        max_length: Tokens of prompt and completion; None: no limit.
+        truncation: "right" cuts the ends of completions, "left" the start of the prompt so that the longer side fits,
+            "error": longer rows cannot be used.
+        invalid_rows: What happens to rows that cannot be used, see `prefrl.data.rows.map_rows`.
+        chat_template_kwargs: For the template of all rows; a row's own column of that name goes first.
+        num_proc: Processes that tokenise; None for a stream.
+    Returns:
+        Columns `prompt_ids`, `chosen_ids` and `rejected_ids`: lists of ids, none empty.
+    Raises:
+        ConfigError: An option does not fit the dataset.
+        DataError: A row cannot be used, or no row is left.
+    """
+    check_limit(max_length)
+    dataset_format = detect_format(dataset, ("preference",))
+    check_not_reserved(dataset, tuple(_PREFERENCE))
+    dataset = convert_from_value(dataset, dataset_format)
+    encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+    encode_row = _PreferenceRow(encoder, "prompt" in dataset_format.columns, max_length, truncation)
+    encoder.check_end_of_text()
+    encoder.warn_without_end_token(dataset, encode_row.chosen_ids)
+    return map_rows(
+        dataset, encode_row, _PREFERENCE, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
+    )
+
+
+def prepare_reward_dataset(
+    dataset: AnyDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None,
+    invalid_rows: InvalidRows,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+) -> AnyDataset:
+    """Tokenise pairs of whole sequences, prompt and completion, as a reward model scores them.
+
+    Nothing is truncated: a row with a sequence longer than `max_length` cannot be used.
+
+    Args:
+        dataset: Preference format, with or without a column `margin`: by how much the chosen side is better.
+        tokenizer: As in `prepare_preference_dataset`.
+        max_length: Tokens of a sequence; None: no limit.
+        invalid_rows: As in `prepare_preference_dataset`.
+        chat_template_kwargs: As in `prepare_preference_dataset`.
+        num_proc: As in `prepare_preference_dataset`.
+    Returns:
+        Columns `chosen_ids` and `rejected_ids`: lists of ids; and `margin: float` if the dataset has it.
+    Raises:
+        ConfigError: An option does not fit the dataset.
+        DataError: A row cannot be used, or no row is left.
+    """
+    check_limit(max_length)
+    dataset_format = detect_format(dataset, ("preference",))
+    check_not_reserved(dataset, tuple(_REWARD))
+    has_margin = "margin" in column_names(dataset)
+    dataset = convert_from_value(dataset, dataset_format)
+    encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+    encoder.check_end_of_text()
+    encode_row = _RewardRow(encoder, "prompt" in dataset_format.columns, max_length, has_margin)
+    features = datasets.Features(_REWARD | ({"margin": datasets.Value("float64")} if has_margin else {}))
+    return map_rows(
+        dataset, encode_row, features, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
+    )
+
+
+def prepare_unpaired_dataset(
+    dataset: AnyDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None,
+    truncation: Truncation,
+    invalid_rows: InvalidRows,
+    with_mismatched: bool,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+) -> AnyDataset:
+    """Tokenise completions that are labelled desirable or undesirable one by one.
+
+    Args:
+        dataset: Unpaired format, or preference format, whose rows become a desirable and an undesirable one each.
+        tokenizer: As in `prepare_preference_dataset`.
+        max_length: As in `prepare_preference_dataset`.
+        truncation: As in `prepare_preference_dataset`.
+        invalid_rows: As in `prepare_preference_dataset`.
+        with_mismatched: Add to each row the completion of another prompt, from which KTO estimates its KL divergence:
+            that of the nearest row before it, among 1000 and around their end, whose prompt differs.
+        chat_template_kwargs: As in `prepare_preference_dataset`.
+        num_proc: As in `prepare_preference_dataset`.
+    Returns:
+        Columns `prompt_ids` and `completion_ids`: lists of ids, none empty; `label: bool`; and, if asked for,
+        `KL_completion_ids`: at most as many ids as fit behind the prompt, none if there is no other prompt.
+    Raises:
+        ConfigError: An option does not fit the dataset.
+        DataError: A row cannot be used, no row is left, or none of a map-style dataset has a mismatched completion.
+    """
+    check_limit(max_length)
+    dataset_format = detect_format(dataset, ("unpaired", "preference"))
+    remedy = REMEDY
+    if dataset_format.kind == "preference":
+        dataset = _unpaired(convert_from_value(dataset, dataset_format), invalid_rows, num_proc)
+        dataset_format = detect_format(dataset, ("unpaired",))
+        remedy += ". Rows are numbered as in unpair_preference_dataset(dataset)"
+    check_not_reserved(dataset, ("prompt_ids", "completion_ids", _MISMATCHED))
+    dataset = convert_from_value(dataset, dataset_format)
+    encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+    encoder.check_end_of_text()
+    encode_row = _UnpairedRow(encoder, max_length, truncation)
+    encoder.warn_without_end_token(dataset, encode_row.token_ids)
+    rows = map_rows(
+        dataset,
+        encode_row,
+        _UNPAIRED,
+        invalid_rows=invalid_rows,
+        num_proc=num_proc,
+        desc="Tokenizing completions",
+        remedy=remedy,
+    )
+    if isinstance(rows, datasets.Dataset):
+        _warn_of_one_label(rows["label"][:])
+    return _with_mismatched(rows, max_length) if with_mismatched else rows
+
+
+@dataclass(frozen=True)
+class _PreferenceRow:
+    """The common prompt of a row and its two completions."""
+
+    encoder: RowEncoder
+    has_prompt: bool
+    max_length: int | None
+    truncation: Truncation
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        chosen, rejected = self._sides(row)
+        start = min(common_length(chosen.token_ids, rejected.token_ids), chosen.start, rejected.start)
+        prompt, *completions = _fit(
+            chosen.token_ids[:start],
+            [chosen.token_ids[start:], rejected.token_ids[start:]],
+            self.max_length,
+            self.truncation,
+        )
+        _check_different(*completions)
+        return {"prompt_ids": prompt, "chosen_ids": completions[0], "rejected_ids": completions[1]}
+
+    def chosen_ids(self, row: Mapping[str, Any]) -> list[int]:
+        """Prompt and chosen completion without truncation."""
+        return self._sides(row)[0].token_ids
+
+    def _sides(self, row: Mapping[str, Any]) -> tuple[EncodedPair, EncodedPair]:
+        if self.encoder.is_conversational:
+            return self._conversations(row)
+        chosen, rejected = (read_text(row, column) for column in ("chosen", "rejected"))
+        if self.has_prompt:
+            prompt = read_text(row, "prompt")
+            return self.encoder.text_pair(prompt, chosen), self.encoder.text_pair(prompt, rejected)
+        sides = [self.encoder.document(text).token_ids for text in (chosen, rejected)]
+        start = common_length(*sides)
+        if start <= len(self.encoder.prefix(chosen)):
+            raise DataError(
+                "columns 'chosen' and 'rejected' start with no common token: without a column 'prompt', the prompt is "
+                "what both start with"
+            )
+        return EncodedPair(sides[0], start), EncodedPair(sides[1], start)
+
+    def _conversations(self, row: Mapping[str, Any]) -> tuple[EncodedPair, EncodedPair]:
+        template = self.encoder.template(row)
+        chosen, rejected = (read_messages(row, column) for column in ("chosen", "rejected"))
+        if self.has_prompt:
+            prompt = read_messages(row, "prompt")
+            chosen, rejected = join_prompt(prompt, chosen), join_prompt(prompt, rejected)
+        else:
+            prompt = common_prompt(chosen, rejected)
+        return self.encoder.chat_pair(template, prompt, chosen), self.encoder.chat_pair(template, prompt, rejected)
+
+
+@dataclass(frozen=True)
+class _RewardRow:
+    """The whole sequences of a row's two sides."""
+
+    encoder: RowEncoder
+    has_prompt: bool
+    max_length: int | None
+    has_margin: bool
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        sides = {f"{side}_ids": self._sequence(row, side) for side in ("chosen", "rejected")}
+        longest = max(map(len, sides.values()))
+        if self.max_length is not None and longest > self.max_length:
+            raise DataError(f"has {longest} tokens, more than max_length={self.max_length}")
+        _check_different(*sides.values())
+        return sides | ({"margin": _read_margin(row)} if self.has_margin else {})
+
+    def _sequence(self, row: Mapping[str, Any], side: str) -> list[int]:
+        if not self.encoder.is_conversational:
+            prompt = read_text(row, "prompt") if self.has_prompt else ""
+            return self.encoder.document(prompt + read_text(row, side)).token_ids
+        messages = read_messages(row, side)
+        if self.has_prompt:
+            messages = join_prompt(read_messages(row, "prompt"), messages)
+        return encode(self.encoder.template(row).render(messages), [], self.encoder.tokenizer).token_ids
+
+
+@dataclass(frozen=True)
+class _UnpairedRow:
+    """Prompt, completion and label of a row."""
+
+    encoder: RowEncoder
+    max_length: int | None
+    truncation: Truncation
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        label = row.get("label")
+        if not isinstance(label, int) or label not in (0, 1):
+            raise DataError(f"column 'label' is {label!r}: needs True or False, or 1 or 0")
+        pair = self._pair(row)
+        prompt, completion = _fit(
+            pair.token_ids[: pair.start], [pair.token_ids[pair.start :]], self.max_length, self.truncation
+        )
+        return {"prompt_ids": prompt, "completion_ids": completion, "label": bool(label)}
+
+    def token_ids(self, row: Mapping[str, Any]) -> list[int]:
+        """Prompt and completion without truncation."""
+        return self._pair(row).token_ids
+
+    def _pair(self, row: Mapping[str, Any]) -> EncodedPair:
+        if not self.encoder.is_conversational:
+            return self.encoder.text_pair(read_text(row, "prompt"), read_text(row, "completion"))
+        prompt, completion = (read_messages(row, column) for column in ("prompt", "completion"))
+        return self.encoder.chat_pair(self.encoder.template(row), prompt, join_prompt(prompt, completion))
+
+
+def _unpaired(dataset: AnyDataset, invalid_rows: InvalidRows, num_proc: int | None) -> AnyDataset:
+    """Each usable pair as two labelled rows."""
+    features = dataset.features or dict.fromkeys(column_names(dataset))
+    pairs = map_rows(
+        dataset,
+        extract_prompt,
+        {**features, "prompt": features["chosen"]},
+        invalid_rows=invalid_rows,
+        num_proc=num_proc,
+        desc="Reading pairs",
+    )
+    return unpair_preference_dataset(pairs)
+
+
+def _fit(
+    prompt: list[int], completions: Sequence[list[int]], max_length: int | None, truncation: Truncation
+) -> list[list[int]]:
+    """The prompt and each completion, cut so that the prompt and any one of them are within the limit."""
+    if not prompt:
+        raise DataError("the prompt has no token that does not depend on the completion")
+    if not all(completions):
+        raise DataError("nothing is left of a completion: the other one only goes on where it ends")
+    longest = max(map(len, completions))
+    length = len(prompt) + longest
+    if max_length is None or length <= max_length:
+        return [prompt, *completions]
+    if truncation == "error":
+        raise DataError(f"has {length} tokens, more than the {max_length} allowed, and truncation='error'")
+    room = max_length - (longest if truncation == "left" else len(prompt))
+    if room < 1:
+        kept, cut = ("completion", "prompt") if truncation == "left" else ("prompt", "completion")
+        raise DataError(
+            f"the {kept}'s {max_length - room} tokens leave none for the {cut} within max_length={max_length}"
+        )
+    if truncation == "left":
+        return [prompt[-room:], *completions]
+    return [prompt, *(completion[:room] for completion in completions)]
+
+
+def _check_different(chosen: list[int], rejected: list[int]) -> None:
+    if chosen == rejected:
+        raise DataError(f"chosen and rejected are equal in all of their {len(chosen)} tokens: nothing to prefer")
+
+
+def _read_margin(row: Mapping[str, Any]) -> float:
+    margin = row.get("margin")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(f"column 'margin' is {margin!r}: needs a finite number")
+    return float(margin)
+
+
+def _warn_of_one_label(labels: Sequence[bool]) -> None:
+    desirable = sum(labels)
+    if desirable in (0, len(labels)):
+        logger.warning(
+            "column 'label': %d desirable and %d undesirable rows. A loss on unpaired data contrasts the two: give "
+            "rows of both labels",
+            desirable,
+            len(labels) - desirable,
+        )
+
+
+def _with_mismatched(rows: AnyDataset, max_length: int | None) -> AnyDataset:
+    options = {"batched": True, "batch_size": _WINDOW, "fn_kwargs": {"max_length": max_length}}
+    if isinstance(rows, datasets.IterableDataset):
+        return rows.map(_mismatch, **options)
+    features = datasets.Features({**rows.features, _MISMATCHED: _IDS})
+    # One process: the windows must not depend on how the rows are shared out.
+    rows = rows.map(_mismatch, features=features, desc="Pairing with other prompts", **options)
+    if not any(rows[_MISMATCHED]):
+        raise DataError(
+            f"no two rows within {_WINDOW} have different prompts: KTO estimates its KL divergence from completions "
+            "of other prompts. Shuffle the dataset, or add rows with other prompts"
+        )
+    return rows
+
+
+def _mismatch(rows: Mapping[str, Sequence[list[int]]], max_length: int | None) -> dict[str, list[list[int]]]:
+    prompts, completions = rows["prompt_ids"], rows["completion_ids"]
+    other: list[int | None] = [None] * len(prompts)
+    for _ in range(2):  # the first round does not know yet what the last rows bring to the first ones
+        for row in range(len(prompts)):
+            other[row] = row - 1 if prompts[row] != prompts[row - 1] else other[row - 1]
+    return {
+        _MISMATCHED: [
+            [] if index is None else completions[index][: None if max_length is None else max_length - len(prompt)]
+            for prompt, index in zip(prompts, other, strict=True)
+        ]
+    }

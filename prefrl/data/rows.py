@@ -1,0 +1,148 @@
+"""Rows that cannot be used: all are collected with their reasons, and then refused or dropped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import datasets
+
+from prefrl.data.formats import AnyDataset
+from prefrl.errors import ConfigError, DataError
+
+__all__ = ["REMEDY", "EncodeRow", "InvalidRows", "drop_rows", "map_rows"]
+
+logger = logging.getLogger(__name__)
+
+InvalidRows = Literal["error", "drop"]
+EncodeRow = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+_PROBLEM = "prefrl_problem"  # a column beside the encoder's: why a row cannot be used, or None
+_SHOWN = 3  # problems that a message spells out
+REMEDY = "Correct them, or set invalid_rows='drop' to train without them"
+
+
+def map_rows(
+    dataset: AnyDataset,
+    encode_row: EncodeRow,
+    features: Mapping[str, Any],
+    *,
+    invalid_rows: InvalidRows,
+    num_proc: int | None,
+    desc: str,
+    remedy: str = REMEDY,
+) -> AnyDataset:
+    """Encode each row. Rows for which `encode_row` raises a DataError are collected, then refused or dropped.
+
+    A stream is encoded while it is read: its unusable rows are met one by one, and it is not known how many there are.
+
+    Args:
+        dataset: Not empty.
+        encode_row: Gives the values of `features`, or raises.
+        features: The columns that come out, with their types, which a stream does not need. Columns of the dataset
+            that are not among them are left out.
+        invalid_rows: "error": raise one error for all unusable rows of a dataset, or at a stream's first one. "drop":
+            leave them out with a warning.
+        num_proc: Processes that encode.
+        desc: Of the progress bar.
+        remedy: What the user can do about unusable rows, where they are an error.
+    Raises:
+        ConfigError: `num_proc` for a stream.
+        DataError: Rows cannot be used and are not to be dropped, or no row can be used.
+    """
+    names = tuple(features)
+    if isinstance(dataset, datasets.IterableDataset):
+        _check_no_processes(num_proc)
+        encoded = dataset.map(_StreamedRow(encode_row, names, invalid_rows, remedy), with_indices=True)
+        return encoded.filter(_is_usable).select_columns(list(names))
+    rows = dataset.map(
+        _CheckedRow(encode_row, names),
+        remove_columns=[name for name in dataset.column_names if name not in features],
+        features=datasets.Features({**features, _PROBLEM: datasets.Value("string")}),
+        num_proc=num_proc,
+        desc=desc,
+    )
+    problems = {index: problem for index, problem in enumerate(rows[_PROBLEM][:]) if problem is not None}
+    if problems and invalid_rows == "error":
+        raise DataError(f"{_list_of(problems, len(rows))}. {remedy}")
+    return drop_rows(rows.remove_columns(_PROBLEM), problems, remedy="Correct them to train on them")
+
+
+def drop_rows(rows: datasets.Dataset, problems: Mapping[int, str], *, remedy: str) -> datasets.Dataset:
+    """Leave some rows out, with one warning.
+
+    Args:
+        rows: Map-style.
+        problems: Why, by the number of the row.
+        remedy: What the user can do to keep them.
+    Raises:
+        DataError: No row is left.
+    """
+    if not problems:
+        return rows
+    if len(problems) == len(rows):
+        raise DataError(f"{_list_of(problems, len(rows))}. {remedy}")
+    logger.warning("%s. They are dropped. %s", _list_of(problems, len(rows)), remedy)
+    return rows.select([index for index in range(len(rows)) if index not in problems])
+
+
+@dataclass(frozen=True)
+class _CheckedRow:
+    """Encodes a row of a map-style dataset, or says in a column why it cannot."""
+
+    encode_row: EncodeRow
+    names: Sequence[str]
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {**self.encode_row(row), _PROBLEM: None}
+        except DataError as error:
+            return {**dict.fromkeys(self.names), _PROBLEM: str(error)}
+
+
+@dataclass
+class _StreamedRow:
+    """Encodes a row of a stream, or raises or logs that it cannot."""
+
+    encode_row: EncodeRow
+    names: Sequence[str]
+    invalid_rows: InvalidRows
+    remedy: str
+    num_dropped: int = 0
+
+    def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return {**self.encode_row(row), _PROBLEM: None}
+        except DataError as error:
+            if self.invalid_rows == "error":
+                raise DataError(f"row {index} of the stream cannot be used: {error}. {self.remedy}") from error
+            self._log(index, error)
+            return {**dict.fromkeys(self.names), _PROBLEM: str(error)}
+
+    def _log(self, index: int, error: DataError) -> None:
+        self.num_dropped += 1
+        if self.num_dropped > _SHOWN:
+            return
+        silence = ". Further rows are dropped without a message" if self.num_dropped == _SHOWN else ""
+        logger.warning("row %d of the stream cannot be used and is dropped: %s%s", index, error, silence)
+
+
+def _is_usable(row: Mapping[str, Any]) -> bool:
+    return row[_PROBLEM] is None
+
+
+def _check_no_processes(num_proc: int | None) -> None:
+    if num_proc is not None:
+        raise ConfigError(
+            f"dataset_num_proc={num_proc}: a streaming dataset is tokenised while it is read, not beforehand. "
+            "Set dataset_num_proc=None; dataloader_num_workers reads and tokenises in several processes"
+        )
+
+
+def _list_of(problems: Mapping[int, str], num_rows: int) -> str:
+    """`2 of 9 rows cannot be used: row 0: ...; row 3: ...`."""
+    shown = "; ".join(f"row {index}: {problems[index]}" for index in list(problems)[:_SHOWN])
+    more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
+    return f"{len(problems)} of {num_rows} rows cannot be used: {shown}{more}"

@@ -1,0 +1,117 @@
+"""Micro-batches of a dataset that is read as a stream, as `StepBatchSampler` cuts them of one that is not.
+
+Every rank reads the whole stream and takes its share of each step, so that the rows of an optimizer step are the same
+however the work is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import datasets
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from prefrl.data.samplers import cut_step
+from prefrl.errors import DataError
+
+__all__ = ["StreamLoader"]
+
+Row = dict[str, Any]
+
+
+class _MicroBatches(IterableDataset[list[Row]]):
+    """The rows of each micro-batch of a rank, see `StreamLoader`."""
+
+    def __init__(
+        self,
+        stream: datasets.IterableDataset,
+        *,
+        cut: Callable[[list[Row]], list[list[Row]]],
+        rows_per_step: int,
+        drop_last: bool,
+        repeat: bool,
+    ) -> None:
+        self.stream = stream
+        self.cut = cut
+        self.rows_per_step = rows_per_step
+        self.drop_last = drop_last
+        self.repeat = repeat
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        for epoch in count(self.epoch) if self.repeat else [self.epoch]:
+            self.stream.set_epoch(epoch)
+            is_empty = True
+            for step in self._steps():
+                is_empty = False
+                yield from self.cut(step)
+            if is_empty:
+                missing = f"full step of {self.rows_per_step} rows (drop_last=True)" if self.drop_last else "rows"
+                raise DataError(f"the stream has no {missing}. Check its source and its filters")
+
+    def _steps(self) -> Iterator[list[Row]]:
+        """The rows of each step over all ranks; the last may have fewer."""
+        rows = iter(self.stream)
+        while step := list(islice(rows, self.rows_per_step)):
+            if len(step) == self.rows_per_step or not self.drop_last:
+                yield step
+
+
+class StreamLoader(DataLoader[Any]):
+    """Collated micro-batches of one rank from a stream, in the stream's order.
+
+    Each step takes the next rows of the stream and is cut as `StepBatchSampler` cuts it. The loader has no length, so
+    HuggingFace asks for `max_steps`. Rows of other ranks are read but not collated.
+
+    HuggingFace takes a whole run over a stream for one epoch: to resume it skips the items of all steps so far, and
+    those of the first pass only are not enough if the stream was read more than once. With `repeat` one iteration goes
+    through the stream again and again, so that every step can be resumed.
+
+    Args:
+        dataset: Prepared rows.
+        micro_batch_size: Rows of a micro-batch on one rank.
+        micro_batches_per_step: Gradient accumulation steps.
+        rank: This process's number.
+        world_size: Number of processes.
+        drop_last: Leave the shorter step at the end of the stream out.
+        collate_fn: Makes an item of the rows of a micro-batch; `[]` may come in.
+        repeat: Start over at the end, each time with the stream's next epoch, and never stop.
+    Raises:
+        DataError: When read: the stream has no rows, or no full step and `drop_last`.
+    """
+
+    dataset: _MicroBatches
+
+    def __init__(
+        self,
+        dataset: datasets.IterableDataset,
+        *,
+        micro_batch_size: int,
+        micro_batches_per_step: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool,
+        collate_fn: Callable[[list[Row]], Any],
+        repeat: bool = False,
+    ) -> None:
+        cut = partial(
+            cut_step,
+            micro_batch_size=micro_batch_size,
+            micro_batches_per_step=micro_batches_per_step,
+            rank=rank,
+            world_size=world_size,
+        )
+        rows_per_step = micro_batch_size * micro_batches_per_step * world_size
+        micro_batches = _MicroBatches(
+            dataset, cut=cut, rows_per_step=rows_per_step, drop_last=drop_last, repeat=repeat
+        )
+        # A generator of its own, so that torch's global one is left alone.
+        super().__init__(micro_batches, batch_size=None, collate_fn=collate_fn, generator=torch.Generator())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the stream that is read next."""
+        self.dataset.epoch = epoch

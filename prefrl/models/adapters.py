@@ -1,0 +1,170 @@
+"""Adapters as peft describes them, and the quantised models that only adapters can train."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from transformers import BitsAndBytesConfig
+
+from prefrl.errors import ConfigError
+from prefrl.models.seeding import seeded
+from prefrl.optional import require
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+    from torch import nn
+    from transformers import PreTrainedModel
+
+__all__ = ["TaskType", "add_adapter", "bitsandbytes_config", "is_peft_model", "lora_config", "prepare_quantized"]
+
+TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model` is a `peft.PeftModel`; imports nothing."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def lora_config(*, target_modules: Sequence[str] | None = None, **options: Any) -> PeftConfig:
+    """A `peft.LoraConfig`; its `task_type` is left to the loader of the model that it is for.
+
+    Args:
+        target_modules: Names of the layers that get adapters; ["all-linear"]: all; None: peft's choice.
+        options: Other arguments of `peft.LoraConfig`, by peft's names.
+
+    Raises:
+        ConfigError: peft refuses the options.
+        ImportError: peft is not installed.
+    """
+    peft = require("peft", extra="peft", feature="use_peft=True")
+    targets = "all-linear" if target_modules == ["all-linear"] else target_modules
+    try:
+        config: PeftConfig = peft.LoraConfig(target_modules=targets, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"peft refuses the LoRA options: {error}") from error
+    return config
+
+
+def add_adapter(
+    model: PreTrainedModel, peft_config: PeftConfig, *, task_type: TaskType, seed: int | None
+) -> PreTrainedModel:
+    """Put a new adapter around the model, whose own weights are then not trained.
+
+    Args:
+        model: Changed in place.
+        peft_config: Not changed; a `task_type` of None stands for the one that fits.
+        task_type: peft's name for what the model does.
+        seed: Of the adapter's weights.
+
+    Raises:
+        ConfigError: peft cannot put the adapter around this model, or a part of `peft_config` has no effect.
+        ImportError: peft is not installed.
+    """
+    peft = require("peft", extra="peft", feature="peft_config")
+    if is_peft_model(model):
+        raise ConfigError(
+            "peft_config is given, and the model has an adapter already. Remove peft_config to train that adapter, or "
+            "give model.merge_and_unload() to train a new one on top."
+        )
+    if peft_config.task_type not in (None, task_type):
+        raise ConfigError(
+            f"peft_config.task_type={peft_config.task_type}: must be {task_type} for a {type(model).__name__}. Set it "
+            "so, or leave it None."
+        )
+    _check_init(peft_config)
+    own_config = copy.deepcopy(peft_config)
+    own_config.task_type = task_type
+    try:
+        with seeded(seed):
+            adapted: PreTrainedModel = peft.get_peft_model(model, own_config)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"peft_config cannot be used with a {type(model).__name__}: {error}") from error
+    _check_every_name_is_found(peft_config, adapted)
+    return adapted
+
+
+def _check_init(peft_config: PeftConfig) -> None:
+    init = peft_config.to_dict().get("init_lora_weights", True)
+    if init in ("eva", "corda", "lora_ga"):
+        raise ConfigError(
+            f"peft_config.init_lora_weights={init!r} needs data, which is not given here. Initialise the adapter with "
+            "peft and give the PeftModel instead of peft_config."
+        )
+    if isinstance(init, str) and init.startswith("pissa_niter"):
+        raise ConfigError(
+            f"peft_config.init_lora_weights={init!r}: this decomposition of the weights is random, and peft makes "
+            "another one when the saved adapter is loaded. Use 'pissa', which is exact."
+        )
+
+
+def _check_every_name_is_found(peft_config: PeftConfig, model: PreTrainedModel) -> None:
+    """Names of which peft finds none are ignored by it as long as it finds another."""
+    given = peft_config.to_dict()
+    for field in ("target_modules", "rank_pattern", "alpha_pattern", "modules_to_save"):
+        names = given.get(field) or ()
+        if isinstance(names, str):  # an expression, of which peft says itself that it matches nothing
+            continue
+        for name in names:
+            if field == "modules_to_save":
+                layers, pattern = (
+                    [layer for layer, _ in model.get_base_model().named_modules()],
+                    f".*{re.escape(name)}",
+                )
+            else:
+                layers = list(model.base_model.targeted_module_names)
+                pattern = rf"(.*\.)?({name if field.endswith('_pattern') else re.escape(name)})"
+            if not any(re.fullmatch(pattern, layer) for layer in layers):
+                raise ConfigError(
+                    f"peft_config.{field} has {name!r}, which is the name of no layer there. Correct or remove it. "
+                    f"Layers have names like {', '.join(layers[-3:])}."
+                )
+
+
+def prepare_quantized(model: PreTrainedModel) -> None:
+    """Make a quantised model ready for training an adapter; an adapter that is there stays as it is.
+
+    Nothing else in the model is trained, and what is not quantised becomes float32: norms in half precision would lose
+    what the adapter learns through them. Gradient checkpointing needs nothing here: transformers lets the output of
+    the embeddings require a gradient when it is switched on.
+    """
+    if not is_peft_model(model):
+        peft = require("peft", extra="peft", feature="a quantised model")
+        peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    for module in model.modules():
+        # On some CPUs bitsandbytes packs weights at the first pass in eval mode, for good; through packed ones flow
+        # no gradients.
+        if "support_avx512bf16_for_cpu" in vars(module):
+            module.support_avx512bf16_for_cpu = False
+
+
+def bitsandbytes_config(
+    *, bits: Literal[4, 8], quant_type: Literal["nf4", "fp4"], nested: bool, compute_dtype: torch.dtype
+) -> BitsAndBytesConfig:
+    """How bitsandbytes quantises a model when it is loaded.
+
+    Args:
+        bits: 4 or 8. The other options are for 4.
+        quant_type: Which 16 values a weight of 4 bits can have.
+        nested: Quantise the scales, too.
+        compute_dtype: Weights become this for each matrix product.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+
+    Source: Dettmers et al. 2023 (QLoRA), arXiv 2305.14314, section 3.
+    """
+    require("bitsandbytes", extra="quantization", feature=f"load_in_{bits}bit=True")
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )

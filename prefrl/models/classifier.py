@@ -1,0 +1,46 @@
+"""Scores of sequences: a reward model reads a flat batch as a policy does, and its head the last token of each row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefrl.errors import ConfigError
+from prefrl.models.forward import choose_plan, verdict_of
+from prefrl.models.plans import Plan, lay_out
+from prefrl.models.scoring import inner_model, is_classifier, score_sequences
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from prefrl.types import TokenBatch
+
+__all__ = ["sequence_scores"]
+
+
+def sequence_scores(model: nn.Module, batch: TokenBatch, *, plan: Plan = "auto") -> Tensor:
+    """The scores that a sequence classifier, such as a reward model, gives to each row, with gradients.
+
+    The last response token of each row is a marker: it is not read, whatever its id, and the row ends before it. So a
+    row that is a prompt alone has the marker as its response. Rows that share a prompt, such as the two sides of a
+    pair, share its computation as in `token_logprobs`, and plans are chosen and checked as there. A model whose
+    pooling we cannot reproduce (an encoder, a head with dropout) runs its own forward on padded rows.
+
+    Args:
+        model: A `*ForSequenceClassification` model with L labels, with PEFT or DDP around it if wanted; see
+            `prepare_for_scoring`.
+        batch: On the model's device, B rows, at least one. `trainable` is not read.
+        plan: How the rows are laid out.
+    Returns:
+        [B, L] float32, as the model's own forward gives them for each row without its marker.
+    Raises:
+        ConfigError: The plan asked for does not work for this model, or the model is no sequence classifier.
+        ValueError: The batch has no rows.
+    """
+    if not is_classifier(inner_model(model)):
+        raise ConfigError(
+            f"model is a {type(inner_model(model)).__name__}, which does not classify sequences. Load it with "
+            "AutoModelForSequenceClassification."
+        )
+    verdict = verdict_of(model)
+    inputs = lay_out(batch, choose_plan(model, batch, plan, verdict))
+    return score_sequences(model, batch, inputs, own_logits=verdict.own_logits).scores

@@ -1,0 +1,180 @@
+"""Digests of weights and rows: equal for equal values, whatever object holds them.
+
+They tell whether values computed before are still those of this model and this dataset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+import xxhash
+
+from prefrl.models.load import is_peft_model
+from prefrl.models.scoring import user_model
+from prefrl.optional import require
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+__all__ = ["combined", "is_neutral_adapter", "rows_fingerprint", "weights_fingerprint"]
+
+_BYTES_PER_PIECE = 1 << 26
+_ROWS_PER_PIECE = 10_000
+
+# What peft puts into the names of a base model's weights.
+_PEFT_NAMES = ("base_layer", "original_module")
+# Where an adapter comes from, not what it does.
+_PEFT_ORIGIN = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """Digest of the names, dtypes, shapes and bytes of everything that decides the model's function now.
+
+    Parameters and buffers; around a base model also the active adapters with their configs. Adapters that are not
+    active, switched off or change nothing yet do not count: then it is the digest of the base model alone.
+
+    Args:
+        model: Of transformers or peft, also with DDP around it; all weights whole on this process.
+
+    Raises:
+        ConfigError: There is no such model inside.
+    """
+    inner: Any = user_model(model)
+    digest_of = _Digests()
+    if not is_peft_model(inner):
+        return combined([type(inner).__name__, digest_of(_tensors(inner))])
+    adapters = {name: _adapter_tensors(inner, name) for name in inner.peft_config}
+    owned = {tensor.data_ptr() for tensors in adapters.values() for tensor in tensors.values()}
+    base = inner.get_base_model()
+    tensors = {name: tensor for name, tensor in _tensors(base).items() if tensor.data_ptr() not in owned}
+    parts = [type(base).__name__, digest_of(tensors)]
+    for name in _deciding_adapters(inner):
+        parts += [digest_of(adapters[name]), _config_digest(inner.peft_config[name])]
+    return combined(parts)
+
+
+def rows_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:
+    """Digest of the numbers in some columns, row by row.
+
+    Equal rows in the same order give an equal digest, whichever way they came there (`select`, `shuffle`, flattening)
+    and however their memory is cut.
+
+    Args:
+        dataset: Map-style.
+        columns: Lists of numbers or flags, without None in a list.
+    """
+    values = {column: xxhash.xxh3_128() for column in columns}
+    lengths = {column: xxhash.xxh3_128() for column in columns}
+    types: dict[str, str] = {}
+    for table in dataset.select_columns(list(columns)).with_format("arrow").iter(_ROWS_PER_PIECE):
+        for column in columns:
+            rows = table[column].combine_chunks()
+            lengths[column].update(_bytes_of(pc.list_value_length(rows).fill_null(-1).cast(pa.int64())))
+            values[column].update(_bytes_of(rows.flatten()))
+            types[column] = str(rows.type.value_type)
+    digests = [[c, types.get(c), lengths[c].hexdigest(), values[c].hexdigest()] for c in columns]
+    return combined(digests)
+
+
+def combined(parts: Sequence[Any]) -> str:
+    """Digest of strings and numbers, and of lists and dictionaries of them."""
+    return xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def is_neutral_adapter(model: PreTrainedModel) -> bool:
+    """Whether switching the adapter off leaves the model's function as it is now, and nothing else can be trained.
+
+    True for LoRA as peft starts it: one of the two matrices is 0, B of linear layers and A of embeddings.
+    Initialisations like PiSSA change the base model too, and have another B.
+    """
+    zeros, others = [], []
+    for name, parameter in model.named_parameters():
+        kind = name.split(".")
+        if "lora_B" in kind or "lora_embedding_A" in kind:
+            zeros.append(parameter)
+        elif "lora_A" in kind or "lora_embedding_B" in kind:
+            continue
+        elif parameter.requires_grad or "modules_to_save" in kind or "lora_magnitude_vector" in kind:
+            others.append(parameter)
+    return bool(zeros) and not others and not any(bool(parameter.any()) for parameter in zeros)
+
+
+class _Digests:
+    """Digests of tensors by name; one that has several names is read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], str] = {}
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> str:
+        return combined([[name, self._of(tensors[name])] for name in sorted(tensors)])
+
+    def _of(self, tensor: Tensor) -> str:
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self._known:
+            hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            for piece in torch.split(tensor.detach().reshape(-1).view(torch.uint8), _BYTES_PER_PIECE):
+                hasher.update(piece.cpu().numpy().data)
+            self._known[key] = hasher.hexdigest()
+        return self._known[key]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, buffers and what quantised layers keep beside them, under the names that they have without peft."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    # A dynamic RoPE changes inv_freq with the lengths that it sees; original_inv_freq is what it starts from.
+    moving = {name for name in buffers if name.replace("inv_freq", "original_inv_freq") in buffers.keys() - {name}}
+    tensors = {**buffers, **model.state_dict()}
+    return {
+        ".".join(part for part in name.split(".") if part not in _PEFT_NAMES): tensor
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor) and name not in moving
+    }
+
+
+def _adapter_tensors(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
+    peft = require("peft", extra="peft", feature="an adapter")
+    # Without the embeddings of the base model: they are digested with it.
+    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return tensors
+
+
+def _deciding_adapters(model: PreTrainedModel) -> list[str]:
+    active: list[str] = model.active_adapters
+    if model.active_peft_config.is_prompt_learning:
+        return active
+    return [] if model.get_model_status().enabled is False or is_neutral_adapter(model) else active
+
+
+def _config_digest(config: PeftConfig) -> str:
+    """Of what differs from peft's defaults, so that a newer peft with more fields gives the same."""
+    values = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in _PEFT_ORIGIN and getattr(config, field.name) != _default(field)
+    }
+    return combined([values])
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _plain(value: object) -> object:
+    """What JSON has no type for."""
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else type(value).__name__
+
+
+def _bytes_of(array: pa.Array) -> Any:
+    """The numbers of an array, without what lies beside them in its memory."""
+    if pa.types.is_boolean(array.type):  # packed 8 to a byte, from any bit on
+        array = array.cast(pa.uint8())
+    return array.to_numpy(zero_copy_only=True)

@@ -1,0 +1,452 @@
+"""Model soups: the average of checkpoints that were trained from one model.
+
+Source: Wortsman et al. 2022, arXiv 2203.05482.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from prefrl.errors import ConfigError
+from prefrl.optional import require
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+__all__ = ["Evaluate", "Ingredient", "Soup", "best_soup", "greedy_soup", "load_checkpoint", "uniform_soup"]
+
+Evaluate = Callable[["PreTrainedModel"], float]
+Folder = str | os.PathLike[str]
+
+_ADAPTER_CONFIG = "adapter_config.json"
+# Files of a checkpoint that are neither the model's weights nor the state of its training.
+_COPIED = re.compile(
+    r"((generation|preprocessor|processor)_)?config\.json|(tokenizer|vocab|chat_template|special_tokens|added_tokens).*"
+    r"|merges\.txt|.*\.(py|model|tiktoken)"
+)
+# Options of a model's config that change nothing about what its weights compute.
+_HARMLESS = re.compile(r"^_|version$|dtype$|^use_cache$|token_id$|drop")
+# Options of a LoRA adapter with which the adapter adds scale * B A to a layer's weight and changes nothing else.
+_LINEAR = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "lora_alpha",
+        "lora_dropout",
+        "peft_version",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredient:
+    """A checkpoint and its part in a soup."""
+
+    checkpoint: Path
+    weight: float  # its share; all shares add up to 1; 0: left out
+    metric: float | None = None  # of the checkpoint alone
+    trial_metric: float | None = None  # of a greedy soup when this was tried in it; None: it was not
+
+
+@dataclass(frozen=True, slots=True)
+class Soup:
+    """What an average was made of, and how good it is."""
+
+    ingredients: list[Ingredient]
+    metric: float | None  # None: nothing was scored
+
+
+def uniform_soup(checkpoints: Sequence[Folder], output_dir: Folder, *, weights: Sequence[float] | None = None) -> Soup:
+    """Write the weighted mean of checkpoints: theta = sum_i w_i theta_i / sum_i w_i.
+
+    Means are formed in float32 and saved in the first checkpoint's dtype. LoRA adapters become one adapter whose
+    update is the mean of theirs, sum_i w_i scale_i B_i A_i; its rank is the sum of their ranks. Config and tokenizer
+    are the first checkpoint's.
+
+    Args:
+        checkpoints: Folders of models of one architecture, or of LoRA adapters of one base model.
+        output_dir: A folder without a model in it.
+        weights: One positive number for each checkpoint; None: equal ones.
+
+    Returns:
+        The checkpoints with their shares, in the order given.
+
+    Raises:
+        ConfigError: Checkpoints that cannot be averaged, weights that do not fit, or a folder that is in use.
+        ImportError: The checkpoints are adapters and peft is not installed.
+
+    Source: section 2, uniform soup.
+    """
+    folders = _checked(checkpoints, output_dir)
+    shares = _shares(weights, len(folders))
+    _write(folders, shares, Path(output_dir))
+    return Soup([Ingredient(folder, share) for folder, share in zip(folders, shares, strict=True)], metric=None)
+
+
+def best_soup(
+    checkpoints: Sequence[Folder],
+    output_dir: Folder,
+    evaluate: Evaluate,
+    *,
+    greater_is_better: bool,
+    top_k: int | None = None,
+) -> Soup:
+    """Write the uniform soup of the best checkpoints, and score it.
+
+    Args:
+        checkpoints: As for `uniform_soup`.
+        output_dir: A folder without a model in it.
+        evaluate: The held-out metric of a model.
+        greater_is_better: Whether a greater metric is better.
+        top_k: How many checkpoints; None: all.
+
+    Returns:
+        The checkpoints, best first, with their metrics and their shares of the soup.
+
+    Raises:
+        ConfigError: As for `uniform_soup`, or a checkpoint's metric is not finite.
+        ImportError: The checkpoints are adapters and peft is not installed.
+    """
+    ranked = _ranked(_checked(checkpoints, output_dir, top_k), evaluate, greater_is_better)
+    best = [ingredient.checkpoint for ingredient in ranked[:top_k]]
+    _write(best, _shares(None, len(best)), Path(output_dir))
+    shares = [1 / len(best)] * len(best) + [0.0] * (len(ranked) - len(best))
+    ingredients = [dataclasses.replace(i, weight=share) for i, share in zip(ranked, shares, strict=True)]
+    return Soup(ingredients, metric=float(evaluate(load_checkpoint(output_dir))))
+
+
+def greedy_soup(
+    checkpoints: Sequence[Folder],
+    output_dir: Folder,
+    evaluate: Evaluate,
+    *,
+    greater_is_better: bool,
+    top_k: int | None = None,
+) -> Soup:
+    """Write the uniform soup of those checkpoints that do not make it worse, tried from the best to the worst.
+
+    Args:
+        checkpoints: As for `uniform_soup`.
+        output_dir: A folder without a model in it; trials are kept in it for the time being.
+        evaluate: The held-out metric of a model.
+        greater_is_better: Whether a greater metric is better.
+        top_k: Try the k best checkpoints only; None: all.
+
+    Returns:
+        The checkpoints, best first, with their metrics and their shares of the soup.
+
+    Raises:
+        ConfigError: As for `uniform_soup`, or a checkpoint's metric is not finite.
+        ImportError: The checkpoints are adapters and peft is not installed.
+
+    Source: algorithm 1, greedy soup; equal metrics are accepted, as there.
+    """
+    ranked = _ranked(_checked(checkpoints, output_dir, top_k), evaluate, greater_is_better)
+    num_tried = len(ranked) if top_k is None else top_k
+    used: list[Path] = []
+    best = ranked[0].metric
+    tried = []
+    for ingredient in ranked[:num_tried]:
+        candidate = [*used, ingredient.checkpoint]
+        metric = _metric_of(candidate, Path(output_dir), evaluate) if used else ingredient.metric
+        assert metric is not None
+        assert best is not None
+        is_used = metric >= best if greater_is_better else metric <= best
+        if is_used:
+            used, best = candidate, metric
+        tried.append(dataclasses.replace(ingredient, weight=float(is_used), trial_metric=metric))
+    _write(used, _shares(None, len(used)), Path(output_dir))
+    shares = [dataclasses.replace(i, weight=i.weight / len(used)) for i in [*tried, *ranked[num_tried:]]]
+    return Soup(shares, metric=best)
+
+
+def load_checkpoint(folder: Folder) -> PreTrainedModel:
+    """The model in a folder, in float32, as prefrl's trainers load it; an adapter with its base model around it.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+        ImportError: It is an adapter and peft is not installed.
+    """
+    path = Path(folder)
+    if not (path / _ADAPTER_CONFIG).is_file():
+        architecture = str((_read_json(path / "config.json").get("architectures") or [""])[0])
+        return _from_pretrained(path, is_classifier=architecture.endswith("ForSequenceClassification"))
+    # Trainers refuse a model of which nothing can be trained.
+    return _peft().PeftModel.from_pretrained(_base_of(path), path, is_trainable=True)
+
+
+def _ranked(folders: Sequence[Path], evaluate: Evaluate, greater_is_better: bool) -> list[Ingredient]:
+    """The checkpoints with the metric of each, best first; none of them is in a soup yet."""
+    metrics = [(folder, float(evaluate(load_checkpoint(folder)))) for folder in folders]
+    for folder, metric in metrics:
+        if not math.isfinite(metric):
+            raise ConfigError(f"checkpoint {str(folder)!r}: its metric is {metric}. Leave this checkpoint out.")
+    metrics.sort(key=lambda pair: pair[1], reverse=greater_is_better)
+    return [Ingredient(folder, weight=0.0, metric=metric) for folder, metric in metrics]
+
+
+def _metric_of(checkpoints: Sequence[Path], output_dir: Path, evaluate: Evaluate) -> float:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="trial-", dir=output_dir) as trial:
+        _write(checkpoints, _shares(None, len(checkpoints)), Path(trial))
+        return float(evaluate(load_checkpoint(trial)))
+
+
+def _checked(checkpoints: Sequence[Folder], output_dir: Folder, top_k: int | None = None) -> list[Path]:
+    folders = [Path(checkpoint) for checkpoint in checkpoints]
+    if len(folders) < 2:
+        raise ConfigError(f"checkpoints={[str(f) for f in folders]}: at least two are needed for an average")
+    if top_k is not None and top_k < 2:
+        raise ConfigError(f"top_k={top_k}: must be at least 2, or None for all checkpoints")
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"checkpoint {str(folder)!r}: there is no such folder")
+    if any(Path(output_dir).glob("*.safetensors")):
+        raise ConfigError(f"output_dir={str(output_dir)!r}: holds a model already. Choose another folder.")
+    is_adapter = [(folder / _ADAPTER_CONFIG).is_file() for folder in folders]
+    if any(is_adapter) and not all(is_adapter):
+        raise ConfigError(
+            f"checkpoint {str(folders[is_adapter.index(True)])!r} is an adapter and "
+            f"{str(folders[is_adapter.index(False)])!r} is none. Merge the adapters into their base model first."
+        )
+    check = _check_adapters if all(is_adapter) else _check_models
+    check(folders)
+    return folders
+
+
+def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
+    given = [1.0] * count if weights is None else list(weights)
+    if len(given) != count or not all(math.isfinite(weight) and weight > 0 for weight in given):
+        raise ConfigError(f"weights={given}: must be {count} positive numbers, one for each checkpoint")
+    return [weight / sum(given) for weight in given]
+
+
+def _write(folders: Sequence[Path], shares: Sequence[float], output_dir: Path) -> None:
+    """Average the weights, and put beside them what belongs to them."""
+    is_adapter = (folders[0] / _ADAPTER_CONFIG).is_file()
+    average = _average_adapters if is_adapter else _average_models
+    average(folders, shares, output_dir)
+    for file in folders[0].iterdir():
+        if file.is_file() and _COPIED.fullmatch(file.name):
+            shutil.copy(file, output_dir)
+    (output_dir / "README.md").write_text(_card(folders, shares, is_adapter), encoding="utf-8")
+
+
+# Whole models.
+
+
+class _Tensors:
+    """The weights of a checkpoint, read from its safetensors files one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            files = sorted(set(_read_json(index)["weight_map"].values()))
+        elif single.is_file():
+            files = [single.name]
+        else:
+            raise ConfigError(f"checkpoint {str(folder)!r}: has no model.safetensors, whole or in shards")
+        self._files: dict[str, Any] = {}
+        for file in files:
+            opened: Any = safe_open(folder / file, framework="pt")
+            self._files |= dict.fromkeys(opened.keys(), opened)
+
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+
+def _average_models(folders: Sequence[Path], shares: Sequence[float], output_dir: Path) -> None:
+    checkpoints = [_Tensors(folder) for folder in folders]
+    # Weights that are tied to others are in no file, and so are tied in the average too.
+    averages = {name: _average(name, checkpoints, shares) for name in checkpoints[0].shapes()}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(averages, output_dir, metadata={"format": "pt"})
+
+
+def _average(name: str, checkpoints: Sequence[_Tensors], shares: Sequence[float]) -> Tensor:
+    first = checkpoints[0].read(name)
+    if not first.is_floating_point():
+        for other in checkpoints[1:]:
+            if not first.equal(other.read(name)):
+                raise ConfigError(
+                    f"{name} ({first.dtype}) differs between {str(checkpoints[0].folder)!r} and "
+                    f"{str(other.folder)!r}: there is no average of integers. Use checkpoints of one model."
+                )
+        return first
+    mean = first.to(torch.promote_types(first.dtype, torch.float32))
+    total = shares[0]
+    for checkpoint, share in zip(checkpoints[1:], shares[1:], strict=True):
+        total += share
+        # A running mean: equal weights stay what they are, to the last bit.
+        mean = mean + (checkpoint.read(name).to(mean.dtype) - mean) * (share / total)
+    return mean.to(first.dtype)
+
+
+def _check_models(folders: Sequence[Path]) -> None:
+    first, *others = [_Tensors(folder) for folder in folders]
+    for other in others:
+        _check_same_architecture(first, other)
+
+
+def _check_same_architecture(first: _Tensors, other: _Tensors) -> None:
+    pair = f"{str(first.folder)!r} and {str(other.folder)!r}"
+    configs = [_read_json(checkpoint.folder / "config.json") for checkpoint in (first, other)]
+    for key in ("architectures", "model_type"):  # told first: they explain all other differences
+        if configs[0].get(key) != configs[1].get(key):
+            raise ConfigError(f"{pair}: {key}={configs[0].get(key)} and {configs[1].get(key)}; it must be the same")
+    if any("quantization_config" in config for config in configs):
+        raise ConfigError(f"{pair}: quantised weights have no average. Use the models as they were before.")
+    ours, theirs = first.shapes(), other.shapes()
+    if ours.keys() != theirs.keys():
+        raise ConfigError(f"{pair} have different weights: {_some(ours.keys() ^ theirs.keys())} in one of them only")
+    differing = [f"{name} is {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+    if differing:
+        raise ConfigError(f"{pair} have weights of different shapes: {_some(differing)}")
+    options = [_functional(config) for config in configs]
+    keys = {key for key in options[0].keys() | options[1].keys() if options[0].get(key) != options[1].get(key)}
+    if keys:
+        raise ConfigError(f"{pair} compute different functions of their weights: config.json differs in {_some(keys)}")
+
+
+def _functional(config: dict[str, Any]) -> dict[str, Any]:
+    """The options that say what a model computes from its weights; those of its parts too."""
+    return {
+        key: _functional(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not _HARMLESS.search(key)
+    }
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+# LoRA adapters.
+
+
+def _average_adapters(folders: Sequence[Path], shares: Sequence[float], output_dir: Path) -> None:
+    """The mean of products B A is no product of means: the matrices are laid side by side."""
+    peft = _peft()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if len(folders) == 1:
+        for name in (_ADAPTER_CONFIG, "adapter_model.safetensors"):
+            shutil.copy(folders[0] / name, output_dir)
+        return
+    names = [f"ingredient_{i}" for i in range(len(folders))]
+    base = _base_of(folders[0])
+    try:
+        model = peft.PeftModel.from_pretrained(base, folders[0], adapter_name=names[0])
+        for folder, name in zip(folders[1:], names[1:], strict=True):
+            model.load_adapter(folder, adapter_name=name)
+        # The new adapter takes over the first one's options, and rsLoRA would scale it by the root of its own rank.
+        # How much each part is scaled is in the matrices by then.
+        model.peft_config[names[0]].use_rslora = False
+        model.add_weighted_adapter(names, list(shares), "default", combination_type="cat")
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"adapters cannot be averaged: {error}. Merge them into their base model first.") from error
+    model.save_pretrained(output_dir, selected_adapters=["default"])
+
+
+def _check_adapters(folders: Sequence[Path]) -> None:
+    peft = _peft()
+    plain = peft.LoraConfig().to_dict()
+    configs = [peft.PeftConfig.from_pretrained(folder) for folder in folders]
+    for folder, config in zip(folders, configs, strict=True):
+        if config.peft_type != "LORA":
+            raise ConfigError(f"checkpoint {str(folder)!r}: peft_type={config.peft_type}, and only LoRA is averaged")
+        options = config.to_dict()
+        other = [name for name, value in options.items() if name not in _LINEAR and value != plain.get(name)]
+        if not isinstance(config.init_lora_weights, bool) and config.init_lora_weights != "gaussian":
+            other.append("init_lora_weights")  # PiSSA and its like change the base model as well
+        if other:
+            raise ConfigError(
+                f"checkpoint {str(folder)!r}: an adapter with {_some(f'{name}={options[name]!r}' for name in other)} "
+                "does more than add B A, which is what can be averaged. Merge it into its base model first."
+            )
+        if config.base_model_name_or_path != configs[0].base_model_name_or_path:
+            raise ConfigError(
+                f"{str(folders[0])!r} and {str(folder)!r} are adapters of different base models: "
+                f"{configs[0].base_model_name_or_path!r} and {config.base_model_name_or_path!r}"
+            )
+
+
+def _base_of(folder: Path) -> PreTrainedModel:
+    config: PeftConfig = _peft().PeftConfig.from_pretrained(folder)
+    if not config.base_model_name_or_path:
+        raise ConfigError(f"adapter {str(folder)!r} does not name its base model. Merge it into the model first.")
+    return _from_pretrained(config.base_model_name_or_path, is_classifier=config.task_type == "SEQ_CLS")
+
+
+def _peft() -> Any:
+    return require("peft", extra="peft", feature="a soup of adapters")
+
+
+def _from_pretrained(name: Folder, *, is_classifier: bool) -> PreTrainedModel:
+    loader = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    try:
+        return loader.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model {os.fspath(name)!r} cannot be loaded: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
+    return content
+
+
+def _card(folders: Sequence[Path], shares: Sequence[float], is_adapter: bool) -> str:
+    # Two parts of the path tell checkpoints of several runs apart; more of it is nobody's business.
+    names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
+    rows = "\n".join(f"| {name} | {share:.6g} |" for name, share in zip(names, shares, strict=True))
+    return f"""---
+library_name: {"peft" if is_adapter else "transformers"}
+tags:
+- prefrl
+- model-soup
+---
+
+# Model soup made with prefrl
+
+The weighted mean of {len(folders)} {"LoRA adapters: of their updates B A" if is_adapter else "checkpoints"}.
+Model soups: [arXiv 2203.05482](https://arxiv.org/abs/2203.05482).
+
+| checkpoint | share |
+|---|---|
+{rows}
+"""

@@ -1,0 +1,222 @@
+"""`prefrl soup`: average the checkpoints of one or several runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from prefrl.errors import ConfigError
+from prefrl.models.soup import Evaluate, Soup, best_soup, greedy_soup, uniform_soup
+from prefrl.registry import REGISTRY, Algorithm
+from prefrl.scripts.arguments import DatasetPart
+from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.suggest import nearest
+from prefrl.scripts.train import _load_part
+from prefrl.trainer.options import check_fields, check_no_effect, opt
+from prefrl.trainer.reference_config import OfflineReferenceOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["SoupArguments", "main"]
+
+# Options that only say how the metric is measured or used, and their values where nothing is said.
+_FOR_A_METRIC = {
+    "greater_is_better": None,
+    "top_k": None,
+    "algorithm": None,
+    "dataset_name": None,
+    "dataset_config": None,
+    "dataset_test_split": "test",
+    "ref_model": None,
+    "eval_config": None,
+}
+
+
+@dataclass
+class SoupArguments:
+    """What to average, and how to tell which checkpoints are good."""
+
+    output_dir: str = dataclasses.field(metadata={"help": "Folder that the average is written to."})
+    checkpoints: list[str] | None = opt(
+        None, "Folders with checkpoints of one architecture, or LoRA adapters of one base model."
+    )
+    run_dir: str | None = opt(None, "Folder of a run, instead of checkpoints: those that it has kept.")
+    method: Literal["uniform", "greedy"] = opt(
+        "uniform", "uniform: average all. greedy: from the best on, those that do not make the metric worse."
+    )
+    weights: list[float] | None = opt(None, "uniform: a positive number for each of checkpoints; None: equal ones.")
+    metric: str | None = opt(None, "Metric of the algorithm's evaluation, such as eval_loss; None: nothing is scored.")
+    greater_is_better: bool | None = opt(None, "Whether a greater metric is better; None: unless it ends with loss.")
+    top_k: int | None = opt(None, "Only the k checkpoints with the best metric; None: all.")
+    algorithm: str | None = opt(None, "Algorithm whose evaluation has the metric: one that learns from a dataset.")
+    dataset_name: str | None = opt(None, "Held-out data: a name on the Hub, a folder, or a file, as for training.")
+    dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
+    dataset_test_split: str = opt("test", "Split to evaluate on; slices such as train[90%:] work.")
+    ref_model: str | None = opt(None, "For algorithms with a reference: the model that training began with.")
+    eval_config: str | None = opt(None, "YAML file with options of the algorithm's config, for the evaluation.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if (self.checkpoints is None) == (self.run_dir is None):
+            raise ConfigError(
+                f"checkpoints={self.checkpoints} and run_dir={self.run_dir!r}: give one of them, either folders of "
+                "checkpoints or the folder of a run"
+            )
+        if self.metric is None:
+            self._check_nothing_is_scored()
+            return
+        missing = [name for name in ("algorithm", "dataset_name") if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(f"{', '.join(missing)}: not given, and metric={self.metric!r} needs them. Set them.")
+        if self.weights is not None:
+            raise ConfigError(f"weights={self.weights} with metric={self.metric!r}: one of them decides. Remove one.")
+
+    def _check_nothing_is_scored(self) -> None:
+        if self.method == "greedy":
+            raise ConfigError(
+                "method='greedy' with metric=None: something must tell whether a soup gets worse. Set metric, "
+                "algorithm and dataset_name, or method='uniform'."
+            )
+        for name, unset in _FOR_A_METRIC.items():
+            check_no_effect(
+                name=name, value=getattr(self, name), unset=unset, because="metric=None", remedy="Set metric."
+            )
+
+    @property
+    def folders(self) -> list[Path]:
+        """The checkpoints, those of a run in the order of their steps."""
+        if self.run_dir is None:
+            return [Path(checkpoint) for checkpoint in self.checkpoints or ()]
+        paths = [path for path in Path(self.run_dir).glob("checkpoint-*") if path.name.split("-", 1)[1].isdigit()]
+        if not paths:
+            raise ConfigError(f"run_dir={self.run_dir!r}: has no folders checkpoint-<step>. Give checkpoints instead.")
+        return sorted(paths, key=lambda path: int(path.name.split("-", 1)[1]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the command line, average, write and report.
+
+    Args:
+        argv: The options.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PrefrlError: Something that was asked for cannot work.
+    """
+    parser = _Parser("soup", (SoupArguments,), "Average the weights of checkpoints, or the updates of LoRA adapters.")
+    (options,) = parser.parse(argv)
+    if options.metric is None:
+        soup = uniform_soup(options.folders, options.output_dir, weights=options.weights)
+    else:
+        soup = _scored_soup(options)
+    _report(options, soup)
+    return 0
+
+
+class _Parser(CommandParser):
+    """All options are this command's own, also those that have a name of transformers.TrainingArguments."""
+
+    def print_help(self, file: Any = None, *, everything: bool = False) -> None:
+        self.epilog = None
+        super().print_help(file, everything=True)
+
+
+def _scored_soup(options: SoupArguments) -> Soup:
+    is_greater_better = options.greater_is_better
+    if is_greater_better is None:
+        is_greater_better = not str(options.metric).endswith("loss")
+    make = greedy_soup if options.method == "greedy" else best_soup
+    with tempfile.TemporaryDirectory() as scratch:
+        return make(
+            options.folders,
+            options.output_dir,
+            _evaluation(options, scratch),
+            greater_is_better=is_greater_better,
+            top_k=options.top_k,
+        )
+
+
+def _evaluation(options: SoupArguments, scratch: str) -> Evaluate:
+    """The metric of a model, by the evaluation of an algorithm's trainer."""
+    algorithm = _offline(str(options.algorithm))
+    config = _config(algorithm, options.eval_config, scratch)
+    extra: dict[str, Any] = {}
+    if isinstance(config, OfflineReferenceOptions):
+        if options.ref_model is None:
+            raise ConfigError(
+                f"ref_model=None: {algorithm.name} compares a model with a reference, and without one each checkpoint "
+                "would be compared with itself. Set ref_model to the model that training began with."
+            )
+        extra["ref_model"] = options.ref_model
+    else:
+        because = f"algorithm={algorithm.name!r} has no reference"
+        check_no_effect(name="ref_model", value=options.ref_model, unset=None, because=because, remedy="Remove it.")
+    part = DatasetPart(path=str(options.dataset_name), name=options.dataset_config, split=options.dataset_test_split)
+    dataset = _load_part(part, streaming=False, path_option="dataset_name", split_option="dataset_test_split")
+    metric = str(options.metric)
+
+    def evaluate(model: PreTrainedModel) -> float:
+        trainer = algorithm.load_trainer()(model=model, args=config, eval_dataset=dataset, **extra)
+        metrics: dict[str, float] = trainer.evaluate()
+        if metric not in metrics:
+            raise ConfigError(
+                f"metric={metric!r}: the evaluation of {algorithm.name} has none of this name. "
+                f"{nearest(metric, metrics.keys())}"
+            )
+        return metrics[metric]
+
+    return evaluate
+
+
+def _offline(name: str) -> Algorithm:
+    from prefrl.trainer.offline_trainer import OfflineTrainer
+
+    if name not in REGISTRY:
+        raise ConfigError(f"algorithm={name!r}: there is none of this name. {nearest(name, REGISTRY)}")
+    algorithm = REGISTRY[name]
+    if not issubclass(algorithm.load_trainer(), OfflineTrainer):
+        raise ConfigError(
+            f"algorithm={name!r}: its evaluation generates and asks rewards, which this command does not know. Choose "
+            "one that learns from a dataset, or call prefrl.models.soup.greedy_soup with a metric of your own."
+        )
+    return algorithm
+
+
+def _config(algorithm: Algorithm, file: str | None, scratch: str) -> Any:
+    argv = ["--output_dir", scratch, "--report_to", "none"]
+    parser = CommandParser(algorithm.name, (algorithm.load_config(),), "")
+    (config,) = parser.parse(argv if file is None else [*argv, "--config", file])
+    return config
+
+
+def _report(options: SoupArguments, soup: Soup) -> None:
+    """Print a table, and write the same to soup.json."""
+    record = {
+        "method": options.method,
+        "metric": options.metric,
+        "soup": soup.metric,
+        "checkpoints": [dataclasses.asdict(i) | {"checkpoint": str(i.checkpoint)} for i in soup.ingredients],
+    }
+    (Path(options.output_dir) / "soup.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    table = Table(title=f"{options.method} soup in {options.output_dir}")
+    columns = ["share"] + ([] if options.metric is None else [options.metric, "of the soup with it"])
+    for column in ("checkpoint", *columns):
+        table.add_column(column)
+    for ingredient in soup.ingredients:
+        numbers = (ingredient.weight, ingredient.metric, ingredient.trial_metric)
+        cells = ["-" if number is None else f"{number:.6g}" for number in numbers]
+        table.add_row(str(ingredient.checkpoint), *cells[: len(columns)])
+    if soup.metric is not None:
+        table.add_row("the soup", "1", f"{soup.metric:.6g}", "-")
+    Console().print(table)

@@ -1,0 +1,42 @@
+"""Options of BCO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.offline_config import OfflineConfig
+from prefrl.trainer.options import opt
+from prefrl.trainer.reference_config import OfflineReferenceOptions
+
+__all__ = ["BCOConfig"]
+
+
+@dataclass
+class BCOConfig(OfflineReferenceOptions, OfflineConfig):
+    """Options of `BCOTrainer`."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    prompt_sample_size: Annotated[int, Ge(2)] = opt(
+        1024, "Prompts that the density-ratio classifier learns from, half of them desirable; needs embedding_func."
+    )
+    min_density_ratio: Annotated[float, Ge(0)] = opt(
+        0.5, "Smallest weight of an undesirable row; needs embedding_func."
+    )
+    max_density_ratio: Annotated[float, Gt(0)] = opt(
+        10.0, "Largest weight of an undesirable row; needs embedding_func."
+    )
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        super().validate()
+        self.validate_reference()
+        if self.min_density_ratio > self.max_density_ratio:
+            raise ConfigError(
+                f"min_density_ratio={self.min_density_ratio}: must be at most max_density_ratio="
+                f"{self.max_density_ratio}"
+            )

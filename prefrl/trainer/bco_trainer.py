@@ -1,0 +1,124 @@
+"""Binary classifier optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+
+from prefrl.data.collate import unpaired_batch
+from prefrl.errors import ConfigError
+from prefrl.losses.unpaired import bco
+from prefrl.trainer.density_ratio import DensityRatio
+from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
+from prefrl.trainer.options import check_no_effect
+from prefrl.trainer.preference import RowScores, preference_metrics, prepare_unpaired
+from prefrl.trainer.running_mean import RunningMean
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.trainer.bco_config import BCOConfig
+
+__all__ = ["BCOTrainer"]
+
+
+class BCOTrainer(OfflineTrainer):
+    """Minimises the mean over rows of -log sigmoid(+-(beta log r - delta)), + for desirable rows.
+
+    r = policy / reference; delta is the mean of all rewards beta log r so far. With `embedding_func`, undesirable rows
+    weigh the ratio of the densities of desirable and undesirable prompts, which a logistic regression on embeddings of
+    prompts estimates (underlying distribution matching).
+
+    Args:
+        model: Name, path or instance; trained in place.
+        ref_model: The reference; None: the model's weights at construction.
+        args: Options; None: the defaults, in `<model name>-BCO`.
+        embedding_func: `f(input_ids=..., attention_mask=...)` -> [n, d] embeddings of n prompts.
+        embedding_tokenizer: Makes its input from the prompts' text.
+        arguments: See `TrainerArguments`. Datasets: unpaired rows, `prompt`, `completion` and `label`, or preference
+            rows, of which each gives two.
+
+    Raises:
+        ConfigError: Options that cannot work together.
+        DataError: A dataset that cannot be used; names the row and the column.
+
+    Source: Jung et al. 2024, arXiv 2404.04656.
+    """
+
+    algorithm = "bco"
+    args: BCOConfig
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        ref_model: str | Path | PreTrainedModel | None = None,
+        args: BCOConfig | None = None,
+        *,
+        embedding_func: Callable[..., Any] | None = None,
+        embedding_tokenizer: PreTrainedTokenizerBase | None = None,
+        **arguments: Unpack[TrainerArguments],
+    ) -> None:
+        if (embedding_func is None) != (embedding_tokenizer is None):
+            raise ConfigError("embedding_func and embedding_tokenizer: give both, for the density ratio, or none")
+        self._embed = embedding_func
+        self._embedding_tokenizer = embedding_tokenizer
+        self._density_ratio: DensityRatio | None = None
+        super().__init__(model, args, ref_model=ref_model, **arguments)
+        self.reward_mean = RunningMean(self.args.device)
+        if embedding_func is None:
+            for name, unset in (("prompt_sample_size", 1024), ("min_density_ratio", 0.5), ("max_density_ratio", 10.0)):
+                check_no_effect(
+                    name=name,
+                    value=getattr(self.args, name),
+                    unset=unset,
+                    because="there is no embedding_func to estimate densities with",
+                    remedy="Give embedding_func and embedding_tokenizer.",
+                )
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Tokenise; with `embedding_func`, weight the undesirable rows."""
+        rows = prepare_unpaired(dataset, tokenizer, self.args, with_mismatched=False)
+        if self._embed is None or self._embedding_tokenizer is None:
+            return rows
+        if self._density_ratio is None:  # the training dataset comes first
+            self._density_ratio = DensityRatio(
+                self._embed,
+                embedding_tokenizer=self._embedding_tokenizer,
+                tokenizer=tokenizer,
+                lowest=self.args.min_density_ratio,
+                highest=self.args.max_density_ratio,
+            )
+            self._density_ratio.fit(rows, sample_size=self.args.prompt_sample_size, seed=self.args.seed)
+        return self._density_ratio.weigh(rows)
+
+    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+        """See `data.collate.unpaired_batch`."""
+        return unpaired_batch(rows)
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Rows."""
+        return torch.tensor(float(batch.num_rows))
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """Weighted sum over rows."""
+        assert batch.ref_logprobs is not None
+        assert batch.is_preferred is not None
+        assert self.reward_mean is not None
+        scores = self.score(model, batch, want=("entropy", "mean_logit"))
+        policy = RowScores.of(scores.logprobs, batch)
+        log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
+        is_desirable = torch.tensor(batch.is_preferred, device=batch.device)
+        losses = bco(log_ratio, is_desirable, beta=self.args.beta, reward_shift=self.reward_mean.value)
+        if batch.row_weights is not None:
+            losses = losses * losses.new_tensor(batch.row_weights)
+        rewards = self.args.beta * log_ratio.detach()
+        if model.training:
+            self.reward_mean.add(rewards)
+        metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
+        return LossOutput(total=losses.sum(), metrics=metrics)

@@ -1,0 +1,73 @@
+"""Contrastive preference optimisation and its relatives without a reference: SimPO, AlphaPO."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from prefrl.data.collate import preference_batch
+from prefrl.losses.reference_free import CPO_LOSSES
+from prefrl.metrics import Mean
+from prefrl.trainer.offline_trainer import OfflineTrainer
+from prefrl.trainer.preference import RowScores, pairs_per_chosen_token, preference_metrics, prepare_pairs
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from prefrl.trainer.cpo_config import CPOConfig
+
+__all__ = ["CPOTrainer"]
+
+# Losses of mean log-probs; the others are of sums.
+_OF_MEANS = ("ipo", "simpo", "alphapo")
+
+
+class CPOTrainer(OfflineTrainer):
+    """Minimises the mean over pairs of -log sigmoid(beta (log pi(chosen) - log pi(rejected))), plus cpo_alpha * NLL.
+
+    `loss_type` names other losses of the same log-probs. The NLL of the chosen responses is a mean over tokens.
+    Datasets: preference rows, as for DPO. There is no reference.
+
+    Source: Xu et al. 2024, arXiv 2401.08417, eq. 3 and 5; SimPO: Meng et al. 2024, arXiv 2405.14734, eq. 6; AlphaPO:
+    Gupta et al. 2025, arXiv 2501.03884.
+    """
+
+    algorithm = "cpo"
+    args: CPOConfig
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Tokenise."""
+        return prepare_pairs(dataset, tokenizer, self.args)
+
+    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+        """See `data.collate.preference_batch`."""
+        return preference_batch(rows)
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Pairs."""
+        return torch.tensor(batch.num_rows / 2)
+
+    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """Also the number of chosen tokens for each pair of the step."""
+        self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
+        return super().prepare_step(batches)
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """Sum over pairs, with the NLL scaled so that it is a mean over tokens."""
+        scores = self.score(model, batch, want=("entropy", "correct", "mean_logit"))
+        rows = RowScores.of(scores.logprobs, batch)
+        chosen, rejected = batch.pairs()
+        row = CPO_LOSSES[self.args.loss_type]
+        function = partial(row.function, **{name: getattr(self.args, name) for name in row.hyperparameters})
+        losses = function(rows.logps[chosen], rows.logps[rejected], rows.lengths[chosen], rows.lengths[rejected])
+        nll = -rows.logps[chosen].sum()
+        total = losses.sum() + self.args.nll_weight * self._pairs_per_chosen_token * nll
+        logps = rows.logps / rows.lengths if self.args.loss_type in _OF_MEANS else rows.logps
+        metrics = preference_metrics(batch, scores, logps=logps, rewards=self.args.beta * logps)
+        metrics["nll_loss"] = Mean(nll.detach(), rows.lengths[chosen].sum())
+        return LossOutput(total=total, metrics=metrics)

@@ -1,0 +1,109 @@
+"""Options of DPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.losses.preference import PAIR_LOSSES
+from prefrl.trainer.offline_config import OfflineConfig
+from prefrl.trainer.options import check_no_effect, opt
+from prefrl.trainer.reference_config import OfflineReferenceOptions
+
+__all__ = ["DPOConfig"]
+
+
+@dataclass
+class DPOConfig(OfflineReferenceOptions, OfflineConfig):
+    """Options of `DPOTrainer`."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    loss_type: list[str] = opt(["sigmoid"], f"One or several of: {', '.join(PAIR_LOSSES)}.")
+    loss_weights: list[float] | None = opt(None, "Weights of several losses, in their order; None: 1 each.")
+    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = opt(
+        0.0, "Probability that a label is wrong, for sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair."
+    )
+    discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "Temperature of the mixture in the loss discopop.")
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = opt(
+        "reverse_kl", "The divergence that ties the policy to the reference (arXiv 2309.16240)."
+    )
+    f_alpha_divergence_coef: float = opt(0.5, "Alpha of the alpha-divergence.")
+    ld_alpha: Annotated[float, Ge(0), Le(1)] | None = opt(
+        None, "Weight of the tokens past the length of the shorter side (LD-DPO, arXiv 2409.06411); None: 1."
+    )
+    use_weighting: bool = opt(
+        False, "Weight each pair by how likely its responses are under the policy (WPO, arXiv 2406.11827)."
+    )
+    rpo_alpha: Annotated[float, Gt(0)] | None = opt(
+        None, "Weight of the length-normalised NLL of the chosen response (RPO, arXiv 2404.19733); None: not there."
+    )
+
+    @property
+    def weighted_losses(self) -> list[tuple[str, float]]:
+        """Names of the losses and their weights."""
+        return list(zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True))
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        if isinstance(self.loss_type, str):
+            self.loss_type = [self.loss_type]
+        super().validate()
+        self.validate_reference()
+        self._validate_losses()
+        self._validate_hyperparameters()
+        if self.f_divergence_type != "alpha_divergence":
+            check_no_effect(
+                name="f_alpha_divergence_coef",
+                value=self.f_alpha_divergence_coef,
+                unset=0.5,
+                because=f"f_divergence_type={self.f_divergence_type!r}",
+                remedy="Set f_divergence_type='alpha_divergence'.",
+            )
+
+    def _validate_losses(self) -> None:
+        unknown = [name for name in self.loss_type if name not in PAIR_LOSSES]
+        if unknown or not self.loss_type:
+            raise ConfigError(f"loss_type={self.loss_type}: must be one or several of {', '.join(PAIR_LOSSES)}")
+        if len(set(self.loss_type)) < len(self.loss_type):
+            raise ConfigError(f"loss_type={self.loss_type}: each loss once; weigh it with loss_weights")
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            raise ConfigError(
+                f"loss_weights={self.loss_weights}: must have one number for each of loss_type={self.loss_type}"
+            )
+        raw = [name for name in self.loss_type if PAIR_LOSSES[name].uses_log_ratios]
+        if raw and self.f_divergence_type != "reverse_kl":
+            raise ConfigError(
+                f"f_divergence_type={self.f_divergence_type!r} with loss_type={raw}: these losses are made of the "
+                "log-ratios themselves. Use reverse_kl, or another loss."
+            )
+        sorting = [name for name in self.loss_type if PAIR_LOSSES[name].is_batch_loss]
+        if sorting and self.use_weighting:
+            raise ConfigError(
+                f"use_weighting=True with loss_type={sorting}: its values belong to ranks of the sorted batch, not to "
+                "pairs that could be weighted. Set use_weighting=False."
+            )
+
+    def _validate_hyperparameters(self) -> None:
+        read = {name for loss in self.loss_type for name in PAIR_LOSSES[loss].hyperparameters}
+        for name, unset in (("label_smoothing", 0.0), ("discopop_tau", 0.05)):
+            if name not in read:
+                check_no_effect(
+                    name=name,
+                    value=getattr(self, name),
+                    unset=unset,
+                    because=f"loss_type={self.loss_type} does not read it",
+                    remedy=f"Leave it {unset}.",
+                )
+        if "exo_pair" in self.loss_type and not 0 < self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} with loss_type 'exo_pair': must be above 0 and below 0.5: "
+                "its target distribution is [1 - label_smoothing, label_smoothing]. Try 1e-3."
+            )
+        if "robust" in self.loss_type and self.label_smoothing == 0.5:
+            raise ConfigError(
+                "label_smoothing=0.5 with loss_type 'robust': must be below 0.5: it divides by 1 - 2 times it"
+            )

@@ -1,0 +1,157 @@
+"""Direct preference optimisation."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+
+from prefrl.data.collate import preference_batch
+from prefrl.losses.preference import PAIR_LOSSES, Pairs, rpo_nll, wpo_weights
+from prefrl.losses.reduce import row_sums
+from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
+from prefrl.trainer.preference import (
+    RowScores,
+    StepPairs,
+    make_pairs,
+    pair_groups,
+    pairs_per_chosen_token,
+    preference_metrics,
+    prepare_pairs,
+)
+from prefrl.trainer.running_mean import RunningMean
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.losses.logprobs import TokenScores
+    from prefrl.models.forward import WantName
+    from prefrl.trainer.dpo_config import DPOConfig
+
+__all__ = ["DPOTrainer"]
+
+
+class DPOTrainer(OfflineTrainer):
+    """Minimises the mean over pairs of -log sigmoid(beta (log r(chosen) - log r(rejected))), r = policy / reference.
+
+    `loss_type` names other losses of the same log-ratios; several are added with their weights.
+
+    Args:
+        model: Name, path or instance; trained in place.
+        ref_model: The reference; None: the model's weights at construction.
+        args: Options; None: the defaults, in `<model name>-DPO`.
+        arguments: See `TrainerArguments`. Datasets: preference rows, `prompt`, `chosen` and `rejected`, or `chosen`
+            and `rejected` with a common start.
+
+    Raises:
+        ConfigError: Options that cannot work together.
+        DataError: A dataset that cannot be used; names the row and the column.
+
+    Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; the other losses name theirs in `losses/preference.py`.
+    """
+
+    algorithm = "dpo"
+    args: DPOConfig
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        ref_model: str | Path | PreTrainedModel | None = None,
+        args: DPOConfig | None = None,
+        **arguments: Unpack[TrainerArguments],
+    ) -> None:
+        super().__init__(model, args, ref_model=ref_model, **arguments)
+        if "bco_pair" in self.args.loss_type:
+            self.reward_mean = RunningMean(self.args.device)
+        self._step_pairs: StepPairs | None = None
+        self._pairs_per_chosen_token = 0.0
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Tokenise."""
+        return prepare_pairs(dataset, tokenizer, self.args)
+
+    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+        """See `data.collate.preference_batch`."""
+        return preference_batch(rows)
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Pairs."""
+        return torch.tensor(batch.num_rows / 2)
+
+    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """Also what some losses need to know about all pairs of the step."""
+        batches = super().prepare_step(batches)
+        if "sft" in self.args.loss_type:
+            self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
+        if any(PAIR_LOSSES[name].is_batch_loss for name in self.args.loss_type):
+            self._step_pairs = self._all_pairs(batches)
+        return batches
+
+    def _all_pairs(self, batches: list[TokenBatch]) -> StepPairs:
+        parts = [
+            self._pairs(self._rows(self.frozen_logprobs(batch), batch), self._reference(batch)) for batch in batches
+        ]
+        return StepPairs(parts, [group for batch in batches for group in pair_groups(batch)])
+
+    def _rows(self, logprobs: Tensor, batch: TokenBatch) -> RowScores:
+        return RowScores.of(logprobs, batch, ld_alpha=self.args.ld_alpha)
+
+    def _reference(self, batch: TokenBatch) -> RowScores:
+        assert batch.ref_logprobs is not None
+        return self._rows(batch.ref_logprobs, batch)
+
+    def _pairs(self, policy: RowScores, reference: RowScores) -> Pairs:
+        return make_pairs(
+            policy, reference, divergence=self.args.f_divergence_type, alpha=self.args.f_alpha_divergence_coef
+        )
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """Sum over pairs of the weighted losses."""
+        weighting: list[WantName] = ["log_collision"] if self.args.use_weighting else []
+        scores = self.score(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
+        policy, reference = self._rows(scores.logprobs, batch), self._reference(batch)
+        pairs = self._pairs(policy, reference)
+        total = torch.stack(
+            [weight * self._sum(name, pairs, scores, batch) for name, weight in self.args.weighted_losses]
+        )
+        if self.args.rpo_alpha is not None:
+            total = total.sum() + self.args.rpo_alpha * rpo_nll(pairs).sum()
+        rewards = self.args.beta * (policy.logps - reference.logps).detach()
+        if self.reward_mean is not None and model.training:
+            self.reward_mean.add(rewards)
+        metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
+        return LossOutput(total=total.sum(), metrics=metrics)
+
+    def _sum(self, name: str, pairs: Pairs, scores: TokenScores, batch: TokenBatch) -> Tensor:
+        """Scalar: one loss, summed over the micro-batch."""
+        row = PAIR_LOSSES[name]
+        values = {
+            "beta": self.args.beta,
+            "label_smoothing": self.args.label_smoothing,
+            "discopop_tau": self.args.discopop_tau,
+            "reward_shift": 0.0 if self.reward_mean is None else self.reward_mean.value,
+        }
+        function = partial(row.function, **{key: values[key] for key in row.hyperparameters})
+        if row.is_batch_loss:
+            assert self._step_pairs is not None
+            return self._step_pairs.loss(function, pairs, pair_groups(batch))
+        losses = function(pairs)
+        if name == "sft":  # a mean over tokens, though pairs are counted
+            chosen, _ = batch.pairs()
+            nll = row_sums(scores.logprobs, batch.trainable, batch.row_index, batch.num_rows)[chosen]
+            losses = -nll * self._pairs_per_chosen_token
+        if scores.log_collision is not None:
+            losses = losses * self._pair_weights(scores, batch)
+        return losses.sum()
+
+    def _pair_weights(self, scores: TokenScores, batch: TokenBatch) -> Tensor:
+        assert scores.log_collision is not None
+        layout = (batch.trainable, batch.row_index, batch.num_rows)
+        weights = wpo_weights(scores.logprobs, scores.log_collision, *layout)
+        chosen, rejected = batch.pairs()
+        return weights[chosen] * weights[rejected]

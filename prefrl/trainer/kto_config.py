@@ -1,0 +1,37 @@
+"""Options of KTO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.offline_config import OfflineConfig
+from prefrl.trainer.options import opt
+from prefrl.trainer.reference_config import OfflineReferenceOptions
+
+__all__ = ["KTOConfig"]
+
+
+@dataclass
+class KTOConfig(OfflineReferenceOptions, OfflineConfig):
+    """Options of `KTOTrainer`."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    loss_type: Literal["kto", "apo_zero_unpaired"] = opt(
+        "kto", "kto: rewards are compared with a KL estimate. apo_zero_unpaired: with 0."
+    )
+    desirable_weight: Annotated[float, Ge(0)] = opt(1.0, "Weight of the loss of desirable rows.")
+    undesirable_weight: Annotated[float, Ge(0)] = opt(1.0, "Weight of the loss of undesirable rows.")
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        super().validate()
+        self.validate_reference()
+        if self.desirable_weight == self.undesirable_weight == 0:
+            raise ConfigError(
+                "desirable_weight=0.0 with undesirable_weight=0.0: nothing is learned. Raise one of them."
+            )

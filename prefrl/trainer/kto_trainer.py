@@ -1,0 +1,125 @@
+"""Kahneman-Tversky optimisation."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+
+from prefrl import distributed
+from prefrl.data.collate import unpaired_batch
+from prefrl.losses.unpaired import KTO_LOSSES
+from prefrl.metrics import Mean
+from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
+from prefrl.trainer.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.trainer.kto_config import KTOConfig
+
+__all__ = ["KTOTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class KTOTrainer(OfflineTrainer):
+    """Minimises the mean over rows of weight * (1 - sigmoid(+-beta (log r - KL))), + for desirable rows.
+
+    r = policy / reference; KL = max(0, mean of log r over prompts with another prompt's completion), one number
+    for the whole optimizer step.
+
+    Args:
+        model: Name, path or instance; trained in place.
+        ref_model: The reference; None: the model's weights at construction.
+        args: Options; None: the defaults, in `<model name>-KTO`.
+        arguments: See `TrainerArguments`. Datasets: unpaired rows, `prompt`, `completion` and `label`, or preference
+            rows, of which each gives two.
+
+    Raises:
+        ConfigError: Options that cannot work together.
+        DataError: A dataset that cannot be used; names the row and the column.
+
+    Source: Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8; apo_zero_unpaired: D'Oosterlinck et al. 2024, arXiv
+    2408.06266.
+    """
+
+    algorithm = "kto"
+    args: KTOConfig
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        ref_model: str | Path | PreTrainedModel | None = None,
+        args: KTOConfig | None = None,
+        **arguments: Unpack[TrainerArguments],
+    ) -> None:
+        super().__init__(model, args, ref_model=ref_model, **arguments)
+        self._kl = 0.0
+        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        if self._estimates_kl and rows * distributed.world_size() == 1:
+            logger.warning(
+                "per_device_train_batch_size=1 and gradient_accumulation_steps=1: KTO's KL is estimated from one row, "
+                "which is very noisy. Raise one of them."
+            )
+
+    @property
+    def _estimates_kl(self) -> bool:
+        return self.args.loss_type == "kto"
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Tokenise, and give each row another prompt's completion for the KL estimate."""
+        return prepare_unpaired(dataset, tokenizer, self.args, with_mismatched=self._estimates_kl)
+
+    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+        """See `data.collate.unpaired_batch`."""
+        return unpaired_batch(rows)
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Rows with a label."""
+        return torch.tensor(float(len(sided_rows(batch))))
+
+    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """Also the KL estimate of the step; the rows that it is made of are left out of the training forward."""
+        batches = super().prepare_step(batches)
+        if self._estimates_kl:
+            self._kl = self._estimated_kl(batches)
+        return [batch.select(sided_rows(batch)) for batch in batches]
+
+    def _estimated_kl(self, batches: list[TokenBatch]) -> float:
+        """max(0, mean over mismatched rows of all ranks of log policy - log reference), in nats."""
+        total = count = 0.0
+        for batch in batches:
+            sided = set(sided_rows(batch))
+            if len(sided) == batch.num_rows:
+                continue
+            mismatched = batch.select([row for row in range(batch.num_rows) if row not in sided])
+            assert mismatched.ref_logprobs is not None
+            log_ratio = self.frozen_logprobs(mismatched) - mismatched.ref_logprobs
+            total += float((log_ratio * mismatched.trainable).sum())
+            count += mismatched.num_rows
+        total, count = distributed.sum_over_ranks([total, count], self.args.device)
+        return max(0.0, total / max(count, 1.0))
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """Weighted sum over rows."""
+        assert batch.ref_logprobs is not None
+        assert batch.is_preferred is not None
+        scores = self.score(model, batch, want=("entropy", "mean_logit"))
+        policy = RowScores.of(scores.logprobs, batch)
+        log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
+        is_desirable = torch.tensor(batch.is_preferred, device=batch.device)
+        row = KTO_LOSSES[self.args.loss_type]
+        values = {"beta": self.args.beta, "kl": log_ratio.new_tensor(self._kl)}
+        function = partial(row.function, **{key: values[key] for key in row.hyperparameters})
+        weights = torch.where(is_desirable, self.args.desirable_weight, self.args.undesirable_weight)
+        total = (weights * function(log_ratio, is_desirable)).sum()
+        metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=self.args.beta * log_ratio)
+        metrics["kl"] = Mean(self._kl * batch.num_rows, batch.num_rows)
+        return LossOutput(total=total, metrics=metrics)

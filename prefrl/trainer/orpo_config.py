@@ -1,0 +1,22 @@
+"""Options of ORPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Gt
+
+from prefrl.trainer.offline_config import OfflineConfig
+from prefrl.trainer.options import opt
+
+__all__ = ["ORPOConfig"]
+
+
+@dataclass
+class ORPOConfig(OfflineConfig):
+    """Options of `ORPOTrainer`."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    beta: Annotated[float, Gt(0)] = opt(0.1, "Weight of the odds-ratio term; lambda in the paper.")

@@ -1,0 +1,67 @@
+"""Odds ratio preference optimisation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from prefrl.data.collate import preference_batch
+from prefrl.losses.reference_free import odds_ratio
+from prefrl.metrics import Mean
+from prefrl.trainer.offline_trainer import OfflineTrainer
+from prefrl.trainer.preference import RowScores, pairs_per_chosen_token, preference_metrics, prepare_pairs
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from prefrl.trainer.orpo_config import ORPOConfig
+
+__all__ = ["ORPOTrainer"]
+
+
+class ORPOTrainer(OfflineTrainer):
+    """Minimises the NLL of the chosen responses, a mean over tokens, plus beta * the mean odds-ratio term of pairs.
+
+    Datasets: preference rows, as for DPO. There is no reference.
+
+    Source: Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7.
+    """
+
+    algorithm = "orpo"
+    args: ORPOConfig
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Tokenise."""
+        return prepare_pairs(dataset, tokenizer, self.args)
+
+    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+        """See `data.collate.preference_batch`."""
+        return preference_batch(rows)
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Pairs."""
+        return torch.tensor(batch.num_rows / 2)
+
+    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """Also the number of chosen tokens for each pair of the step."""
+        self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
+        return super().prepare_step(batches)
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """Sum over pairs, with the NLL scaled so that it is a mean over tokens."""
+        scores = self.score(model, batch, want=("entropy", "correct", "mean_logit"))
+        rows = RowScores.of(scores.logprobs, batch)
+        means = rows.logps / rows.lengths
+        chosen, rejected = batch.pairs()
+        odds = odds_ratio(means[chosen], means[rejected])
+        nll = -rows.logps[chosen].sum()
+        total = self._pairs_per_chosen_token * nll + self.args.beta * odds.loss.sum()
+        metrics = preference_metrics(batch, scores, logps=means, rewards=self.args.beta * means)
+        metrics["nll_loss"] = Mean(nll.detach(), rows.lengths[chosen].sum())
+        metrics["log_odds_chosen"] = Mean(odds.log_odds_ratio.detach().sum(), len(chosen))
+        metrics["log_odds_ratio"] = Mean(-odds.loss.detach().sum(), len(chosen))
+        return LossOutput(total=total, metrics=metrics)

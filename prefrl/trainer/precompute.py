@@ -1,0 +1,208 @@
+"""Reference log-probs of a whole dataset, computed once and kept on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from prefrl import distributed
+from prefrl.errors import ConfigError, DataError
+from prefrl.models.fingerprint import combined, rows_fingerprint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from prefrl.types import TokenBatch
+
+__all__ = ["REFERENCE_COLUMNS", "check_same_reference", "precompute_reference"]
+
+logger = logging.getLogger(__name__)
+
+# Columns of log-probs by the columns of the tokens that they are of, in the order in which batches lay them out.
+REFERENCE_COLUMNS = {
+    "chosen_ids": "ref_chosen_logprobs",
+    "rejected_ids": "ref_rejected_logprobs",
+    "completion_ids": "ref_logprobs",
+    "KL_completion_ids": "ref_KL_logprobs",
+}
+
+# Raise this number when the same model and rows give other values, or the file has another form, than before.
+_FILE_VERSION = 1
+_FILE_KEY = b"prefrl"
+
+
+def precompute_reference(
+    dataset: datasets.Dataset,
+    *,
+    reference_logprobs: Callable[[TokenBatch], Tensor],
+    collate: Callable[[list[dict[str, Any]]], TokenBatch],
+    batch_size: int,
+    weights: str,
+    dtype: torch.dtype,
+    temperature: float,
+    cache_dir: Path | None = None,
+) -> datasets.Dataset:
+    """The dataset with the reference's log-prob of every response token, see `REFERENCE_COLUMNS`.
+
+    Each row is scored once, by one of the ranks, and a later call with the same weights, rows, dtype and temperature
+    scores none. All ranks must call it, and reach the same files in `cache_dir`; otherwise every run scores anew.
+
+    Args:
+        dataset: Prepared: `prompt_ids`, and `chosen_ids` and `rejected_ids`, or `completion_ids` and perhaps
+            `KL_completion_ids`.
+        reference_logprobs: From a batch on the host to [N] nats.
+        collate: Lays out the responses of each row in the order of `REFERENCE_COLUMNS`, without empty ones.
+        batch_size: Rows in a batch.
+        weights: Fingerprint of the reference's weights.
+        dtype: What the reference computes in.
+        temperature: Of the distribution scored.
+        cache_dir: None: `prefrl_reference` in the cache of `datasets`.
+
+    Returns:
+        All columns, and lists of float32, each as long as the tokens that it belongs to.
+
+    Raises:
+        ConfigError: The dataset is a stream.
+        DataError: The file in the cache is damaged, or the reference gives values that are not finite.
+    """
+    if not isinstance(dataset, datasets.Dataset):
+        raise ConfigError(
+            f"precompute_ref_log_probs=True with a {type(dataset).__name__}: every row is scored before training, "
+            "which needs a dataset of known length. Give a datasets.Dataset, or set precompute_ref_log_probs=False."
+        )
+    tokens = {column: _lengths(dataset, column) for column in REFERENCE_COLUMNS if column in dataset.column_names}
+    rows = rows_fingerprint(dataset, ["prompt_ids", *tokens])
+    fingerprint = combined([_FILE_VERSION, weights, rows, str(dtype), temperature])
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "prefrl_reference" if cache_dir is None else cache_dir
+    path = folder / f"{fingerprint}.parquet"
+    table = _read(path, fingerprint, tokens)
+    if not all(distributed.gather_objects(table is not None)):
+        order = np.argsort(-_lengths(dataset, "prompt_ids") - sum(tokens.values()), kind="stable")
+        if distributed.is_main():
+            folder.mkdir(parents=True, exist_ok=True)  # before the work, so that it is not in vain
+        scored = _score(dataset, order, tokens, reference_logprobs, collate, batch_size)
+        table = _table(scored, fingerprint, tokens)
+        if distributed.is_main():
+            _write(path, table)
+    elif distributed.is_main():
+        logger.info("Reference log-probs are read from %s", path)
+    columns = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=fingerprint)
+    return datasets.concatenate_datasets([dataset, columns], axis=1, split=dataset.split)
+
+
+def check_same_reference(saved: str, now: str) -> None:
+    """Refuse to go on with another reference than before.
+
+    Args:
+        saved: Fingerprint of the reference's weights in the checkpoint.
+        now: Of this run's.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    if saved != now:
+        raise ConfigError(
+            f"the checkpoint was trained against another reference: the fingerprint of its weights is {saved}, this "
+            f"run's is {now}. Construct the trainer with the model (and ref_model, if there was one) that the run "
+            "started from, not with the checkpoint's."
+        )
+
+
+def _lengths(dataset: datasets.Dataset, column: str) -> Any:
+    """[rows] tokens in each row."""
+    tables = dataset.select_columns([column]).with_format("arrow").iter(10_000)
+    return np.concatenate([pc.list_value_length(table[column]).fill_null(0).to_numpy() for table in tables])
+
+
+def _score(
+    dataset: datasets.Dataset,
+    order: Any,
+    tokens: Mapping[str, Any],
+    reference_logprobs: Callable[[TokenBatch], Tensor],
+    collate: Callable[[list[dict[str, Any]]], TokenBatch],
+    batch_size: int,
+) -> dict[int, dict[str, Any]]:
+    """[length] float32 by row and token column, of all rows; rows of a batch are about equally long.
+
+    Sharded models need all ranks in every pass, so a rank that has a row less scores the last one too.
+    """
+    mine = order[distributed.rank() :: distributed.world_size()].tolist()
+    mine += order[-1:].tolist() * (math.ceil(len(order) / distributed.world_size()) - len(mine))
+    scored: dict[int, dict[str, Any]] = {}
+    is_quiet = None if distributed.is_main() else True  # None: unless a terminal shows it
+    for start in datasets.utils.tqdm(range(0, len(mine), batch_size), desc="Reference log-probs", disable=is_quiet):
+        rows = mine[start : start + batch_size]
+        batch = collate([dataset[row] for row in rows])
+        places = [(row, column) for row in rows for column in tokens if tokens[column][row]]
+        if batch.response_lengths != tuple(tokens[column][row] for row, column in places):
+            raise ValueError(f"rows {rows} are laid out as responses of {batch.response_lengths} tokens")
+        logprobs = np.split(reference_logprobs(batch).float().cpu().numpy(), np.cumsum(batch.response_lengths)[:-1])
+        for (row, column), values in zip(places, logprobs, strict=True):
+            scored.setdefault(row, {})[column] = values
+    return {row: values for part in distributed.gather_objects(scored) for row, values in part.items()}
+
+
+def _table(scored: Mapping[int, Mapping[str, Any]], fingerprint: str, tokens: Mapping[str, Any]) -> pa.Table:
+    arrays = {}
+    for column, lengths in tokens.items():
+        values = np.concatenate([scored[row][column] for row in np.flatnonzero(lengths).tolist()] or [np.zeros(0)])
+        if not np.isfinite(values).all():
+            raise DataError(
+                f"the reference gives log-probs of {column} that are not finite: nothing is saved. Score in another "
+                "dtype (bf16=True instead of fp16=True), or look for such weights in the model."
+            )
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+        arrays[REFERENCE_COLUMNS[column]] = pa.ListArray.from_arrays(offsets, pa.array(values, pa.float32()))
+    table = pa.table(arrays)
+    return table.replace_schema_metadata({_FILE_KEY: _label(fingerprint, table.num_rows)})
+
+
+def _label(fingerprint: str, num_rows: int) -> bytes:
+    return json.dumps({"fingerprint": fingerprint, "num_rows": num_rows}).encode()
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    """Under another name first: a run that is killed leaves no half file, and another run's file is not mixed in."""
+    unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.unfinished")
+    try:
+        pq.write_table(table, unfinished, write_page_checksum=True, use_dictionary=False)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _read(path: Path, fingerprint: str, tokens: Mapping[str, Any]) -> pa.Table | None:
+    """The table in the file; None if there is no file."""
+    if not path.exists():
+        return None
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        raise _damaged(path, f"cannot be read ({error})") from error
+    if (table.schema.metadata or {}).get(_FILE_KEY) != _label(fingerprint, table.num_rows):
+        raise _damaged(path, "was written for other weights or rows")
+    if table.column_names != [REFERENCE_COLUMNS[column] for column in tokens]:
+        raise _damaged(path, f"has the columns {table.column_names}")
+    for column, lengths in tokens.items():
+        found = pc.list_value_length(table[REFERENCE_COLUMNS[column]]).to_numpy()
+        if not np.array_equal(found, lengths):
+            raise _damaged(path, f"has log-probs of {len(found)} rows with other numbers of tokens than {column}")
+    return table
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(
+        f"the saved reference log-probs in {path} do not fit: the file {what}. Delete it, then they are computed anew."
+    )

@@ -1,0 +1,97 @@
+"""Reward modelling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from prefrl.data.collate import reward_batch
+from prefrl.data.preference import prepare_reward_dataset
+from prefrl.losses.reward_model import bradley_terry, centering
+from prefrl.metrics import Max, Mean, Metric, Min
+from prefrl.models.classifier import sequence_scores
+from prefrl.models.load import load_reward_model
+from prefrl.trainer.offline_trainer import OfflineTrainer
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.trainer.reward_config import RewardConfig
+
+__all__ = ["RewardTrainer"]
+
+
+class RewardTrainer(OfflineTrainer):
+    """Minimises the mean over pairs of -log sigmoid(reward(chosen) - reward(rejected) - margin).
+
+    The model is a sequence classifier with one label, whose score at a text's last token is the reward. A causal model
+    given by name gets such a head.
+
+    Datasets: preference rows, `chosen` and `rejected`, with `prompt` or with a common start, and perhaps `margin`.
+
+    Source: Bradley and Terry 1952; margin: Touvron et al. 2023 (Llama 2), arXiv 2307.09288, eq. 2; centring:
+    Eisenstein et al. 2023, arXiv 2312.09244, eq. 2.
+    """
+
+    algorithm = "reward"
+    peft_task_type = "SEQ_CLS"
+    args: RewardConfig
+
+    def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
+        """The reward model, see `models.load.load_reward_model`."""
+        return load_reward_model(model, **options)
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Tokenise."""
+        return prepare_reward_dataset(
+            dataset,
+            tokenizer,
+            max_length=self.args.max_length,
+            invalid_rows=self.args.invalid_rows,
+            chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
+            num_proc=self.args.dataset_num_proc,
+        )
+
+    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+        """See `data.collate.reward_batch`."""
+        return reward_batch(rows, end_id=self.processing_class.pad_token_id)
+
+    def tokens_seen(self, batch: TokenBatch) -> int:
+        """Tokens of all rows, without the mark at the end of each."""
+        return super().tokens_seen(batch) - batch.num_rows
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Pairs."""
+        return torch.tensor(batch.num_rows / 2)
+
+    def rewards(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """[B] rewards of the rows."""
+        return sequence_scores(model, batch, plan=self.args.forward_plan).squeeze(1)
+
+    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """See `BaseTrainer.forward_sum`."""
+        return self.rewards(model, batch).sum()
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """Sum over pairs."""
+        rewards = self.rewards(model, batch)
+        rows, other_rows = batch.pairs()
+        chosen, rejected = rewards[rows], rewards[other_rows]
+        margins = None if batch.margins is None else rewards.new_tensor([batch.margins[row] for row in rows])
+        total = bradley_terry(chosen, rejected, margins).sum()
+        if self.args.center_rewards_coefficient is not None:
+            total = total + self.args.center_rewards_coefficient * centering(chosen, rejected).sum()
+        rewards, difference = rewards.detach(), (chosen - rejected).detach()
+        metrics: dict[str, Metric] = {
+            "min_reward": Min(rewards.min()),
+            "mean_reward": Mean(rewards.sum(), batch.num_rows),
+            "max_reward": Max(rewards.max()),
+            "accuracy": Mean((difference > 0).sum(), len(rows)),
+            "margin": Mean(difference.sum(), len(rows)),
+        }
+        return LossOutput(total=total, metrics=metrics)

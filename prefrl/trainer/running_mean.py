@@ -1,0 +1,59 @@
+"""A mean over everything that training has seen so far."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from prefrl import distributed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RunningMean"]
+
+
+class RunningMean:
+    """The mean of all values of earlier optimizer steps, over all ranks; 0 before the first.
+
+    The values of a step count from the next step on, so that a loss that reads the mean does not depend on how its
+    step is cut.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._total = 0.0
+        self._count = 0.0
+        self._pending: list[Tensor] = []
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return self._total / self._count if self._count else 0.0
+
+    def add(self, values: Tensor) -> None:
+        """Note values of this rank; they count after the next `fold`."""
+        self._pending.append(torch.stack([values.detach().sum(), values.new_tensor(values.numel())]))
+
+    def fold(self) -> None:
+        """Count what was added on all ranks. All ranks must call it."""
+        total, count = torch.stack(self._pending).double().sum(0).tolist() if self._pending else (0.0, 0.0)
+        self._pending = []
+        total, count = distributed.sum_over_ranks([total, count], self._device)
+        self._total += total
+        self._count += count
+
+    def save(self, path: Path) -> None:
+        """Write the state, what was added included. All ranks must call it; the main process writes."""
+        self.fold()
+        if distributed.is_main():
+            path.write_text(json.dumps({"total": self._total, "count": self._count}), encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote."""
+        state = json.loads(path.read_text(encoding="utf-8"))
+        self._total, self._count = state["total"], state["count"]
+        self._pending = []

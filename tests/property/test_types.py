@@ -1,0 +1,150 @@
+"""Whatever is done to a TokenBatch, each row keeps its tokens and all that belongs to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefrl.data.collate import flat_batch
+from prefrl.types import TokenBatch
+
+ids = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+budgets = st.integers(1, 30)
+
+
+def with_row_values(batch, sides):
+    """The batch with values in every optional field that tell row from row and token from token."""
+    rows = range(batch.num_rows)
+    return batch.replace(
+        is_preferred=tuple(sides),
+        margins=tuple(float(row) for row in rows),
+        row_weights=tuple(row + 0.5 for row in rows),
+        ref_logprobs=-torch.arange(batch.num_tokens, dtype=torch.float32),
+    )
+
+
+@st.composite
+def batches(draw):
+    rows = draw(st.lists(st.tuples(st.integers(0, 3), ids, ids), min_size=1, max_size=8))
+    groups, prompts, responses = zip(*rows, strict=True)
+    sides = draw(st.lists(st.sampled_from([True, False, None]), min_size=len(rows), max_size=len(rows)))
+    return with_row_values(flat_batch(prompts, responses, groups=groups), sides)
+
+
+@st.composite
+def batches_of_pairs(draw):
+    """Pairs of rows that share a prompt or do not, in any order."""
+    groups = draw(st.lists(st.integers(0, 20), min_size=1, max_size=5, unique=True))
+    order = draw(st.permutations([(group, side) for group in groups for side in (True, False)]))
+    common = {group: draw(ids) for group in groups}
+    prompts = [draw(st.sampled_from([common[group], [group]])) for group, _ in order]
+    batch = flat_batch(prompts, [draw(ids) for _ in order], groups=[group for group, _ in order])
+    return with_row_values(batch, [side for _, side in order])
+
+
+def rows_of(batch):
+    """All that each row has."""
+    prompts = [part.tolist() for part in batch.prompt_ids.split(list(batch.prompt_lengths))]
+    per_token = [tensor.split(list(batch.response_lengths)) for tensor in batch.per_token().values()]
+    return [
+        {
+            "prompt": prompts[batch.prompt_index[row]],
+            "tokens": [parts[row].tolist() for parts in per_token],
+            **{name: values[row] for name, values in batch.per_row().items()},
+        }
+        for row in range(batch.num_rows)
+    ]
+
+
+def by_number(rows):
+    return sorted(rows, key=lambda row: row["margins"])
+
+
+@given(batches())
+def test_every_field_of_a_row_is_a_row_or_a_token_value(batch):
+    (first, *_) = rows_of(batch)
+    assert first.keys() == {"prompt", "tokens", "group_index", "is_preferred", "margins", "row_weights"}
+    assert len(first["tokens"]) == 3  # ids, flags, reference log-probs
+
+
+@given(batches(), st.data())
+def test_selected_rows_keep_all_their_values(batch, data):
+    chosen = data.draw(st.lists(st.integers(0, batch.num_rows - 1), min_size=1, max_size=10))
+    rows = rows_of(batch)
+    part = batch.select(chosen)
+    assert rows_of(part) == [rows[row] for row in chosen]
+    assert part.num_rows == len(chosen)
+
+
+@given(batches(), budgets, st.booleans())
+def test_split_keeps_every_row_once_with_all_its_values(batch, budget, whole_groups):
+    parts = batch.split(budget, whole_groups=whole_groups)
+    assert by_number(row for part in parts for row in rows_of(part)) == rows_of(batch)
+    assert all(part.num_rows > 0 for part in parts)
+
+
+@given(batches(), budgets)
+def test_whole_groups_are_never_parted_and_exceed_the_budget_only_alone(batch, budget):
+    parts = batch.split(budget, whole_groups=True)
+    groups = [group for part in parts for group in set(part.group_index)]
+    assert len(groups) == len(set(groups))
+    assert all(part.num_forward_tokens <= budget or len(set(part.group_index)) == 1 for part in parts)
+
+
+@given(batches(), st.booleans())
+def test_a_budget_for_all_tokens_gives_the_batch_itself(batch, whole_groups):
+    (part,) = batch.split(batch.num_forward_tokens, whole_groups=whole_groups)
+    assert rows_of(part) == rows_of(batch)
+    assert part.num_prompts == batch.num_prompts
+
+
+@given(batches(), st.integers(1, 4))
+def test_chunks_concatenate_to_the_batch_with_all_values(batch, size):
+    assert rows_of(TokenBatch.concat(batch.chunks(size))) == rows_of(batch)
+
+
+@given(batches(), st.sampled_from(["is_preferred", "margins", "row_weights", "ref_logprobs"]))
+def test_batches_with_and_without_a_field_are_not_joined(batch, name):
+    with pytest.raises(ValueError, match="carry different"):
+        TokenBatch.concat([batch, batch.replace(**{name: None})])
+    without = batch.replace(**{name: None})
+    joined = TokenBatch.concat([without, without])
+    assert getattr(joined, name) is None
+    assert rows_of(joined) == rows_of(without) * 2
+
+
+def check_pairs(batch):
+    chosen, rejected = batch.pairs()
+    assert sorted(chosen + rejected) == list(range(batch.num_rows))
+    assert [batch.group_index[row] for row in chosen] == [batch.group_index[row] for row in rejected]
+    assert {batch.is_preferred[row] for row in chosen} == {True}
+    assert {batch.is_preferred[row] for row in rejected} == {False}
+
+
+@given(batches_of_pairs())
+def test_pairs_name_both_sides_of_every_group_in_one_order(batch):
+    check_pairs(batch)
+
+
+@given(batches_of_pairs(), budgets)
+def test_every_part_of_whole_groups_is_made_of_pairs(batch, budget):
+    parts = batch.split(budget, whole_groups=True)
+    for part in parts:
+        check_pairs(part)
+    assert by_number(row for part in parts for row in rows_of(part)) == rows_of(batch)
+
+
+@given(batches_of_pairs(), st.data())
+def test_a_batch_with_an_odd_side_has_no_pairs(batch, data):
+    row = data.draw(st.integers(0, batch.num_rows - 1))
+    others = [other for other in range(batch.num_rows) if other != row]
+    turned = list(batch.is_preferred)
+    turned[row] = data.draw(st.sampled_from([not turned[row], None]))
+    wrong = [batch.select(others), batch.replace(is_preferred=tuple(turned)), TokenBatch.concat([batch, batch])]
+    for case in wrong:
+        with pytest.raises(ValueError, match="are not pairs"):
+            case.pairs()
+    with pytest.raises(ValueError, match="does not say"):
+        batch.replace(is_preferred=None).pairs()

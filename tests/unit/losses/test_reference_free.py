@@ -1,0 +1,178 @@
+import math
+
+import pytest
+import torch
+
+from prefrl.losses.reference_free import CPO_LOSSES, odds_ratio
+
+LN2 = math.log(2)
+LN3 = math.log(3)
+
+
+def evaluate(name, chosen, rejected, *, lengths=(4.0, 2.0), **hyperparameters):
+    """Loss of a pair with these summed log-probs, and its gradients."""
+    chosen = torch.tensor([chosen], requires_grad=True)
+    rejected = torch.tensor([rejected], requires_grad=True)
+    num_chosen, num_rejected = (torch.tensor([length]) for length in lengths)
+    loss = CPO_LOSSES[name].function(chosen, rejected, num_chosen, num_rejected, **hyperparameters)
+    loss.sum().backward()
+    return loss.item(), chosen.grad.item(), rejected.grad.item()
+
+
+PLAIN = {"label_smoothing": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "logps", "expected"),
+    [
+        # equal sums: ln 2; slope b / 2
+        ("sigmoid", PLAIN, (-8.0, -8.0), (LN2, -0.25, 0.25)),
+        # b (l_w - l_l) = ln 3
+        ("sigmoid", PLAIN, (-8.0 + 2 * LN3, -8.0), (-math.log(0.75), -0.125, 0.125)),
+        # 1/4 is what the label is worth there: no slope
+        ("sigmoid", {"label_smoothing": 0.25}, (-8.0 + 2 * LN3, -8.0), (0.75 * math.log(4 / 3) + LN2 / 2, 0.0, 0.0)),
+        ("hinge", {}, (-8.0, -9.0), (0.5, -0.5, 0.5)),
+        ("hinge", {}, (-8.0, -10.5), (0.0, 0.0, 0.0)),
+        # means -2 and -2, target 1 / (2 b) = 1; slope 2 / length
+        ("ipo", {}, (-8.0, -4.0), (1.0, -0.5, 1.0)),
+        # means -2 and -3
+        ("ipo", {}, (-8.0, -6.0), (0.0, 0.0, 0.0)),
+        # means -2 and -2: -log sigmoid(-g), g = ln 3; slope b * 3/4 / length
+        ("simpo", PLAIN | {"simpo_gamma": LN3}, (-8.0, -4.0), (math.log(4), -0.09375, 0.1875)),
+        # b (a_w - a_l) = ln 3 = g
+        ("simpo", PLAIN | {"simpo_gamma": LN3}, (-8.0 + 8 * LN3, -4.0), (LN2, -0.0625, 0.125)),
+        # b (a_w - a_l) - g = ln 3 where smoothing by 1/4 takes the slope away
+        (
+            "simpo",
+            {"label_smoothing": 0.25, "simpo_gamma": LN3},
+            (-8.0 + 16 * LN3, -4.0),
+            (0.75 * math.log(4 / 3) + LN2 / 2, 0.0, 0.0),
+        ),
+        # alpha 1: r = 1 - 1/p; p_w = 1/2, p_l = 1/4: r = -1 and -3, m = b * 2 - g = 0; slopes b / 2 / p / length
+        (
+            "alphapo",
+            PLAIN | {"simpo_gamma": 1.0, "alpha": 1.0},
+            (-4 * LN2, -4 * LN2),
+            (LN2, -0.25 * 2 / 4, 0.25 * 4 / 2),
+        ),
+        # alpha -1: r = p - 1 = -1/2 and -3/4, m = b / 4 - g = 0; slopes b / 2 * p / length
+        (
+            "alphapo",
+            PLAIN | {"simpo_gamma": 0.125, "alpha": -1.0},
+            (-4 * LN2, -4 * LN2),
+            (LN2, -0.25 / 2 / 4, 0.25 / 4 / 2),
+        ),
+        # the same, smoothed: slopes by (1 - 2 e)
+        (
+            "alphapo",
+            {"label_smoothing": 0.25, "simpo_gamma": 0.125, "alpha": -1.0},
+            (-4 * LN2, -4 * LN2),
+            (LN2, -0.25 / 2 / 4 / 2, 0.25 / 4 / 2 / 2),
+        ),
+    ],
+)
+def test_losses_by_hand(name, values, logps, expected):
+    assert evaluate(name, *logps, beta=0.5, **values) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1e-9, -1e-9])
+def test_alphapo_without_alpha_is_simpo(alpha):
+    values = {"beta": 2.0, "label_smoothing": 0.1, "simpo_gamma": 0.5}
+    simpo = evaluate("simpo", -8.0, -5.0, **values)
+    assert evaluate("alphapo", -8.0, -5.0, alpha=alpha, **values) == pytest.approx(simpo, rel=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [1e-5, -1e-5])
+def test_alphapo_comes_near_simpo_without_losing_digits(alpha):
+    values = {"beta": 2.0, "label_smoothing": 0.1, "simpo_gamma": 0.5}
+    simpo = evaluate("simpo", -8.0, -5.0, **values)
+    assert evaluate("alphapo", -8.0, -5.0, alpha=alpha, **values) == pytest.approx(simpo, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", CPO_LOSSES)
+@pytest.mark.parametrize("logps", [(-200.0, -1.0), (-1.0, -200.0), (-0.0, -200.0), (-200.0, -0.0)])
+@pytest.mark.parametrize("alpha", [2.0, 0.25, -2.0])
+def test_unlikely_responses_leave_finite_losses_and_gradients(name, logps, alpha):
+    all_values = {"beta": 2.5, "label_smoothing": 0.1, "simpo_gamma": 0.5, "alpha": alpha}
+    values = {key: all_values[key] for key in CPO_LOSSES[name].hyperparameters}
+    assert all(math.isfinite(x) for x in evaluate(name, *logps, lengths=(1.0, 1.0), **values))
+
+
+def test_long_responses_keep_their_reward():
+    # 32768 tokens of ln 2 each: p = exp(-22713) is 0 in any float, its geometric mean is 1/2.
+    values = {"beta": 0.5, "label_smoothing": 0.0, "simpo_gamma": 1.0, "alpha": 1.0}
+    found = evaluate("alphapo", -32768 * LN2, -65536 * LN2, lengths=(32768.0, 32768.0), **values)
+    assert found == pytest.approx((LN2, -0.25 * 2 / 32768, 0.25 * 4 / 32768), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "simpo", "alphapo"])
+def test_label_smoothing_out_of_bounds_is_refused(name):
+    all_values = {"beta": 1.0, "label_smoothing": 0.6, "simpo_gamma": 0.5, "alpha": 0.25}
+    values = {key: all_values[key] for key in CPO_LOSSES[name].hyperparameters}
+    with pytest.raises(ValueError, match=r"label_smoothing=0\.6: needs to be in 0 \.\. 0\.5"):
+        evaluate(name, -1.0, -2.0, **values)
+
+
+@pytest.mark.parametrize("name", CPO_LOSSES)
+def test_shapes_that_would_broadcast_are_refused(name):
+    values = dict.fromkeys(CPO_LOSSES[name].hyperparameters, 0.25)
+    with pytest.raises(ValueError, match=r"chosen_lengths \(1,\)"):
+        CPO_LOSSES[name].function(torch.zeros(2), torch.zeros(2), torch.ones(1), torch.ones(2), **values)
+
+
+def test_table_of_cpo_losses():
+    assert {name: row.hyperparameters for name, row in CPO_LOSSES.items()} == {
+        "sigmoid": {"beta", "label_smoothing"},
+        "hinge": {"beta"},
+        "ipo": {"beta"},
+        "simpo": {"beta", "label_smoothing", "simpo_gamma"},
+        "alphapo": {"beta", "label_smoothing", "simpo_gamma", "alpha"},
+    }
+    assert all(row.source and row.function.__name__ == name for name, row in CPO_LOSSES.items())
+
+
+def evaluate_odds(chosen, rejected, dtype=torch.float32):
+    """ORPO's loss, log odds ratio and gradients at these mean log-probs."""
+    chosen = torch.tensor([chosen], dtype=dtype, requires_grad=True)
+    rejected = torch.tensor([rejected], dtype=dtype, requires_grad=True)
+    result = odds_ratio(chosen, rejected)
+    result.loss.sum().backward()
+    assert not result.log_odds_ratio.requires_grad
+    return result.loss.item(), result.log_odds_ratio.item(), chosen.grad.item(), rejected.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        # odds 1 and 1: -log sigmoid(0); d log odds / d log p = 1 / (1 - p) = 2, times -1/2
+        (0.5, 0.5, (LN2, 0.0, -1.0, 1.0)),
+        # odds 3 and 1: sigmoid(ln 3) = 3/4; slopes -1/4 * 4 and 1/4 * 2
+        (0.75, 0.5, (-math.log(0.75), LN3, -1.0, 0.5)),
+        # odds 1/3 and 3: sigmoid(-ln 9) = 1/10; slopes -9/10 * 4/3 and 9/10 * 4
+        (0.25, 0.75, (math.log(10), -2 * LN3, -1.2, 3.6)),
+    ],
+)
+def test_odds_ratio_by_hand(chosen, rejected, expected):
+    assert evaluate_odds(math.log(chosen), math.log(rejected)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_odds_of_a_nearly_certain_response_keep_their_digits():
+    # p = 1 - 1e-6: odds 1e6 - 1; slope -1 / (1 + 1e6) * 1e6 = -1 and 1e-6 * 2
+    found = evaluate_odds(math.log1p(-1e-6), -LN2)
+    assert found == pytest.approx((1e-6, math.log(1e6), -1.0, 2e-6), rel=1e-4)
+
+
+def test_odds_of_an_unlikely_response_are_its_probability():
+    found = evaluate_odds(-200.0, -LN2)
+    assert found == pytest.approx((200.0, -200.0, -1.0, 2.0))
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [(0.0, 0.0), (0.0, -200.0), (-200.0, 0.0), (-1e-12, -1e-12)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_certain_responses_leave_finite_losses_and_gradients(chosen, rejected, dtype):
+    assert all(math.isfinite(x) for x in evaluate_odds(chosen, rejected, dtype))
+
+
+def test_mean_log_probs_that_would_broadcast_are_refused():
+    with pytest.raises(ValueError, match=r"chosen_mean_logps \(2,\), rejected_mean_logps \(1,\)"):
+        odds_ratio(torch.zeros(2), torch.zeros(1))
