@@ -68,8 +68,8 @@ def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None) -> 
 
     Neighbours answer different prompts and labels alternate: KTO can take a neighbour's completion as one that does
     not fit a prompt, and micro-batches have both labels, without shuffling too. For that, of each 1000 pairs first one
-    side comes, of even ones the chosen and of odd ones the rejected, and then the other side. The order does not depend
-    on `num_proc`.
+    side comes, of even ones the chosen and of odd ones the rejected, and then the other. The order is the same for any
+    number of processes.
 
     Other columns are repeated for both rows, except those about the pair: `margin`, and names with "chosen" or
     "rejected".

@@ -197,7 +197,7 @@ def hinge(pairs: Pairs, *, beta: float) -> Tensor:
 def ipo(pairs: Pairs, *, beta: float) -> Tensor:
     """Identity preference optimisation, for each token: (s_w / |y_w| - s_l / |y_l| - 1 / (2 b))^2, b their tau.
 
-    The paper has sums in the place of means over tokens; with them long responses overshoot the target.
+    The paper has sums in the place of means over tokens, for which a fixed target 1 / (2 b) depends on lengths.
 
     Source: Azar et al. 2023, arXiv 2310.12036, eq. 17
     """

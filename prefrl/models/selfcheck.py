@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from prefrl.errors import ConfigError
 from prefrl.models import attention
 from prefrl.models.modes import eval_mode
 from prefrl.models.plans import lay_out
@@ -80,23 +81,28 @@ def check_plans(model: nn.Module) -> Verdict:
     """Compare every plan with the model's plain forward; our attention stays installed if a flat plan passed.
 
     No gradients, eval mode, token ids from an own generator: weights, modes and random states stay as they are. Every
-    call runs the same number of forward passes, so that sharded ranks stay in step. A sequence classifier that is not
-    a base model with a score head is not tried: only its own forward knows what it does.
+    call runs the same number of forward passes, so that sharded ranks stay in step. Of a sequence classifier that is
+    not a base model with a score head, only its own forward is tried.
+
+    Raises:
+        ConfigError: A sequence classifier needs its own forward, and that reads padding.
     """
     inner = inner_model(model)
     bare = user_model(model)  # nothing to synchronise without gradients
     foreign = _foreign_parts(inner) if is_classifier(inner) else None
-    if foreign is not None:
-        return Verdict(dict.fromkeys(_FLAT_PLANS, foreign), own_logits=True, fingerprint=fingerprint(model))
     with eval_mode(bare), torch.no_grad():
         attention.uninstall(inner)
         batch = _random_batch(inner)
-        probe = _SequenceProbe(bare, batch) if is_classifier(inner) else _TokenProbe(bare, batch)
-        reasons = _failures(probe, _known_limit(model))
-        own_logits = False
-        if all(plan in reasons for plan in _FLAT_PLANS):
-            attention.uninstall(inner)
-            own_logits = _failure(probe, "padded") is not None
+        if foreign is not None:
+            reasons, own_logits = dict.fromkeys(_FLAT_PLANS, foreign), True
+        else:
+            probe = _SequenceProbe(bare, batch) if is_classifier(inner) else _TokenProbe(bare, batch)
+            reasons, own_logits = _failures(probe, _known_limit(model)), False
+            if all(plan in reasons for plan in _FLAT_PLANS):
+                attention.uninstall(inner)
+                own_logits = _failure(probe, "padded") is not None
+        if is_classifier(inner) and own_logits:
+            _check_own_padding(bare, batch)
     return Verdict(reasons, own_logits, fingerprint(model))
 
 
@@ -150,9 +156,9 @@ def _foreign_parts(model: PreTrainedModel) -> str | None:
     Whatever else it has, a pooler or dropout, its forward may put between the two.
     """
     parts = {name for name, child in model.named_children() if child is not model.base_model}
-    if parts - {"score"}:
-        return f"it has other parts than a base model and a score head: {', '.join(sorted(parts - {'score'}))}"
-    return None if parts else "it has no score head"
+    if parts == {"score"}:
+        return None
+    return f"it is not a base model and a score head alone, but has {', '.join(sorted(parts)) or 'no head'}"
 
 
 def _uses_prompt_learning(model: nn.Module) -> bool:
@@ -242,8 +248,7 @@ class _SequenceProbe:
     def __init__(self, model: nn.Module, batch: TokenBatch) -> None:
         self.model, self.batch = model, batch
         with self._head_inputs() as read:
-            scores = [model(input_ids=ids[:, :-1], use_cache=False).logits for ids, _ in _rows(batch)]
-        self._scores = torch.cat(scores)  # [B, L]
+            self._scores = _own_scores(model, batch)
         self._hidden = torch.cat([hidden.flatten(0, -2)[-1:] for hidden in read])  # [B, h], at each row's last token
 
     def mistake(self, inputs: ModelInputs) -> str | None:
@@ -273,6 +278,26 @@ class _SequenceProbe:
             yield read
         finally:
             handle.remove()
+
+
+def _own_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """[B, L] from a plain forward for each row without its marker."""
+    return torch.cat([model(input_ids=ids[:, :-1], use_cache=False).logits for ids, _ in _rows(batch)])
+
+
+def _check_own_padding(model: nn.Module, batch: TokenBatch) -> None:
+    """See that a classifier's own forward gives padded rows the scores of single ones."""
+    try:
+        truth = _own_scores(model, batch)
+        scored = score_sequences(model, batch, lay_out(batch, "padded"), own_logits=True)
+    except Exception:  # some pool at special tokens, which random rows do not have: they complain by themselves
+        return
+    error = _relative_error(scored.scores, truth)
+    if not error <= _SEQUENCE_TOLERANCES[scored.compute_dtype][1]:
+        raise ConfigError(
+            f"model is a {type(inner_model(model)).__name__}, whose scores change by {error:.2g} of their size if rows "
+            "are padded on the right. Use a model with a score head on a decoder, or an encoder that reads the mask."
+        )
 
 
 def _relative_error(rows: Tensor, truth: Tensor) -> float:

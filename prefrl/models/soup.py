@@ -362,8 +362,8 @@ def _average_adapters(folders: Sequence[Path], shares: Sequence[float], output_d
     peft = _peft()
     output_dir.mkdir(parents=True, exist_ok=True)
     if len(folders) == 1:
-        for name in (_ADAPTER_CONFIG, "adapter_model.safetensors"):
-            shutil.copy(folders[0] / name, output_dir)
+        for file in folders[0].glob("adapter_*"):
+            shutil.copy(file, output_dir)
         return
     names = [f"ingredient_{i}" for i in range(len(folders))]
     base = _base_of(folders[0])

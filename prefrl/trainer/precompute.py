@@ -177,7 +177,7 @@ def _write(path: Path, table: pa.Table) -> None:
     """Under another name first: a run that is killed leaves no half file, and another run's file is not mixed in."""
     unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.unfinished")
     try:
-        pq.write_table(table, unfinished, write_page_checksum=True, use_dictionary=False)
+        pq.write_table(table, unfinished, write_page_checksum=True, use_dictionary=False, compression="none")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

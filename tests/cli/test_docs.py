@@ -6,11 +6,15 @@ import importlib.util
 import re
 import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from prefrl.losses.preference import PAIR_LOSSES
+from prefrl.losses.reference_free import CPO_LOSSES
+from prefrl.losses.table import LossRow
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments import RewardArguments, ScriptArguments
 from prefrl.scripts.main import main
@@ -48,6 +52,16 @@ def test_each_algorithm_has_its_option_table() -> None:
     for row in REGISTRY.values():
         marker = f"<!-- options: prefrl.{row.config.partition(':')[2]} -->"
         assert marker in (ROOT / row.docs).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("page", "losses"), [("dpo", PAIR_LOSSES), ("cpo", CPO_LOSSES)])
+def test_each_loss_is_in_the_table_of_its_page_with_its_paper(page: str, losses: Mapping[str, LossRow]) -> None:
+    text = (ROOT / f"docs/trainers/{page}.md").read_text(encoding="utf-8")
+    table = dict(re.findall(r"^\| `(\w+)`(?: \(default\))? \| (.+)\|$", text.partition("## Losses")[2], re.M))
+    for loss, row in losses.items():
+        for paper in re.findall(r"arXiv (\S+?),", row.source):
+            assert f"https://arxiv.org/abs/{paper})" in table[loss]
+    assert losses.keys() <= table.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

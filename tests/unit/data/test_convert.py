@@ -34,7 +34,8 @@ def stream(rows):
     [
         ("The sky is blue.", "The sky is green.", "The sky is"),
         ("The sky is blue.", "The sky is black.", "The sky is"),  # not inside the word
-        ("Say yes. Yes", "Say yes. Yesterday", "Say yes."),
+        ("Say: Yes.", "Say: Yesterday.", "Say:"),  # nor inside one of the other side's
+        ("Say: Yesterday.", "Say: Yes.", "Say:"),
         ("2+2=4", "2+2=5", "2+2="),
         ("Q: a\nA:Yes", "Q: a\nA:No", "Q: a\nA:"),
         ("line\nyes", "line\nno", "line\n"),
@@ -224,6 +225,13 @@ def test_sides_whose_messages_have_different_keys_lose_none():
     dataset = datasets.Dataset.from_list([{"chosen": [ASK, GOOD], "rejected": [ASK, call]}])
     rejected = unpair_preference_dataset(dataset)[1]
     assert rejected["completion"] == [call]
+
+
+def test_a_key_that_only_late_messages_have_is_kept():
+    first = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
+    last = {"prompt": [MORE], "chosen": [GOOD | {"name": "oracle"}], "rejected": [BAD | {"name": "fool"}]}
+    rows = unpair_preference_dataset(datasets.Dataset.from_list([first] * 1000 + [last] * 2))
+    assert [row["completion"][0]["name"] for row in rows][1998:] == [None, None, "oracle", "fool", "fool", "oracle"]
 
 
 @pytest.mark.parametrize("column", ["completion", "label"])

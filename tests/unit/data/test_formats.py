@@ -163,6 +163,12 @@ def test_cell_without_text_is_refused_with_column_and_value(value):
     assert repr(value) in str(error.value)
 
 
+@pytest.mark.parametrize("read", [read_text, read_messages])
+def test_cell_that_a_row_of_a_stream_lacks_is_refused(read):
+    with pytest.raises(DataError, match="column 'prompt' is None"):
+        read({"answer": "4"}, "prompt")
+
+
 @pytest.mark.parametrize(
     ("value", "parts"),
     [

@@ -10,7 +10,7 @@ from tokenizers import processors
 
 from prefrl.data.preference import prepare_preference_dataset, prepare_reward_dataset, prepare_unpaired_dataset
 from prefrl.errors import ConfigError, DataError
-from tests.assets import tiny_tokenizer
+from tests.assets import CHAT_TEMPLATE, tiny_tokenizer
 from tests.unit.data import templates
 from tests.unit.data.templates import chat_tokenizer
 
@@ -139,6 +139,14 @@ def test_token_across_the_border_belongs_to_the_completions_of_both_sides():
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["=4"])
     assert texts(pairs([TEXT], tokenizer)[0], tokenizer) == ["2+2", "=4<|end|>", "=five<|end|>"]
+
+
+def test_what_the_template_writes_differently_for_each_side_is_not_the_prompt():
+    row = {**CHAT, "rejected": [bot("no"), user("b"), bot("c")]}
+    rows = pairs([row], tiny_tokenizer(chat_template="a{{ messages|length }}" + CHAT_TEMPLATE))
+    assert texts(rows[0])[:2] == ["a", "2" + HI + "yo<|end|>"]
+    with pytest.raises(DataError, match="the prompt has no token that does not depend on the completion"):
+        pairs([row], tiny_tokenizer(chat_template="{{ messages|length }}" + CHAT_TEMPLATE))
 
 
 def test_common_tokens_of_the_completions_are_not_the_prompts():
@@ -377,7 +385,9 @@ def test_unusable_pair_is_named_by_its_own_number_or_dropped(warnings):
 
 
 def test_row_of_a_pair_that_does_not_fit_is_named_as_unpaired():
-    with pytest.raises(DataError, match=r"row 1: has 9 tokens.*numbered as in unpair_preference_dataset"):
+    with pytest.raises(
+        DataError, match=r"row 1: has 9 tokens.*Correct them, or.*numbered as in unpair_preference_dataset"
+    ):
         unpaired([TEXT], max_length=8, truncation="error")
 
 
@@ -403,12 +413,17 @@ def test_labels_of_both_sides_are_not_warned_of(warnings):
     assert warnings() == []
 
 
-def test_mismatched_completion_is_that_of_the_nearest_earlier_row_with_another_prompt():
-    prompts = ["a", "a", "b", "c", "c", "c"]
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("aabccc", (5, 5, 1, 2, 2, 2)),  # the first two have none before them and go around the end
+        ("abba", (2, 0, 0, 2)),  # where the last row has the same prompt
+    ],
+)
+def test_mismatched_completion_is_that_of_the_nearest_earlier_row_with_another_prompt(prompts, expected):
     rows = [{"prompt": p, "completion": str(i), "label": i % 2 == 0} for i, p in enumerate(prompts)]
     prepared = unpaired(rows, with_mismatched=True)
-    # The first two have none before them and go around the end.
-    assert [text_of(ids) for ids in prepared["KL_completion_ids"]] == [f"{i}<|end|>" for i in (5, 5, 1, 2, 2, 2)]
+    assert [text_of(ids) for ids in prepared["KL_completion_ids"]] == [f"{i}<|end|>" for i in expected]
     assert prepared.column_names == ["prompt_ids", "completion_ids", "label", "KL_completion_ids"]
 
 

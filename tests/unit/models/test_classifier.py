@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from prefrl.data.collate import flat_batch
@@ -227,7 +227,9 @@ def assert_falls_back(model, batch, caplog, reason):
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_an_encoder_runs_its_own_forward_on_padded_rows(num_labels, caplog):
     model = tiny_classifier("bert", num_labels=num_labels)
-    assert_falls_back(model, ragged_pairs(), caplog, "other parts than a base model and a score head: classifier")
+    assert_falls_back(
+        model, ragged_pairs(), caplog, "not a base model and a score head alone, but has classifier, dropout"
+    )
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -251,7 +253,7 @@ def test_dropout_before_the_head_is_kept_by_way_of_the_models_own_forward(pad_to
     plain = tiny_classifier(pad_token_id=pad_token_id)
     model, batch = WithDropout(plain.config), ragged_pairs()
     model.load_state_dict(plain.state_dict())
-    assert_falls_back(model.eval(), batch, caplog, "other parts than a base model and a score head: dropout")
+    assert_falls_back(model.eval(), batch, caplog, "not a base model and a score head alone, but has dropout, score")
     assert_same(sequence_scores(model, batch), plain_scores(plain, batch))
     assert torch.count_nonzero(sequence_scores(model.train(), batch)) == 0
 
@@ -280,6 +282,23 @@ def test_scores_that_are_not_the_heads_are_the_models_own(caplog):
 
     model.forward = squashed.__get__(model)
     assert_falls_back(model, batch, caplog, "its scores differ from the plain forward's")
+
+
+def test_a_model_that_pools_at_padding_is_refused():
+    model = tiny_classifier("xlnet", d_model=32, n_layer=2, n_head=4, d_inner=64, dropout=0.0)
+    with pytest.raises(
+        ConfigError, match=r"XLNetForSequenceClassification, whose scores change by .* if rows are padded"
+    ):
+        sequence_scores(model, ragged_pairs())
+
+
+def test_a_model_that_pools_at_a_special_token_runs_its_own_forward(caplog):
+    sizes = {"d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "max_position_embeddings": 64, "dropout": 0.0}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    special = {"eos_token_id": 1, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+    model = tiny_classifier("bart", **sizes, **heads, **special)
+    batch = flat_batch([[5, 6], [5, 6, 7]], [[9, 1, 3], [8, 9, 10, 1, 3]])  # each ends with 1, before its marker
+    assert_falls_back(model, batch, caplog, "has classification_head")
 
 
 def test_a_model_without_the_attention_interface_falls_back(caplog):
@@ -343,6 +362,12 @@ def test_each_function_refuses_the_other_kind_of_model():
         sequence_scores(tiny_model("qwen2"), batch)
     with pytest.raises(ConfigError, match=r"Qwen2Model.*AutoModelForSequenceClassification"):
         sequence_scores(tiny_classifier().model, batch)
+    tagger = AutoModelForTokenClassification.from_config(tiny_classifier().config)
+    for function in (token_logprobs, sequence_scores):
+        with pytest.raises(
+            ConfigError, match="Qwen2ForTokenClassification, which has no language-model head and does"
+        ):
+            function(tagger, batch)
 
 
 @pytest.mark.parametrize("plan", PLANS)

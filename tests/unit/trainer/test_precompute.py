@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -256,9 +257,10 @@ def empty(path: Path) -> None:
 
 
 def flip_a_bit(path: Path) -> None:
-    """Of a value in a page."""
+    """Of the last log-prob of row 3's chosen side."""
+    value = pq.read_table(path)["ref_chosen_logprobs"][3][-1].as_py()
     content = bytearray(path.read_bytes())
-    content[len(content) // 6] ^= 1
+    content[content.index(struct.pack("<f", value))] ^= 1
     path.write_bytes(bytes(content))
 
 

@@ -1,0 +1,96 @@
+"""Loss and gradient norm of one step against TRL 1.16: equal weights, equal rows, each library through its trainers.
+
+    pip install -e '.[bench]' && python -m benchmarks.agreement_with_trl [--output values.json]
+
+Policy and reference are different random models, so that no term is zero. `--output` stores TRL's values with the
+inputs' description; `tests/golden` compares with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from prefrl.registry import REGISTRY
+from tests.golden.cases import AGREEMENT_CASES, AgreementCase, inputs_of, prefrl_values
+
+TOLERANCE = 1e-4
+
+
+def trl_values(case: AgreementCase) -> dict[str, float]:
+    """Loss, gradient norm and metrics of TRL's first step."""
+    import trl
+
+    if case.trainer in ("orpo", "cpo"):
+        from importlib import import_module
+
+        module: Any = import_module(f"trl.experimental.{case.trainer}")
+    else:
+        module = trl
+    config_name, trainer_name = (REGISTRY[case.trainer].config, REGISTRY[case.trainer].trainer)
+    config_class = getattr(module, config_name.partition(":")[2])
+    trainer_class = getattr(module, trainer_name.partition(":")[2])
+    inputs = inputs_of(case)
+    with tempfile.TemporaryDirectory() as folder:
+        args = config_class(
+            output_dir=folder,
+            max_steps=1,
+            per_device_train_batch_size=len(inputs.rows),
+            learning_rate=1e-3,
+            optim="sgd",
+            max_grad_norm=1e9,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            **case.trl_options,
+        )
+        extra = {"ref_model": inputs.reference} if inputs.reference is not None else {}
+        trainer = trainer_class(
+            inputs.model, args=args, train_dataset=inputs.rows, processing_class=inputs.tokenizer, **extra
+        )
+        trainer.train()
+        return {key: value for key, value in trainer.state.log_history[0].items() if isinstance(value, float)}
+
+
+def main() -> int:
+    """Print the table; 1 if a case differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    table = Table("case", "TRL loss", "prefrl loss", "rel. diff.", "TRL grad. norm", "prefrl", "rel. diff.", "verdict")
+    stored: dict[str, dict[str, float]] = {}
+    failed = 0
+    for name, case in AGREEMENT_CASES.items():
+        theirs, ours = trl_values(case), prefrl_values(case)
+        stored[name] = {key: theirs[key] for key in ("loss", "grad_norm")}
+        differences = [abs(ours[key] - theirs[key]) / max(abs(theirs[key]), 1e-12) for key in ("loss", "grad_norm")]
+        agrees = max(differences) < TOLERANCE
+        failed += not agrees and case.differs_because is None
+        verdict = "equal" if agrees else case.differs_because or "DIFFERS"
+        cells = [theirs["loss"], ours["loss"], differences[0], theirs["grad_norm"], ours["grad_norm"], differences[1]]
+        table.add_row(name, *(f"{cell:.3g}" if i % 3 == 2 else f"{cell:.7g}" for i, cell in enumerate(cells)), verdict)
+    Console(width=150).print(table)
+    if arguments.output is not None:
+        from importlib.metadata import version
+
+        content = {"trl": version("trl"), "transformers": version("transformers"), "values": stored}
+        arguments.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
