@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Generator
 from typing import TypeVar
 
@@ -10,6 +11,9 @@ import pytest
 
 # Before transformers is imported: no test asks the Hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before datasets is imported: nothing that an earlier run left in the cache is read.
+_CACHE = tempfile.TemporaryDirectory(prefix="prefrl-tests-")
+os.environ["HF_DATASETS_CACHE"] = _CACHE.name
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

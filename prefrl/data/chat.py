@@ -146,7 +146,7 @@ def join_prompt(prompt: Sequence[Message], completion: Sequence[Message]) -> lis
     """
     if completion[0]["role"] != "assistant":
         raise DataError(
-            f"column 'completion' starts with role {completion[0]['role']!r}: needs 'assistant'. "
+            f"the completion starts with role {completion[0]['role']!r}: needs 'assistant'. "
             "Move what the model does not write into the prompt"
         )
     if prompt[-1]["role"] != "assistant":
@@ -261,7 +261,7 @@ def _turn_stop(template: ChatTemplate, conversation: Sequence[Message], turn: in
     _, found, after = _render_marked(template, conversation, turn).rpartition(_MARKER)
     if found and text.endswith(after):
         alone = _render_marked(template, conversation[: turn + 1], turn).rpartition(_MARKER)[2]
-        ending = after[: _common_length(after, alone)]
+        ending = after[: common_length(after, alone)]
         return len(text) - len(after) + _end_of_turn(ending, template.special_tokens)
     start = _turn_start(template, conversation, turn, text)
     if through is None or start is None:
@@ -310,10 +310,10 @@ def _not_found_message(template: ChatTemplate, conversation: Sequence[Message], 
 def _token_at(character: int, text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
     """The number of tokens that the text up to a character shares with all of it."""
     head = tokenizer(text[:character], add_special_tokens=False, verbose=False)["input_ids"]
-    return _common_length(head, token_ids)
+    return common_length(head, token_ids)
 
 
-def _common_length(a: Sequence[object], b: Sequence[object]) -> int:
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
     """How many first items two sequences share."""
     shortest = min(len(a), len(b))
     return next((i for i in range(shortest) if a[i] != b[i]), shortest)

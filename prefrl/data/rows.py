@@ -137,7 +137,7 @@ def _check_no_processes(num_proc: int | None) -> None:
     if num_proc is not None:
         raise ConfigError(
             f"dataset_num_proc={num_proc}: a streaming dataset is tokenised while it is read, not beforehand. "
-            "Set dataset_num_proc=None; dataloader_num_workers reads and tokenises in several processes"
+            "Set dataset_num_proc=None"
         )
 
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.sampling import TokenSampler, uniform_numbers
-from prefrl.models.load import is_peft_model
+from prefrl.models.adapters import is_peft_model
 from prefrl.models.modes import eval_mode
 from prefrl.types import Completion
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 
-from prefrl.models.load import is_peft_model
+from prefrl.models.adapters import is_peft_model
 from prefrl.models.scoring import user_model
 from prefrl.optional import require
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig
 
-__all__ = ["is_peft_model", "load_model", "load_reward_model", "load_tokenizer"]
+__all__ = ["load_model", "load_reward_model", "load_tokenizer"]
 
 # What from_pretrained needs to find the same repository again.
 _TOKENIZER_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token", "trust_remote_code")

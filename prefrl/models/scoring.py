@@ -126,7 +126,7 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
     inner: Any = user_model(model)
     if not isinstance(inner, PreTrainedModel):
         inner = inner.get_base_model()
-    if inner.base_model is inner or not (True):
+    if inner.base_model is inner or not (is_classifier(inner) or output_head(inner) is not None):
         raise ConfigError(
             f"model is a {type(inner).__name__}, which has no language-model head and does not classify sequences. "
             "Load it with AutoModelForCausalLM or AutoModelForSequenceClassification."

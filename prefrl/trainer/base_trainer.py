@@ -56,7 +56,6 @@ class BaseTrainer(Trainer):
     # The loss is divided here, over the whole accumulated batch.
     loss_is_scaled_for_ga = True
     algorithm: str  # as in the registry
-    peft_task_type = "CAUSAL_LM"  # of adapters that the command line makes
 
     args: BaseConfig
     reference: Reference | None = None

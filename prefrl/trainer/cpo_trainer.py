@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from prefrl.data.collate import preference_batch
+from prefrl.losses.preference import box_cox
 from prefrl.losses.reference_free import CPO_LOSSES
 from prefrl.metrics import Mean
 from prefrl.trainer.offline_trainer import OfflineTrainer
@@ -68,6 +69,7 @@ class CPOTrainer(OfflineTrainer):
         nll = -rows.logps[chosen].sum()
         total = losses.sum() + self.args.nll_weight * self._pairs_per_chosen_token * nll
         logps = rows.logps / rows.lengths if self.args.loss_type in _OF_MEANS else rows.logps
-        metrics = preference_metrics(batch, scores, logps=logps, rewards=self.args.beta * logps)
+        rewards = self.args.beta * box_cox(logps, power=-self.args.alpha)  # alpha is 0 but for alphapo
+        metrics = preference_metrics(batch, scores, logps=logps, rewards=rewards)
         metrics["nll_loss"] = Mean(nll.detach(), rows.lengths[chosen].sum())
         return LossOutput(total=total, metrics=metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -10,7 +11,6 @@ import torch
 
 from prefrl.data.collate import preference_batch
 from prefrl.losses.preference import PAIR_LOSSES, Pairs, rpo_nll, wpo_weights
-from prefrl.losses.reduce import row_sums
 from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
 from prefrl.trainer.preference import (
     RowScores,
@@ -116,16 +116,17 @@ class DPOTrainer(OfflineTrainer):
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
         policy, reference = self._rows(scores.logprobs, batch), self._reference(batch)
         pairs = self._pairs(policy, reference)
-        total = torch.stack(
-            [weight * self._sum(name, pairs, scores, batch) for name, weight in self.args.weighted_losses]
-        )
+        plain = replace(pairs, chosen_logps=policy.sums[batch.pairs()[0]])  # for the likelihood of whole responses
+        total = torch.zeros((), device=batch.device)
+        for name, weight in self.args.weighted_losses:
+            total = total + weight * self._sum(name, plain if name == "sft" else pairs, scores, batch)
         if self.args.rpo_alpha is not None:
-            total = total.sum() + self.args.rpo_alpha * rpo_nll(pairs).sum()
+            total = total + self.args.rpo_alpha * rpo_nll(plain).sum()
         rewards = self.args.beta * (policy.logps - reference.logps).detach()
         if self.reward_mean is not None and model.training:
             self.reward_mean.add(rewards)
         metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
-        return LossOutput(total=total.sum(), metrics=metrics)
+        return LossOutput(total=total, metrics=metrics)
 
     def _sum(self, name: str, pairs: Pairs, scores: TokenScores, batch: TokenBatch) -> Tensor:
         """Scalar: one loss, summed over the micro-batch."""
@@ -142,9 +143,7 @@ class DPOTrainer(OfflineTrainer):
             return self._step_pairs.loss(function, pairs, pair_groups(batch))
         losses = function(pairs)
         if name == "sft":  # a mean over tokens, though pairs are counted
-            chosen, _ = batch.pairs()
-            nll = row_sums(scores.logprobs, batch.trainable, batch.row_index, batch.num_rows)[chosen]
-            losses = -nll * self._pairs_per_chosen_token
+            losses = losses * self._pairs_per_chosen_token
         if scores.log_collision is not None:
             losses = losses * self._pair_weights(scores, batch)
         return losses.sum()

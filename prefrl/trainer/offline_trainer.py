@@ -112,7 +112,8 @@ class OfflineTrainer(BaseTrainer):
 
     def _set_up_reference(self, options: OfflineReferenceOptions, given: str | Path | PreTrainedModel | None) -> None:
         if isinstance(given, str | Path):
-            given = self.load_policy(given, freeze=(), seed=None)
+            arguments = cast("dict[str, Any] | None", self.args.model_init_kwargs)
+            given = self.load_policy(given, model_init_kwargs=arguments)
         if not options.precompute_ref_log_probs:
             self.add_reference(options, given)
             return
@@ -191,6 +192,7 @@ class OfflineTrainer(BaseTrainer):
                 micro_batch_size=self.args.per_device_train_batch_size,
                 micro_batches_per_step=self.args.gradient_accumulation_steps,
                 drop_last=self.args.dataloader_drop_last,
+                repeat=True,
             )
         sampler = StepBatchSampler(
             len(dataset),
@@ -242,6 +244,7 @@ class OfflineTrainer(BaseTrainer):
         micro_batch_size: int,
         micro_batches_per_step: int = 1,
         drop_last: bool = False,
+        repeat: bool = False,
     ) -> StreamLoader:
         if self.args.dataloader_num_workers:
             raise ConfigError(
@@ -255,6 +258,7 @@ class OfflineTrainer(BaseTrainer):
             rank=distributed.rank(),
             world_size=distributed.world_size(),
             drop_last=drop_last,
+            repeat=repeat,
             collate_fn=self.collate,
         )
 

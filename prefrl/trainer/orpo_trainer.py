@@ -62,6 +62,6 @@ class ORPOTrainer(OfflineTrainer):
         total = self._pairs_per_chosen_token * nll + self.args.beta * odds.loss.sum()
         metrics = preference_metrics(batch, scores, logps=means, rewards=self.args.beta * means)
         metrics["nll_loss"] = Mean(nll.detach(), rows.lengths[chosen].sum())
-        metrics["log_odds_chosen"] = Mean(odds.log_odds_ratio.detach().sum(), len(chosen))
+        metrics["log_odds_chosen"] = Mean(odds.log_odds_ratio.sum(), len(chosen))
         metrics["log_odds_ratio"] = Mean(-odds.loss.detach().sum(), len(chosen))
         return LossOutput(total=total, metrics=metrics)

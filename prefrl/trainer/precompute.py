@@ -79,7 +79,7 @@ def precompute_reference(
     """
     if not isinstance(dataset, datasets.Dataset):
         raise ConfigError(
-            f"precompute_ref_log_probs=True with a {type(dataset).__name__}: every row is scored before training, "
+            f"precompute_ref_log_probs=True with an {type(dataset).__name__}: every row is scored before training, "
             "which needs a dataset of known length. Give a datasets.Dataset, or set precompute_ref_log_probs=False."
         )
     tokens = {column: _lengths(dataset, column) for column in REFERENCE_COLUMNS if column in dataset.column_names}

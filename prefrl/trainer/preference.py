@@ -71,7 +71,8 @@ class RowScores:
     """A micro-batch and what its rows sum to."""
 
     batch: TokenBatch
-    logps: Tensor  # [B] nats, log-prob of a row's trained tokens; gradient flows
+    sums: Tensor  # [B] nats, log-prob of a row's trained tokens; gradient flows
+    logps: Tensor  # [B] nats, what losses compare: the sums, unless tokens past a length weigh less
     lengths: Tensor  # [B] float32, trained tokens
 
     @classmethod
@@ -79,15 +80,16 @@ class RowScores:
         """From [N] log-probs; with `ld_alpha`, tokens past the shorter side of a pair weigh that much."""
         layout = (batch.trainable, batch.row_index, batch.num_rows)
         lengths = trainable_per_row(*layout)
+        sums = row_sums(logprobs, *layout)
         if ld_alpha is None:
-            return cls(batch, row_sums(logprobs, *layout), lengths)
+            return cls(batch, sums, sums, lengths)
         shared = lengths.clone()
         chosen, rejected = batch.pairs()
         shared[chosen] = shared[rejected] = torch.minimum(lengths[chosen], lengths[rejected])
         logps = length_desensitized(
             logprobs, batch.trainable, batch.row_index, shared, batch.num_rows, ld_alpha=ld_alpha
         )
-        return cls(batch, logps, lengths)
+        return cls(batch, sums, logps, lengths)
 
 
 def make_pairs(rows: RowScores, reference: RowScores, *, divergence: Divergence, alpha: float) -> Pairs:

@@ -39,7 +39,6 @@ class RewardTrainer(OfflineTrainer):
     """
 
     algorithm = "reward"
-    peft_task_type = "SEQ_CLS"
     args: RewardConfig
 
     def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from prefrl.data.collate import sft_batch
+from prefrl.data.formats import column_names
 from prefrl.data.packing import pack_dataset
 from prefrl.data.tokenize import prepare_sft_dataset
 from prefrl.losses.reduce import item_count, token_weights
@@ -61,7 +62,7 @@ class SFTTrainer(OfflineTrainer):
         if self.formatting_func is not None:
             format_row = self.formatting_func
             field = self.args.dataset_text_field
-            dataset = dataset.map(lambda row: {field: format_row(row)}, remove_columns=dataset.column_names)
+            dataset = dataset.map(lambda row: {field: format_row(row)}, remove_columns=column_names(dataset))
         dataset = prepare_sft_dataset(
             dataset,
             tokenizer,

@@ -127,7 +127,7 @@ def test_top_k_of_a_uniform_soup_leaves_the_worst_out(run: Path) -> None:
 def test_accuracy_is_a_metric_that_should_grow(run: Path) -> None:
     metric = "eval_mean_token_accuracy"
     assert main(["soup", "--run_dir", "run", "--output_dir", "soup", "--metric", metric, *EVALUATION]) == 0
-    assert [row["weight"] for row in report()["checkpoints"]] == [pytest.approx(1 / 3)] * 3  # uniform: none is left out
+    assert [row["weight"] for row in report()["checkpoints"]] == [pytest.approx(1 / 3)] * 3
     values = [row["metric"] for row in report()["checkpoints"]]
     assert values == sorted(values, reverse=True)
     assert values[0] > values[-1]

@@ -78,6 +78,13 @@ def test_the_first_loss_is_known(name: str, options: dict[str, Any], expected: f
     assert losses_of(make_trainer(name, tmp_path, **options))[0] == pytest.approx(expected, abs=2e-6)
 
 
+def test_likelihood_terms_count_all_tokens_of_a_response(tmp_path: Path) -> None:
+    """LD-DPO's weight is for the log-ratios alone: with log pi = log ref they are 0 and the likelihood remains."""
+    options = {"loss_type": ["sigmoid", "sft"], "rpo_alpha": 0.5}
+    plain = losses_of(make_trainer("dpo", tmp_path, **options))[0]
+    assert losses_of(make_trainer("dpo", tmp_path, **options, ld_alpha=0.1))[0] == pytest.approx(plain, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_have_their_names(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path, eval_dataset=dataset_of(name, 5))
@@ -348,7 +355,7 @@ def test_a_model_without_a_score_head_is_no_reward_model(tmp_path: Path) -> None
 
 def test_a_stream_cannot_be_precomputed_and_needs_a_number_of_steps(tmp_path: Path) -> None:
     stream = dataset_of("dpo").to_iterable_dataset()
-    with pytest.raises(ConfigError, match="precompute_ref_log_probs=True with a IterableDataset"):
+    with pytest.raises(ConfigError, match="precompute_ref_log_probs=True with an IterableDataset"):
         make_trainer("dpo", tmp_path, train_dataset=stream, precompute_ref_log_probs=True)
     with pytest.raises(ConfigError, match="max_steps"):
         make_trainer("dpo", tmp_path, train_dataset=stream, max_steps=-1)

@@ -57,6 +57,8 @@ VARIADIC = {"__init__", "create_model_card"}
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
     "peft": ("prefrl/models/",),
+    "bitsandbytes": ("prefrl/models/",),
+    "sklearn": ("prefrl/trainer/density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
     "matplotlib": ("prefrl/scripts/",),
 }
