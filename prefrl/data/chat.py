@@ -24,6 +24,7 @@ __all__ = [
     "EncodedText",
     "Span",
     "assistant_spans",
+    "common_length",
     "completion_start",
     "encode",
     "join_prompt",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from prefrl.data.encode import common_length
+from prefrl.data.chat import common_length
 from prefrl.errors import DataError
 from prefrl.types import TokenBatch
 
@@ -138,32 +138,43 @@ def unpaired_batch(rows: Sequence[Row]) -> TokenBatch:
     return batch.replace(row_weights=tuple(0.0 if s.side is None else weights[s.group] for s in sequences))
 
 
-def reward_batch(rows: Sequence[Row], *, end_id: int) -> TokenBatch:
+def reward_batch(rows: Sequence[Row], *, padding_id: int) -> TokenBatch:
     """Pairs of whole sequences for a model that scores a sequence at its last token; rows as in `preference_batch`.
 
-    The tokens that both sequences start with are their prompt, at least one: two sequences that differ in the first
+    Padding at a sequence's end is left out: transformers' classifiers score the last token that is not padding, and
+    where a tokenizer pads with its end token that is the token before the end. The tokens that both sequences start with are their prompt, at least one: two sequences that differ in the first
     have a prompt each. A response ends with an extra token, which alone is trainable. No forward pass feeds the last
     token of a response, so that the place where the extra one would be predicted is the sequence's true last token.
 
     Args:
         rows: `chosen_ids`, `rejected_ids`; and, in all rows or in none, `margin`.
-        end_id: The extra token; any id of the vocabulary.
+        padding_id: The padding token, and the extra one.
     Raises:
         DataError: A column is missing in a row or has no tokens, or a margin is not a finite number.
     """
     margins = _numbers(rows, "margin")
     prompts, responses, groups = [], [], []
     for index, row in enumerate(rows):
-        pair = [_token_ids(row, index, column) for column in ("chosen_ids", "rejected_ids")]
+        pair = [
+            _without_padding(_token_ids(row, index, column), padding_id) for column in ("chosen_ids", "rejected_ids")
+        ]
         shared = max(1, common_length(*pair))
         prompts += [token_ids[:shared] for token_ids in pair]
-        responses += [[*token_ids[shared:], end_id] for token_ids in pair]
+        responses += [[*token_ids[shared:], padding_id] for token_ids in pair]
         groups += [index, index]
     flags = [[False] * (len(response) - 1) + [True] for response in responses]
     return flat_batch(prompts, responses, trainable=flags, groups=groups).replace(
         is_preferred=(True, False) * len(rows),
         margins=None if margins is None else tuple(margins[group] for group in groups),
     )
+
+
+def _without_padding(token_ids: list[int], padding_id: int) -> list[int]:
+    """The sequence up to its last token that is not padding; a sequence of nothing else keeps one token."""
+    length = len(token_ids)
+    while length > 1 and token_ids[length - 1] == padding_id:
+        length -= 1
+    return token_ids[:length]
 
 
 def _read(row: Row, index: int, column: str, ref_column: str | None, side: bool | None) -> _Sequence:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import datasets
 
-from prefrl.data.encode import common_length
+from prefrl.data.chat import common_length
 from prefrl.data.formats import (
     AnyDataset,
     Message,

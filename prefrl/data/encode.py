@@ -23,7 +23,7 @@ from prefrl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedPair", "RowEncoder", "Truncation", "check_limit", "common_length", "kept", "row_encoder"]
+__all__ = ["EncodedPair", "RowEncoder", "Truncation", "check_limit", "kept", "row_encoder"]
 
 logger = logging.getLogger(__name__)
 
@@ -182,12 +182,6 @@ def kept(length: int, max_length: int | None, truncation: Truncation) -> slice:
     if truncation == "error":
         raise DataError(f"has {length} tokens, more than the {max_length} allowed, and truncation='error'")
     return slice(length - max_length, length) if truncation == "left" else slice(0, max_length)
-
-
-def common_length(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many first items two sequences share."""
-    shortest = min(len(a), len(b))
-    return next((i for i in range(shortest) if a[i] != b[i]), shortest)
 
 
 def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -148,7 +148,7 @@ def detect_format(dataset: AnyDataset, kinds: Sequence[Kind], *, text_field: str
 
 def column_names(dataset: AnyDataset) -> list[str]:
     """The columns of a dataset; those of its first row if a stream does not know them."""
-    names: list[str] = dataset.column_names or list(next(iter(dataset)))
+    names: list[str] = dataset.column_names or list(next(iter(dataset), {}))
     return names
 
 

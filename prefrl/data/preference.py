@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from prefrl.data.chat import encode, join_prompt
+from prefrl.data.chat import common_length, encode, join_prompt
 from prefrl.data.convert import common_prompt, extract_prompt, unpair_preference_dataset
-from prefrl.data.encode import EncodedPair, RowEncoder, Truncation, check_limit, common_length, row_encoder
+from prefrl.data.encode import EncodedPair, RowEncoder, Truncation, check_limit, row_encoder
 from prefrl.data.formats import (
     AnyDataset,
     check_not_reserved,

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from prefrl.errors import ConfigError
+from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
-from prefrl.models.adapters import is_peft_model
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import inner_model
 

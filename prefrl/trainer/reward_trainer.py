@@ -58,7 +58,7 @@ class RewardTrainer(OfflineTrainer):
 
     def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
         """See `data.collate.reward_batch`."""
-        return reward_batch(rows, end_id=self.processing_class.pad_token_id)
+        return reward_batch(rows, padding_id=self.processing_class.pad_token_id)
 
     def tokens_seen(self, batch: TokenBatch) -> int:
         """Tokens of all rows, without the mark at the end of each."""

@@ -74,7 +74,7 @@ def test_each_packed_sequence_is_a_row_and_those_without_loss_are_left_out():
 def test_no_rows_give_an_empty_batch():
     assert (sft_batch([]).num_rows, flat_batch([], []).num_tokens) == (0, 0)
     assert [preference_batch([]).is_preferred, unpaired_batch([]).is_preferred] == [(), ()]
-    assert reward_batch([], end_id=1).is_preferred == ()
+    assert reward_batch([], padding_id=1).is_preferred == ()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def scored_tokens(batch):
 
 
 def test_a_reward_pair_shares_its_common_start_and_only_the_extra_token_is_trainable():
-    batch = reward_batch([{"chosen_ids": [1, 2, 3, 4], "rejected_ids": [1, 2, 5]}], end_id=9)
+    batch = reward_batch([{"chosen_ids": [1, 2, 3, 4], "rejected_ids": [1, 2, 5]}], padding_id=9)
     assert batch.prompt_ids.tolist() == [1, 2]
     assert batch.prompt_index == (0, 0)
     assert batch.response_ids.tolist() == [3, 4, 9, 5, 9]
@@ -182,7 +182,7 @@ def test_a_reward_pair_shares_its_common_start_and_only_the_extra_token_is_train
 )
 def test_a_reward_is_read_behind_all_tokens_of_its_sequence(chosen, rejected):
     batch = reward_batch(
-        [{"chosen_ids": [7], "rejected_ids": [8]}, {"chosen_ids": chosen, "rejected_ids": rejected}], end_id=9
+        [{"chosen_ids": [7], "rejected_ids": [8]}, {"chosen_ids": chosen, "rejected_ids": rejected}], padding_id=9
     )
     assert scored_tokens(batch)[2:] == [chosen, rejected]
     ends = torch.tensor(batch.response_lengths).cumsum(0) - 1
@@ -192,11 +192,11 @@ def test_a_reward_is_read_behind_all_tokens_of_its_sequence(chosen, rejected):
 
 def test_both_rows_of_a_reward_pair_have_its_margin():
     rows = [{"chosen_ids": [1, 2], "rejected_ids": [1], "margin": margin} for margin in (0.5, -2)]
-    assert reward_batch(rows, end_id=9).margins == (0.5, 0.5, -2.0, -2.0)
+    assert reward_batch(rows, padding_id=9).margins == (0.5, 0.5, -2.0, -2.0)
 
 
 def reward_rows(rows):
-    return reward_batch(rows, end_id=9)
+    return reward_batch(rows, padding_id=9)
 
 
 REWARD = {"chosen_ids": [1], "rejected_ids": [2]}
@@ -234,3 +234,10 @@ def test_bad_preference_rows_are_refused(collate, good, change, part):
         collate([good, good | change])
     assert "row 1 of the batch" in str(error.value)
     assert part in str(error.value)
+
+
+def test_a_reward_sequence_ends_at_its_last_token_that_is_not_padding() -> None:
+    """As transformers' classifiers find it, where the end token is the padding token."""
+    batch = reward_batch([{"chosen_ids": [5, 6, 0, 7, 0, 0], "rejected_ids": [5, 0]}], padding_id=0)
+    assert batch.prompt_ids.tolist() == [5]
+    assert [part.tolist() for part in batch.response_ids.split(batch.response_lengths)] == [[6, 0, 7, 0], [0]]
