@@ -20,19 +20,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs
+from prefrl.losses.logprobs import Head, WantName, chunked_logprobs, module_logprobs
 
 MIB = 2**20
-OPTIONS = {"temperature": 1.0, "want_correct": False}
+ENTROPY: tuple[WantName, ...] = ("entropy",)
 
 
-def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, *, want_entropy: bool) -> list[Tensor]:
-    scores = chunked_logprobs(hidden, targets, Head(weight), want_entropy=want_entropy, **OPTIONS)
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, *, want: tuple[WantName, ...]) -> list[Tensor]:
+    scores = chunked_logprobs(hidden, targets, Head(weight), temperature=1.0, want=want)
     return [scores.logprobs] if scores.entropy is None else [scores.logprobs, scores.entropy]
 
 
-def module(hidden: Tensor, weight: Tensor, targets: Tensor, *, want_entropy: bool) -> list[Tensor]:
-    scores = module_logprobs(hidden, targets, lambda rows: rows @ weight.t(), want_entropy=want_entropy, **OPTIONS)
+def module(hidden: Tensor, weight: Tensor, targets: Tensor, *, want: tuple[WantName, ...]) -> list[Tensor]:
+    scores = module_logprobs(hidden, targets, lambda rows: rows @ weight.t(), temperature=1.0, want=want)
     return [scores.logprobs] if scores.entropy is None else [scores.logprobs, scores.entropy]
 
 
@@ -44,9 +44,9 @@ def full(hidden: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
 Method = Callable[[Tensor, Tensor, Tensor], list[Tensor]]
 CASES: dict[str, Method] = {
     "full logits": full,
-    "chunked": partial(chunked, want_entropy=False),
-    "chunked + entropy": partial(chunked, want_entropy=True),
-    "module (checkpointed chunks)": partial(module, want_entropy=False),
+    "chunked": partial(chunked, want=()),
+    "chunked + entropy": partial(chunked, want=ENTROPY),
+    "module (checkpointed chunks)": partial(module, want=()),
 }
 
 

@@ -11,6 +11,11 @@ from prefrl import errors
 from prefrl.registry import REGISTRY, load
 
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
+_PATHS |= {
+    "extract_prompt": "prefrl.data.convert:extract_prompt",
+    "mix_datasets": "prefrl.data.mixture:mix_datasets",
+    "unpair_preference_dataset": "prefrl.data.convert:unpair_preference_dataset",
+}
 _PATHS |= {name: f"prefrl.errors:{name}" for name in errors.__all__}
 
 __all__ = [*_PATHS]  # strings, all of them

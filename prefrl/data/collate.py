@@ -142,9 +142,10 @@ def reward_batch(rows: Sequence[Row], *, padding_id: int) -> TokenBatch:
     """Pairs of whole sequences for a model that scores a sequence at its last token; rows as in `preference_batch`.
 
     Padding at a sequence's end is left out: transformers' classifiers score the last token that is not padding, and
-    where a tokenizer pads with its end token that is the token before the end. The tokens that both sequences start with are their prompt, at least one: two sequences that differ in the first
-    have a prompt each. A response ends with an extra token, which alone is trainable. No forward pass feeds the last
-    token of a response, so that the place where the extra one would be predicted is the sequence's true last token.
+    where a tokenizer pads with its end token that is the token before the end. The tokens that both sequences start
+    with are their prompt, at least one: two sequences that differ in the first have a prompt each. A response ends
+    with an extra token, which alone is trainable. No forward pass feeds the last token of a response, so that the
+    place where the extra one would be predicted is the sequence's true last token.
 
     Args:
         rows: `chosen_ids`, `rejected_ids`; and, in all rows or in none, `margin`.

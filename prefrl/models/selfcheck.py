@@ -295,8 +295,8 @@ def _check_own_padding(model: nn.Module, batch: TokenBatch) -> None:
     error = _relative_error(scored.scores, truth)
     if not error <= _SEQUENCE_TOLERANCES[scored.compute_dtype][1]:
         raise ConfigError(
-            f"model is a {type(inner_model(model)).__name__}, whose scores change by {error:.2g} of their size if rows "
-            "are padded on the right. Use a model with a score head on a decoder, or an encoder that reads the mask."
+            f"model is a {type(inner_model(model)).__name__}, whose scores change by {error:.2g} of their size if "
+            "rows are padded on the right. Use a decoder with a score head, or an encoder that reads the mask."
         )
 
 

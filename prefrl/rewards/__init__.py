@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from prefrl.rewards.answers import numeric_reward
 from prefrl.rewards.base import RewardFunction, RewardSource
 from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
+from prefrl.rewards.model import ModelReward
 from prefrl.rewards.runner import RewardRunner, RewardScores
 from prefrl.rewards.shape import (
     format_reward,
@@ -16,6 +17,7 @@ from prefrl.rewards.shape import (
 
 __all__ = [
     "REWARD_FUNCTIONS",
+    "ModelReward",
     "RewardFunction",
     "RewardRunner",
     "RewardScores",

@@ -105,7 +105,8 @@ class ModelReward:
     def _token_ids(self, prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):
             ids: list[int] = self.tokenizer(prompt + completion)["input_ids"]
-            return ids
+            end = self.tokenizer.eos_token_id
+            return ids if end is None or ids[-1:] == [end] else [*ids, end]  # as RewardTrainer ends a text
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"reward model {self.__name__!r}: the data are conversational, and its tokenizer has no chat "

@@ -19,7 +19,7 @@ from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import DatasetPart
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.suggest import nearest
-from prefrl.scripts.train import _load_part
+from prefrl.scripts.train import load_part
 from prefrl.trainer.options import check_fields, check_no_effect, opt
 from prefrl.trainer.reference_config import OfflineReferenceOptions
 
@@ -163,7 +163,7 @@ def _evaluation(options: SoupArguments, scratch: str) -> Evaluate:
         because = f"algorithm={algorithm.name!r} has no reference"
         check_no_effect(name="ref_model", value=options.ref_model, unset=None, because=because, remedy="Remove it.")
     part = DatasetPart(path=str(options.dataset_name), name=options.dataset_config, split=options.dataset_test_split)
-    dataset = _load_part(part, streaming=False, path_option="dataset_name", split_option="dataset_test_split")
+    dataset = load_part(part, streaming=False, path_option="dataset_name", split_option="dataset_test_split")
     metric = str(options.metric)
 
     def evaluate(model: PreTrainedModel) -> float:

@@ -17,7 +17,7 @@ from prefrl.scripts.suggest import nearest
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
 
-__all__ = ["main"]
+__all__ = ["load_part", "main"]
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -117,7 +117,7 @@ def _train_dataset(script: ScriptArguments, config: Any) -> Any:
     parts = _named(script.parts())
     weights = {name: part.weight for name, part in parts.items() if part.weight is not None}
     return mix_datasets(
-        {name: _load_part(part, streaming=script.dataset_streaming) for name, part in parts.items()},
+        {name: load_part(part, streaming=script.dataset_streaming) for name, part in parts.items()},
         weights=weights or None,
         seed=config.seed if config.data_seed is None else config.data_seed,
         stopping="first_exhausted",
@@ -129,7 +129,7 @@ def _eval_dataset(script: ScriptArguments) -> Any:
     if script.dataset_name is not None:
         return _load_single(script, "dataset_test_split")
     tests = [dataclasses.replace(part, split=script.dataset_test_split) for part in script.parts()]
-    return {name: _load_part(part, streaming=script.dataset_streaming) for name, part in _named(tests).items()}
+    return {name: load_part(part, streaming=script.dataset_streaming) for name, part in _named(tests).items()}
 
 
 def _named(parts: Sequence[DatasetPart]) -> dict[str, DatasetPart]:
@@ -144,12 +144,18 @@ def _named(parts: Sequence[DatasetPart]) -> dict[str, DatasetPart]:
 def _load_single(script: ScriptArguments, option: str) -> Any:
     assert script.dataset_name is not None
     part = DatasetPart(path=script.dataset_name, name=script.dataset_config, split=getattr(script, option))
-    return _load_part(part, streaming=script.dataset_streaming, path_option="dataset_name", split_option=option)
+    return load_part(part, streaming=script.dataset_streaming, path_option="dataset_name", split_option=option)
 
 
-def _load_part(
+def load_part(
     part: DatasetPart, *, streaming: bool, path_option: str = "datasets.path", split_option: str = "split"
 ) -> Any:
+    """The dataset of one part; the options' names are for messages.
+
+    Raises:
+        ConfigError: Options that exclude each other.
+        DataError: It cannot be loaded.
+    """
     import datasets  # not needed for --help
 
     file_format = _FORMATS.get(Path(part.path).suffix)

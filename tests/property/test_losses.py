@@ -149,7 +149,7 @@ def test_logprobs_do_not_depend_on_the_chunk_size(temperature, num_rows, chunk_s
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(num_rows, 3, generator=generator), torch.randn(5, 3, generator=generator)
     targets = torch.randint(5, (num_rows,), generator=generator)
-    options = {"temperature": temperature, "want_entropy": True, "want_correct": True}
+    options = {"temperature": temperature, "want": ("entropy", "correct")}
     cut = chunked_logprobs(hidden, targets, Head(weight), **options, chunk_size=chunk_size)
     whole = chunked_logprobs(hidden, targets, Head(weight), **options, chunk_size=100)
     torch.testing.assert_close(cut.logprobs, whole.logprobs, atol=1e-6, rtol=1e-5)

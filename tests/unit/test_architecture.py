@@ -56,7 +56,7 @@ VARIADIC = {"__init__", "create_model_card"}
 
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
-    "peft": ("prefrl/models/",),
+    "peft": ("prefrl/models/", "prefrl/rewards/model.py"),
     "bitsandbytes": ("prefrl/models/",),
     "sklearn": ("prefrl/trainer/density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),

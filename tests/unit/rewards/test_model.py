@@ -75,13 +75,19 @@ def saved_adapter(tmp_path: Path) -> tuple[Path, PreTrainedModel]:
     return tmp_path / "lora-judge", model
 
 
+def ended(ids: list[int]) -> list[int]:
+    """With the end token, which plain text gets and rendered messages have."""
+    end = tiny_tokenizer().eos_token_id
+    return ids if ids[-1] == end else [*ids, end]
+
+
 TEXTS = ["a", "bc" * 9, "d" * 5, "", "some words", *("x" * n for n in range(1, 18))]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "bert"])  # a pooled last token; the same; a first token
 def test_batches_with_padding_score_like_rows_on_their_own(architecture: str) -> None:
     model, tokenizer = reward_model(architecture), tiny_tokenizer()
-    expected = one_by_one(model, [tokenizer(f"prompt {text}")["input_ids"] for text in TEXTS])
+    expected = one_by_one(model, [ended(tokenizer(f"prompt {text}")["input_ids"]) for text in TEXTS])
     assert ModelReward(model, tokenizer=tokenizer)(["prompt "] * len(TEXTS), TEXTS) == pytest.approx(
         expected, abs=1e-5
     )
@@ -107,7 +113,7 @@ def test_special_tokens_are_added_to_texts_but_not_to_what_a_template_rendered()
     text = tokenizer("hiyes", add_special_tokens=False)["input_ids"]
     chat = tokenizer("<|user|>hi<|end|><|assistant|>yes<|end|>", add_special_tokens=False)["input_ids"]
     scores = reward(["hi", [{"role": "user", "content": "hi"}]], ["yes", [{"role": "assistant", "content": "yes"}]])
-    assert scores == pytest.approx(one_by_one(model, [[start, *text], chat]), abs=1e-5)
+    assert scores == pytest.approx(one_by_one(model, [ended([start, *text]), chat]), abs=1e-5)
 
 
 def test_model_scores_in_eval_mode_without_gradients_and_is_left_as_it_was() -> None:
@@ -122,7 +128,7 @@ def test_padding_falls_back_to_the_end_of_sequence_token() -> None:
     model, tokenizer = reward_model(), tiny_tokenizer()
     tokenizer.pad_token = None
     model.config.pad_token_id = None
-    expected = one_by_one(model, [tokenizer("pa")["input_ids"], tokenizer("pbcd")["input_ids"]])
+    expected = one_by_one(model, [ended(tokenizer(text)["input_ids"]) for text in ("pa", "pbcd")])
     assert ModelReward(model, tokenizer=tokenizer)(["p", "p"], ["a", "bcd"]) == pytest.approx(expected, abs=1e-5)
     assert tokenizer.pad_token == tokenizer.eos_token
 
@@ -135,7 +141,7 @@ def test_model_and_tokenizer_are_loaded_from_a_folder(tmp_path: Path) -> None:
     runner = RewardRunner([str(folder), folder], device="cpu")
     assert runner.names == ["my-reward-model", "my-reward-model_2"]
     scores = runner.score(["p", "p"], ["abc", "d"], [[1], [1]], {"answer": [1, 2]})
-    expected = one_by_one(model, [tiny_tokenizer()(text)["input_ids"] for text in ("pabc", "pd")])
+    expected = one_by_one(model, [ended(tiny_tokenizer()(text)["input_ids"]) for text in ("pabc", "pd")])
     assert scores.by_name["my-reward-model"] == pytest.approx(expected, abs=1e-5)
     assert scores.by_name["my-reward-model_2"] == scores.by_name["my-reward-model"]
 
@@ -172,7 +178,7 @@ def test_folder_scores_like_the_model_that_was_saved_in_it(
     folder, model = saved_adapter if kind == "adapter" else (saved_reward_model, reward_model())
     # Not tiny_tokenizer(): transformers makes a Qwen2Tokenizer of what lies beside a Qwen2 model.
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    expected = one_by_one(model, [tokenizer(text)["input_ids"] for text in texts])
+    expected = one_by_one(model, [ended(tokenizer(text)["input_ids"]) for text in texts])
     runner = RewardRunner(str(folder))
     assert runner.score(prompts, completions, [[1], [1]], {}).by_name == {
         folder.name: pytest.approx(expected, abs=1e-5)
@@ -207,7 +213,7 @@ def test_grpo_takes_the_folder_and_logs_the_name_of_what_is_scored(saved_reward_
 def test_head_chooses_a_label_by_name_or_index_and_stands_in_the_name(head: str | int, column: int) -> None:
     model = reward_model(num_labels=3, id2label=LABELS)
     reward = ModelReward(model, head=head, tokenizer=tiny_tokenizer())
-    rows = [tiny_tokenizer()(text)["input_ids"] for text in ("pabc", "pd")]
+    rows = [ended(tiny_tokenizer()(text)["input_ids"]) for text in ("pabc", "pd")]
     assert reward(["p", "p"], ["abc", "d"]) == pytest.approx(one_by_one(model, rows, column=column), abs=1e-5)
     assert reward.__name__ == f"Qwen2ForSequenceClassification[{LABELS[column]}]"
 
@@ -317,9 +323,9 @@ def test_messages_need_a_chat_template() -> None:
 
 def test_text_longer_than_the_model_reads_is_refused_not_cut() -> None:
     reward = ModelReward(reward_model(), tokenizer=tiny_tokenizer())
-    reward(["p"], ["x" * 63])
+    reward(["p"], ["x" * 62])
     with pytest.raises(RewardError, match=r"row 1: 65 tokens, and the model reads at most 64"):
-        reward(["p", "p"], ["x", "x" * 64])
+        reward(["p", "p"], ["x", "x" * 63])
 
 
 @pytest.mark.parametrize(

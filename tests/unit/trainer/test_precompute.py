@@ -203,7 +203,7 @@ def test_the_default_folder_is_in_the_cache_of_datasets(tmp_path: Path, monkeypa
 
 
 def test_a_stream_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"precompute_ref_log_probs=True with a IterableDataset.*known length"):
+    with pytest.raises(ConfigError, match=r"precompute_ref_log_probs=True with an IterableDataset.*known length"):
         precompute(pairs().to_iterable_dataset(), by_position, tmp_path)
 
 
