@@ -5,29 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from prefrl.data.collate import preference_batch
 from prefrl.losses.preference import PAIR_LOSSES, Pairs, rpo_nll, wpo_weights
 from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
 from prefrl.trainer.preference import (
+    PAIRS,
     RowScores,
     StepPairs,
     make_pairs,
     pair_groups,
     pairs_per_chosen_token,
     preference_metrics,
-    prepare_pairs,
 )
 from prefrl.trainer.running_mean import RunningMean
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from prefrl.losses.logprobs import TokenScores
     from prefrl.models.forward import WantName
@@ -57,6 +55,7 @@ class DPOTrainer(OfflineTrainer):
 
     algorithm = "dpo"
     args: DPOConfig
+    row_kind = PAIRS
 
     def __init__(
         self,
@@ -70,18 +69,6 @@ class DPOTrainer(OfflineTrainer):
             self.reward_mean = RunningMean(self.args.device)
         self._step_pairs: StepPairs | None = None
         self._pairs_per_chosen_token = 0.0
-
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Tokenise."""
-        return prepare_pairs(dataset, tokenizer, self.args)
-
-    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
-        """See `data.collate.preference_batch`."""
-        return preference_batch(rows)
-
-    def num_items(self, batch: TokenBatch) -> Tensor:
-        """Pairs."""
-        return torch.tensor(batch.num_rows / 2)
 
     def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
         """Also what some losses need to know about all pairs of the step."""

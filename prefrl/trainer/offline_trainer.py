@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.trainer.offline_config import OfflineConfig
+    from prefrl.trainer.preference import RowKind
 
 __all__ = ["OfflineTrainer", "TrainerArguments"]
 
@@ -55,8 +55,8 @@ class TrainerArguments(TypedDict, total=False):
 class OfflineTrainer(BaseTrainer):
     """Rows of a dataset in, one normalised update for each optimizer step out.
 
-    A leaf gives `prepare_dataset`, `collate`, `num_items` and `loss`, and with `prepare_step` what its loss needs to
-    know about the whole step.
+    A leaf gives `loss`; a `row_kind`, or `prepare_dataset`, `lay_out` and `num_items` of its own; and with
+    `prepare_step` what its loss needs to know about the whole step.
 
     Args:
         model: Name, path or instance; trained in place.
@@ -70,6 +70,7 @@ class OfflineTrainer(BaseTrainer):
     """
 
     args: OfflineConfig
+    row_kind: RowKind
     train_dataset: Any
     eval_dataset: Any
 
@@ -173,9 +174,17 @@ class OfflineTrainer(BaseTrainer):
 
     # Datasets.
 
-    @abstractmethod
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Check and tokenise a dataset."""
+        return self.row_kind.prepare(dataset, tokenizer, self.args)
+
     def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
         """The flat batch of some rows of a prepared dataset."""
+        return self.row_kind.lay_out(rows)
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """See `BaseTrainer.num_items`."""
+        return self.row_kind.num_items(batch)
 
     def collate(self, rows: list[dict[str, Any]]) -> TokenBatch | None:
         """The flat batch of some rows; None for no rows."""

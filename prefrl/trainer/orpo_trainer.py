@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from prefrl.data.collate import preference_batch
 from prefrl.losses.reference_free import odds_ratio
 from prefrl.metrics import Mean
 from prefrl.trainer.offline_trainer import OfflineTrainer
-from prefrl.trainer.preference import RowScores, pairs_per_chosen_token, preference_metrics, prepare_pairs
+from prefrl.trainer.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor, nn
-    from transformers import PreTrainedTokenizerBase
+    from torch import nn
 
     from prefrl.trainer.orpo_config import ORPOConfig
 
@@ -33,18 +28,7 @@ class ORPOTrainer(OfflineTrainer):
 
     algorithm = "orpo"
     args: ORPOConfig
-
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Tokenise."""
-        return prepare_pairs(dataset, tokenizer, self.args)
-
-    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
-        """See `data.collate.preference_batch`."""
-        return preference_batch(rows)
-
-    def num_items(self, batch: TokenBatch) -> Tensor:
-        """Pairs."""
-        return torch.tensor(batch.num_rows / 2)
+    row_kind = PAIRS
 
     def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
         """Also the number of chosen tokens for each pair of the step."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from prefrl import distributed
+from prefrl.data.collate import preference_batch
 from prefrl.data.preference import prepare_preference_dataset, prepare_unpaired_dataset
 from prefrl.losses.preference import Divergence, Pairs, length_desensitized
 from prefrl.losses.reduce import row_sums, trainable_per_row
@@ -25,19 +26,29 @@ if TYPE_CHECKING:
     from prefrl.types import TokenBatch
 
 __all__ = [
+    "PAIRS",
+    "RowKind",
     "RowScores",
     "StepPairs",
     "make_pairs",
     "pair_groups",
     "pairs_per_chosen_token",
-    "prepare_pairs",
     "prepare_unpaired",
     "preference_metrics",
     "sided_rows",
 ]
 
 
-def prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig) -> Dataset:
+@dataclass(frozen=True)
+class RowKind:
+    """How the rows of a dataset become batches: trainers that learn from the same rows share one."""
+
+    prepare: Callable[[Dataset, PreTrainedTokenizerBase, OfflineConfig], Dataset]
+    lay_out: Callable[[Sequence[dict[str, Any]]], TokenBatch]
+    num_items: Callable[[TokenBatch], Tensor]
+
+
+def _prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig) -> Dataset:
     """See `data.preference.prepare_preference_dataset`."""
     return prepare_preference_dataset(
         dataset,
@@ -48,6 +59,9 @@ def prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: Of
         chat_template_kwargs=cast("dict[str, Any] | None", args.chat_template_kwargs),
         num_proc=args.dataset_num_proc,
     )
+
+
+PAIRS = RowKind(_prepare_pairs, preference_batch, lambda batch: torch.tensor(batch.num_rows / 2))
 
 
 def prepare_unpaired(

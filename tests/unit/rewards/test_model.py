@@ -128,7 +128,8 @@ def test_padding_falls_back_to_the_end_of_sequence_token() -> None:
     model, tokenizer = reward_model(), tiny_tokenizer()
     tokenizer.pad_token = None
     model.config.pad_token_id = None
-    expected = one_by_one(model, [ended(tokenizer(text)["input_ids"]) for text in ("pa", "pbcd")])
+    # An end token that pads is not scored: the model finds the token before it.
+    expected = one_by_one(model, [tokenizer(text)["input_ids"] for text in ("pa", "pbcd")])
     assert ModelReward(model, tokenizer=tokenizer)(["p", "p"], ["a", "bcd"]) == pytest.approx(expected, abs=1e-5)
     assert tokenizer.pad_token == tokenizer.eos_token
 
