@@ -25,7 +25,7 @@ from prefrl.trainer.model_card import write_model_card
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from peft import PeftConfig
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
@@ -66,13 +66,13 @@ class BaseTrainer(Trainer):
         model: str | Path | PreTrainedModel | nn.Module,
         args: BaseConfig,
         *,
-        train_dataset: Dataset | None,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None,
-        processing_class: PreTrainedTokenizerBase | None,
-        callbacks: list[TrainerCallback] | None,
-        optimizers: Optimizers,
-        peft_config: PeftConfig | None,
-        quantization_config: BitsAndBytesConfig | None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: PeftConfig | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
         if args.n_gpu > 1:
             raise ConfigError(

@@ -91,17 +91,10 @@ class OfflineTrainer(BaseTrainer):
                 f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
                 "optimizer steps, max_steps > 0"
             )
-        super().__init__(
-            model,
-            args,
-            train_dataset=arguments.get("train_dataset"),
-            eval_dataset=arguments.get("eval_dataset"),
-            processing_class=arguments.get("processing_class"),
-            callbacks=arguments.get("callbacks"),
-            optimizers=arguments.get("optimizers", (None, None)),
-            peft_config=arguments.get("peft_config"),
-            quantization_config=arguments.get("quantization_config"),
-        )
+        has_reference = isinstance(args, OfflineReferenceOptions)
+        if ref_model is not None and not has_reference:
+            raise ConfigError(f"ref_model is given, and {type(self).__name__} compares with no reference. Remove it.")
+        super().__init__(model, args, **arguments)
         if args.disable_dropout:
             disable_dropout(self.policy)
         self.reward_mean: RunningMean | None = None  # of losses that compare rewards with their mean so far

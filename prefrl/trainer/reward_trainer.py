@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from prefrl.losses.reward_model import bradley_terry, centering
 from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.load import load_reward_model
-from prefrl.trainer.offline_trainer import OfflineTrainer
+from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -32,7 +32,15 @@ class RewardTrainer(OfflineTrainer):
     The model is a sequence classifier with one label, whose score at a text's last token is the reward. A causal model
     given by name gets such a head.
 
-    Datasets: preference rows, `chosen` and `rejected`, with `prompt` or with a common start, and perhaps `margin`.
+    Args:
+        model: Name, path or instance; trained in place.
+        args: Options; None: the defaults, in `<model name>-Reward`.
+        arguments: See `TrainerArguments`. Datasets: preference rows, `chosen` and `rejected`, with `prompt` or with a
+            common start, and perhaps `margin`.
+
+    Raises:
+        ConfigError: Options that cannot work together.
+        DataError: A dataset that cannot be used; names the row and the column.
 
     Source: Bradley and Terry 1952; margin: Touvron et al. 2023 (Llama 2), arXiv 2307.09288, eq. 2; centring:
     Eisenstein et al. 2023, arXiv 2312.09244, eq. 2.
@@ -40,6 +48,16 @@ class RewardTrainer(OfflineTrainer):
 
     algorithm = "reward"
     args: RewardConfig
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        args: RewardConfig | None = None,
+        **arguments: Unpack[TrainerArguments],
+    ) -> None:
+        super().__init__(model, args, **arguments)
+        # Wherever the model is used, it finds a text's end as the last token that is not this one.
+        self.policy.config.pad_token_id = self.processing_class.pad_token_id
 
     def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
         """The reward model, see `models.load.load_reward_model`."""

@@ -73,6 +73,7 @@ ARGUMENTS = (
     "peft_config",
     "eval_dataset",
     "callbacks",
+    "processing_class",
     "train_dataset",
     "ref_model",
     "embedding_func",
@@ -130,7 +131,8 @@ def make_trainer(
             | options
         )
     )
-    arguments: dict[str, Any] = {"processing_class": tiny_tokenizer()}
+    arguments: dict[str, Any] = {}
+    extra.setdefault("processing_class", tiny_tokenizer())
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if algorithm == "grpo":
         arguments["reward_funcs"] = reward

@@ -15,7 +15,9 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from prefrl import ConfigError, DataError, GRPOConfig, GRPOTrainer, PrefrlError
-from tests.assets import tiny_tokenizer
+from prefrl.registry import REGISTRY
+from prefrl.rewards import ModelReward
+from tests.assets import tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, stopping_model, update_of
 
 PAIRS = [
@@ -227,6 +229,26 @@ def test_a_reward_model_that_was_trained_here_is_a_reward_by_path(tmp_path: Path
     assert "rewards/rm/mean" in grpo.state.log_history[0]
 
 
+@pytest.mark.parametrize("padding", ["<|pad|>", "<|end|>"])  # a token of its own, and the end token
+def test_a_reward_by_path_is_what_was_trained(padding: str, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = padding
+    trainer: Any = make_trainer(
+        "reward", tmp_path, model=tiny_reward_model(pad_token_id=None), processing_class=tokenizer
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "rm"))
+    rows = list(dataset_of("reward", 4))
+    prepared = trainer.prepare_dataset(dataset_of("reward", 4), tokenizer, training=False)
+    with torch.no_grad():
+        expected = trainer.rewards(trainer.model.eval(), trainer.lay_out(list(prepared))).tolist()
+    reward = ModelReward(tmp_path / "rm", tokenizer=tokenizer)
+    prompts = [row["prompt"] for row in rows for _ in range(2)]
+    sides = [row[side] for row in rows for side in ("chosen", "rejected")]
+    assert reward(prompts, sides) == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 3) for value in expected}) > 4
+
+
 @pytest.mark.parametrize("name", ["dpo", "orpo", "cpo", "reward"])
 def test_real_pairs_are_learned(name: str, tmp_path: Path) -> None:
     """8 pairs of right and wrong GSM8K solutions: after 12 steps on them they are told apart."""
@@ -346,6 +368,17 @@ def test_a_reference_that_is_the_policy_is_refused(tmp_path: Path) -> None:
     model = stopping_model()
     with pytest.raises(ConfigError, match="ref_model=None"):
         make_trainer("dpo", tmp_path, model=model, ref_model=model)
+
+
+@pytest.mark.parametrize("name", ["sft", "orpo", "cpo", "reward"])
+def test_trainers_without_a_reference_take_none(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="compares with no reference"):
+        make_trainer(name, tmp_path, ref_model=stopping_model())
+
+
+def test_an_argument_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="compute_metrics"):
+        REGISTRY["dpo"].load_trainer()(stopping_model(), compute_metrics=print)
 
 
 def test_a_model_without_a_score_head_is_no_reward_model(tmp_path: Path) -> None:
