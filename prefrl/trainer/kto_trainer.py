@@ -94,7 +94,8 @@ class KTOTrainer(OfflineTrainer):
 
     def _estimated_kl(self, batches: list[TokenBatch]) -> float:
         """max(0, mean over mismatched rows of all ranks of log policy - log reference), in nats."""
-        total = count = 0.0
+        parts = [torch.zeros((), device=self.args.device)]
+        count = 0
         for batch in batches:
             sided = set(sided_rows(batch))
             if len(sided) == batch.num_rows:
@@ -102,10 +103,11 @@ class KTOTrainer(OfflineTrainer):
             mismatched = batch.select([row for row in range(batch.num_rows) if row not in sided])
             assert mismatched.ref_logprobs is not None
             log_ratio = self.frozen_logprobs(mismatched) - mismatched.ref_logprobs
-            total += float((log_ratio * mismatched.trainable).sum())
+            parts.append((log_ratio * mismatched.trainable).sum().to(self.args.device))
             count += mismatched.num_rows
-        total, count = distributed.sum_over_ranks([total, count], self.args.device)
-        return max(0.0, total / max(count, 1.0))
+        # One wait for the device in each step.
+        total, all_rows = distributed.sum_over_ranks([float(torch.stack(parts).sum()), count], self.args.device)
+        return max(0.0, total / max(all_rows, 1.0))
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Weighted sum over rows."""

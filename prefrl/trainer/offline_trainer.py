@@ -157,7 +157,8 @@ class OfflineTrainer(BaseTrainer):
         if self.reward_mean is not None:
             self.reward_mean.fold()
         if self.reference is not None:
-            return [batch if batch.ref_logprobs is not None else self.with_reference(batch) for batch in batches]
+            # On the device from here on: the scores need not travel.
+            return [self.with_reference(batch.to(self.args.device)) for batch in batches]
         if self._precomputed_from is not None and any(batch.ref_logprobs is None for batch in batches):
             raise ConfigError(
                 "precompute_ref_log_probs=True kept no reference model, so that a dataset given to evaluate() cannot "

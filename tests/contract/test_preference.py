@@ -80,6 +80,26 @@ def test_the_first_loss_is_known(name: str, options: dict[str, Any], expected: f
     assert losses_of(make_trainer(name, tmp_path, **options))[0] == pytest.approx(expected, abs=2e-6)
 
 
+UNIFORM: list[Any] = [
+    ("orpo", {}, math.log(128) + 0.1 * math.log(2)),
+    ("cpo", {"loss_type": "simpo"}, math.log(128) + math.log(1 + math.exp(0.5))),
+    ("cpo", {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.0}, math.log(2)),
+    ("reward", {}, math.log(2)),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), UNIFORM, ids=str)
+def test_the_first_loss_of_a_model_whose_head_is_zero_is_known(
+    name: str, options: dict[str, Any], expected: float, tmp_path: Path
+) -> None:
+    """Every token has probability 1 / 128, every reward is 0."""
+    model: Any = model_of(name)
+    (model.score if name == "reward" else model.get_output_embeddings()).weight.data.zero_()
+    rows = dataset_of(name).select_columns(["prompt", "chosen", "rejected"])
+    trainer = make_trainer(name, tmp_path, model=model, train_dataset=rows, **options)
+    assert losses_of(trainer)[0] == pytest.approx(expected, abs=1e-6)
+
+
 def test_likelihood_terms_count_all_tokens_of_a_response(tmp_path: Path) -> None:
     """LD-DPO's weight is for the log-ratios alone: with log pi = log ref they are 0 and the likelihood remains."""
     options = {"loss_type": ["sigmoid", "sft"], "rpo_alpha": 0.5}
