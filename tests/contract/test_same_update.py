@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from prefrl.registry import REGISTRY
+from prefrl.trainer.base_trainer import BaseTrainer
 from tests.contract.cases import Job, make_trainer, relative_difference, run_on_two_processes, update_of
 
 TOLERANCE = 1e-5
@@ -56,16 +57,22 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
 VARIANTS = [(name, options) for name in REGISTRY for options in REDUCTIONS[name]]
 
 
-_expected: dict[str, torch.Tensor] = {}
+_expected: dict[str, tuple[torch.Tensor, list[float]]] = {}
 
 
-def expected_update(name: str, options: dict[str, Any], folder: Path) -> torch.Tensor:
-    """The update of a variant in one micro-batch on one process, computed once."""
+def expected(name: str, options: dict[str, Any], folder: Path) -> tuple[torch.Tensor, list[float]]:
+    """The update and the losses of a variant in one micro-batch on one process, computed once."""
     key = f"{name}{options}"
     if key not in _expected:
-        _expected[key] = update_of(make_trainer(name, folder, **with_cut(name, options, {})))
-        assert _expected[key].norm() > 1e-3
+        trainer = make_trainer(name, folder, **with_cut(name, options, {}))
+        _expected[key] = update_of(trainer), losses_of(trainer)
+        assert _expected[key][0].norm() > 1e-3
     return _expected[key]
+
+
+def losses_of(trainer: BaseTrainer) -> list[float]:
+    """As they were logged, one for each step."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def with_cut(name: str, options: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
@@ -80,9 +87,10 @@ def with_cut(name: str, options: dict[str, Any], cut: dict[str, Any]) -> dict[st
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
 def test_same_update_for_every_cut(name: str, options: dict[str, Any], cut: dict[str, Any], tmp_path: Path) -> None:
-    expected = expected_update(name, options, tmp_path)
-    update = update_of(make_trainer(name, tmp_path, **with_cut(name, options, cut)))
-    assert relative_difference(update, expected) < TOLERANCE
+    update, losses = expected(name, options, tmp_path)
+    trainer = make_trainer(name, tmp_path, **with_cut(name, options, cut))
+    assert relative_difference(update_of(trainer), update) < TOLERANCE
+    assert losses_of(trainer) == pytest.approx(losses, rel=TOLERANCE, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -93,4 +101,4 @@ def test_same_update_on_two_processes(name: str, tmp_path: Path) -> None:
         for i, options in enumerate(variants)
     ]
     for options, update in zip(variants, run_on_two_processes(jobs), strict=True):
-        assert relative_difference(update, expected_update(name, options, tmp_path)) < TOLERANCE, options
+        assert relative_difference(update, expected(name, options, tmp_path)[0]) < TOLERANCE, options
