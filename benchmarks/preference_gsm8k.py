@@ -28,8 +28,9 @@ from prefrl.registry import REGISTRY
 OPTIONS: dict[str, dict[str, Any]] = {
     "dpo": {"learning_rate": 1e-3},
     "kto": {"learning_rate": 1e-3},
-    "orpo": {"learning_rate": 1e-3},
-    "cpo": {"learning_rate": 1e-3},
+    "orpo": {"learning_rate": 1e-3, "beta": 1.0},
+    # SimPO: the rewards of plain CPO are sums over tokens, so that of a random model they are lengths.
+    "cpo": {"learning_rate": 1e-3, "loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0},
     "bco": {"learning_rate": 1e-3},
     "reward": {"learning_rate": 1e-3},
 }

@@ -428,6 +428,13 @@ def test_kto_says_when_its_kl_comes_from_one_row_and_when_labels_are_one_sided(
     assert "label" in caplog.text
 
 
+def test_the_kl_of_kto_is_never_negative(tmp_path: Path) -> None:
+    """Here the mean of log policy - log reference over mismatched rows is below 0."""
+    trainer = make_trainer("kto", tmp_path, model=stopping_model(seed=5), ref_model=stopping_model(), beta=0.01)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == 0.0
+
+
 @pytest.mark.parametrize("size", [1, 8])
 def test_kto_learns_with_any_batch_size(size: int, tmp_path: Path) -> None:
     trainer = make_trainer("kto", tmp_path, model=model_of("kto"), per_device_train_batch_size=size, max_steps=2)
