@@ -69,7 +69,8 @@ class BCOTrainer(OfflineTrainer):
         self._embed = embedding_func
         self._embedding_tokenizer = embedding_tokenizer
         self._density_ratio: DensityRatio | None = None
-        super().__init__(model, args, ref_model=ref_model, **arguments)
+        super().__init__(model, args, **arguments)
+        self.set_up_reference(ref_model)
         self.reward_mean = RunningMean(self.args.device)
         if embedding_func is None:
             for name, unset in (("prompt_sample_size", 1024), ("min_density_ratio", 0.5), ("max_density_ratio", 10.0)):

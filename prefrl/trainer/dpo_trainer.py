@@ -64,7 +64,8 @@ class DPOTrainer(OfflineTrainer):
         args: DPOConfig | None = None,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
-        super().__init__(model, args, ref_model=ref_model, **arguments)
+        super().__init__(model, args, **arguments)
+        self.set_up_reference(ref_model)
         if "bco_pair" in self.args.loss_type:
             self.reward_mean = RunningMean(self.args.device)
         self._step_pairs: StepPairs | None = None

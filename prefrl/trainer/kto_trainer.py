@@ -60,7 +60,8 @@ class KTOTrainer(OfflineTrainer):
         args: KTOConfig | None = None,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
-        super().__init__(model, args, ref_model=ref_model, **arguments)
+        super().__init__(model, args, **arguments)
+        self.set_up_reference(ref_model)
         self._kl = 0.0
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         if self._estimates_kl and rows * distributed.world_size() == 1:

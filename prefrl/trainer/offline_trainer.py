@@ -56,12 +56,12 @@ class OfflineTrainer(BaseTrainer):
     """Rows of a dataset in, one normalised update for each optimizer step out.
 
     A leaf gives `loss`; a `row_kind`, or `prepare_dataset`, `lay_out` and `num_items` of its own; and with
-    `prepare_step` what its loss needs to know about the whole step.
+    `prepare_step` what its loss needs to know about the whole step. A leaf that compares with a reference calls
+    `set_up_reference` in its constructor.
 
     Args:
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-<algorithm>`.
-        ref_model: The policy that training stays close to, for trainers that have one; None: the model as it is now.
         arguments: See `TrainerArguments`.
 
     Raises:
@@ -78,8 +78,6 @@ class OfflineTrainer(BaseTrainer):
         self,
         model: str | Path | PreTrainedModel,
         args: OfflineConfig | None = None,
-        *,
-        ref_model: str | Path | PreTrainedModel | None = None,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
         if args is None:
@@ -91,20 +89,22 @@ class OfflineTrainer(BaseTrainer):
                 f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
                 "optimizer steps, max_steps > 0"
             )
-        has_reference = isinstance(args, OfflineReferenceOptions)
-        if ref_model is not None and not has_reference:
-            raise ConfigError(f"ref_model is given, and {type(self).__name__} compares with no reference. Remove it.")
         super().__init__(model, args, **arguments)
         if args.disable_dropout:
             disable_dropout(self.policy)
         self.reward_mean: RunningMean | None = None  # of losses that compare rewards with their mean so far
         self._precomputed_from: str | None = None  # fingerprint of the weights
-        if isinstance(args, OfflineReferenceOptions):
-            self._set_up_reference(args, ref_model)
 
     # The reference policy.
 
-    def _set_up_reference(self, options: OfflineReferenceOptions, given: str | Path | PreTrainedModel | None) -> None:
+    def set_up_reference(self, given: str | Path | PreTrainedModel | None) -> None:
+        """Keep the reference that the options ask for, or score the datasets with it; called by leaves that have one.
+
+        Args:
+            given: The policy that training stays close to; None: the model as it is now.
+        """
+        options = self.args
+        assert isinstance(options, OfflineReferenceOptions)
         if isinstance(given, str | Path):
             arguments = cast("dict[str, Any] | None", self.args.model_init_kwargs)
             given = self.load_policy(given, model_init_kwargs=arguments)
