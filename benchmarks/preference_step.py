@@ -200,7 +200,9 @@ def main() -> None:
     table = Table("step", "TRL, s", "prefrl, s", "ratio", "TRL, MiB", "prefrl, MiB", "ratio")
     for case in CASES:
         for kind in LENGTHS:
-            table.add_row(*compare(case, kind, arguments.runs))
+            row = compare(case, kind, arguments.runs)
+            print(row, flush=True)  # what is measured is not lost if the run is stopped
+            table.add_row(*row)
     Console(width=120).print(table)
 
 
