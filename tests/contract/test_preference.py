@@ -197,6 +197,31 @@ def test_dropout_is_off_unless_asked_for(tmp_path: Path) -> None:
     assert not torch.equal(update(disable_dropout=False), update())
 
 
+def _rewards_of(trainer: Any, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B] rewards of all rows under the trainer's model, and [B] +1 or -1 by their side."""
+    (batch,) = trainer.prepare_step([trainer.lay_out(list(trainer.train_dataset))])
+    with torch.no_grad():
+        log_ratio = trainer.frozen_logprobs(batch) - batch.ref_logprobs
+    rows = torch.stack([part.sum() for part in torch.split(log_ratio, list(batch.response_lengths))])
+    return beta * rows, torch.tensor([1.0 if side else -1.0 for side in batch.is_preferred])
+
+
+@pytest.mark.parametrize(("name", "options"), [("bco", {}), ("dpo", {"loss_type": "bco_pair"})])
+def test_rewards_are_compared_with_the_mean_of_earlier_steps(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The model does not move, so that every step has the same 8 rows and rewards."""
+    settings = {"rows": 8, "max_steps": 3, "learning_rate": 0.0, "beta": 0.3, "ref_model": stopping_model(seed=5)}
+    trainer = make_trainer(name, tmp_path, **settings, **options)
+    losses = losses_of(trainer)
+    rewards, sign = _rewards_of(trainer, beta=0.3)
+    means = [0.0, float(rewards.mean()), float(rewards.mean())]
+    expected = [float(-torch.nn.functional.logsigmoid(sign * (rewards - mean)).sum()) / 8 for mean in means]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert abs(losses[1] - losses[0]) > 1e-3
+    assert trainer.state.log_history[0]["rewards/chosen"] == pytest.approx(float(rewards[sign > 0].mean()), rel=1e-5)
+
+
 def test_bco_weighs_undesirable_rows_by_their_density_ratio(tmp_path: Path) -> None:
     """Prompts with an 'x' are desirable only, those with a 'y' undesirable only: the ratio is at its lowest."""
     rows = [{"prompt": f"{'x' if i % 2 else 'y'}{i}", "completion": "abc", "label": bool(i % 2)} for i in range(16)]
