@@ -100,6 +100,15 @@ def test_the_first_loss_of_a_model_whose_head_is_zero_is_known(
     assert losses_of(trainer)[0] == pytest.approx(expected, abs=1e-6)
 
 
+def test_rewards_of_alphapo_are_the_transformed_probabilities(tmp_path: Path) -> None:
+    """Every token has probability p = 1 / 128: beta (1 - p^-alpha) / alpha."""
+    model: Any = model_of("cpo")
+    model.get_output_embeddings().weight.data.zero_()
+    trainer = make_trainer("cpo", tmp_path, model=model, loss_type="alphapo", alpha=0.5, beta=0.1)
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/chosen"] == pytest.approx(0.1 * (1 - 128**0.5) / 0.5, rel=1e-5)
+
+
 def test_likelihood_terms_count_all_tokens_of_a_response(tmp_path: Path) -> None:
     """LD-DPO's weight is for the log-ratios alone: with log pi = log ref they are 0 and the likelihood remains."""
     options = {"loss_type": ["sigmoid", "sft"], "rpo_alpha": 0.5}
