@@ -283,6 +283,18 @@ def test_a_reward_model_that_was_trained_here_is_a_reward_by_path(tmp_path: Path
     assert "rewards/rm/mean" in grpo.state.log_history[0]
 
 
+def test_a_reward_model_that_is_not_trained_yet_knows_its_padding_too(tmp_path: Path) -> None:
+    trainer: Any = make_trainer("reward", tmp_path, model=tiny_reward_model(pad_token_id=None))
+    assert trainer.policy.config.pad_token_id == tiny_tokenizer().pad_token_id
+
+
+def test_tokens_of_a_reward_model_are_those_of_its_texts(tmp_path: Path) -> None:
+    trainer: Any = make_trainer("reward", tmp_path, rows=8)
+    trainer.train()
+    sides = [row[side] for row in trainer.train_dataset for side in ("chosen_ids", "rejected_ids")]
+    assert trainer.state.log_history[0]["num_tokens"] == sum(map(len, sides))
+
+
 @pytest.mark.parametrize("padding", ["<|pad|>", "<|end|>"])  # a token of its own, and the end token
 def test_a_reward_by_path_is_what_was_trained(padding: str, tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
