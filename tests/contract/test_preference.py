@@ -81,6 +81,8 @@ def test_the_first_loss_is_known(name: str, options: dict[str, Any], expected: f
 
 
 UNIFORM: list[Any] = [
+    ("dpo", {"rpo_alpha": 0.5}, math.log(2) + 0.5 * math.log(128)),
+    ("dpo", {"loss_type": ["sigmoid", "sft"]}, math.log(2) + math.log(128)),
     ("orpo", {}, math.log(128) + 0.1 * math.log(2)),
     ("cpo", {"loss_type": "simpo"}, math.log(128) + math.log(1 + math.exp(0.5))),
     ("cpo", {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.0}, math.log(2)),
@@ -182,20 +184,21 @@ def test_a_stream_gives_the_update_of_the_dataset(name: str, tmp_path: Path) -> 
 
 
 def test_a_resumed_stream_goes_on_where_it_was(tmp_path: Path) -> None:
+    """In its second pass: 12 rows are a step of 8 and one of 4."""
+
     def trainer() -> Any:
-        stream = dataset_of("dpo", 40).to_iterable_dataset()
         return make_trainer(
             "dpo",
             tmp_path,
-            max_steps=4,
+            max_steps=5,
             save_strategy="steps",
-            save_steps=2,
-            train_dataset=stream,
+            save_steps=3,
+            train_dataset=dataset_of("dpo", 12).to_iterable_dataset(),
             optim="adamw_torch",
         )
 
     whole = update_of(trainer())
-    assert torch.equal(update_of(trainer(), resume_from_checkpoint=str(tmp_path / "checkpoint-2")), whole)
+    assert torch.equal(update_of(trainer(), resume_from_checkpoint=str(tmp_path / "checkpoint-3")), whole)
 
 
 def test_dropout_is_off_unless_asked_for(tmp_path: Path) -> None:
