@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from prefrl.metrics import Max, Mean, Metric, Min, Std, Sum, host, merge
+from prefrl.metrics import Difference, Max, Mean, Metric, Min, Std, Sum, host, merge
 
 
 def test_mean_weighs_by_count_not_by_part() -> None:
@@ -40,3 +40,9 @@ def test_host_numbers_are_floats() -> None:
 def test_kinds_do_not_mix() -> None:
     with pytest.raises(TypeError, match="'x' is Mean and Sum"):
         merge({"x": Mean(1, 1)}, {"x": Sum(1)})
+
+
+def test_a_difference_is_that_of_two_means_each_with_its_own_count():
+    assert Difference(6.0, 2, 1.0, 4).value() == 3.0 - 0.25
+    assert Difference(6.0, 2, 0.0, 0).merge(Difference(3.0, 1, 1.0, 4)).value() == 3.0 - 0.25
+    assert math.isnan(Difference(6.0, 2, 0.0, 0).value())
