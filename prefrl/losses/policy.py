@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses.reduce import Reduction, trainable_per_row
+from prefrl.losses.reduce import Reduction, row_sums, trainable_per_row
 from prefrl.losses.shapes import check_same_shape
+from prefrl.losses.table import keyword_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +93,7 @@ def sequence_log_ratio(log_ratio: Tensor, trainable: Tensor, row_index: Tensor, 
     Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 7
     """
     check_same_shape(log_ratio=log_ratio, trainable=trainable, row_index=row_index)
-    sums = log_ratio.new_zeros(num_rows).index_add(0, row_index, log_ratio.where(trainable, 0.0))
+    sums = row_sums(log_ratio, trainable, row_index, num_rows)
     counts = trainable_per_row(trainable, row_index, num_rows).clamp(min=1)
     return (sums / counts.to(sums.dtype))[row_index]
 
@@ -109,8 +109,7 @@ class PolicyLoss:
     @property
     def hyperparameters(self) -> frozenset[str]:
         """Names of the keyword arguments that the function needs."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        return keyword_names(self.function)
 
 
 # Counts span the whole optimizer step on all ranks. So bnpo, a token mean over one micro-batch in TRL, is the same as

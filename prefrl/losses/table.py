@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LossRow"]
+__all__ = ["LossRow", "keyword_names"]
+
+
+def keyword_names(function: Callable[..., object]) -> frozenset[str]:
+    """Names of the keyword arguments that a loss needs: its hyper-parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +29,4 @@ class LossRow:
     @property
     def hyperparameters(self) -> frozenset[str]:
         """Names of the keyword arguments that the function needs."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        return keyword_names(self.function)

@@ -12,6 +12,7 @@ from torch import nn
 from prefrl.distributed import is_main
 from prefrl.errors import ConfigError
 from prefrl.losses.logprobs import TokenScores, WantName
+from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import ForwardPlan, Plan, lay_out
 from prefrl.models.scoring import ScoredTokens, inner_model, is_classifier, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import Verdict, check_plans, fingerprint
@@ -118,7 +119,7 @@ def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdic
         ConfigError: It does not work for this model, or there is no such plan.
     """
     if plan == "auto":
-        shares = batch.num_prompts < batch.num_rows and not _has_active_dropout(model)
+        shares = batch.num_prompts < batch.num_rows and not any(module.training for module, _ in dropout_rates(model))
         return _working("shared_prefix" if shares else "packed", verdict)
     if plan not in _PLANS:
         raise ConfigError(f'plan="{plan}": allowed are "auto", {", ".join(map(repr, _PLANS))}.')
@@ -128,17 +129,3 @@ def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdic
             f'Use plan="auto" or "{_working(plan, verdict)}".'
         )
     return plan
-
-
-def _has_active_dropout(model: nn.Module) -> bool:
-    """Whether a module in training mode drops something: nn.Dropout, or a rate that a module keeps as a number."""
-    for module in model.modules():
-        if module.training and isinstance(module, nn.Dropout) and module.p > 0:
-            return True
-        if module.training and any("drop" in name and _is_rate(value) for name, value in vars(module).items()):
-            return True
-    return False
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, float) and value > 0
