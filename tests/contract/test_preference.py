@@ -234,6 +234,22 @@ def test_rewards_are_compared_with_the_mean_of_earlier_steps(
     assert trainer.state.log_history[0]["rewards/chosen"] == pytest.approx(float(rewards[sign > 0].mean()), rel=1e-5)
 
 
+def test_evaluation_adds_nothing_to_the_mean_of_rewards(tmp_path: Path) -> None:
+    options = {"loss_type": "bco_pair", "ref_model": stopping_model(seed=5), "eval_dataset": dataset_of("dpo", 5)}
+    trainer: Any = make_trainer("dpo", tmp_path, **options)
+    trainer.evaluate()
+    trainer.reward_mean.fold()
+    assert trainer.reward_mean.value == 0.0
+
+
+def test_frozen_passes_have_no_dropout(tmp_path: Path) -> None:
+    model = stopping_model(attention_dropout=0.5)
+    trainer: Any = make_trainer("kto", tmp_path, model=model, disable_dropout=False)
+    trainer.model.train()
+    batch = trainer.lay_out([trainer.train_dataset[0]])
+    assert torch.equal(trainer.frozen_logprobs(batch), trainer.frozen_logprobs(batch))
+
+
 def test_bco_weighs_undesirable_rows_by_their_density_ratio(tmp_path: Path) -> None:
     """Prompts with an 'x' are desirable only, those with a 'y' undesirable only: the ratio is at its lowest."""
     rows = [{"prompt": f"{'x' if i % 2 else 'y'}{i}", "completion": "abc", "label": bool(i % 2)} for i in range(16)]
