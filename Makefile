@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# TRL has an environment of its own.
+BENCH_VENV ?= .venv-bench
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -9,18 +11,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU.
+# The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. Packages that it lacks, or has in
+# too old a version, are found in folders that the caller's PYTHONPATH names.
 GPU_PYTHON ?= python3
+GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
-.PHONY: demo test check bench gpu lint types imports unit demo-gain clean help
+.PHONY: demo test check bench bench-growth gpu lint types imports unit demo-gain clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
 	@echo "make test    install the test tools too and run everything that continuous integration runs"
 	@echo "make check   lint, types, imports, unit and property tests"
-	@echo "make bench   memory and speed of the loss step"
-	@echo "make gpu     the tests that need a CUDA device, with $(GPU_PYTHON)"
-	@echo "make clean   remove $(VENV) and the caches"
+	@echo "make bench   prefrl against TRL, in $(BENCH_VENV): 12 minutes on 2 cores; QUICK=1: 3 minutes"
+	@echo "make bench-growth   how their cost grows with completions, lengths and vocabulary: 20 minutes at most"
+	@echo "make gpu     the tests that need a CUDA device, and the benchmarks there if trl is installed, with $(GPU_PYTHON)"
+	@echo "make clean   remove $(VENV), $(BENCH_VENV) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
@@ -49,26 +54,30 @@ demo-gain: $(VENV)/.dev
 	$(BIN)/prefrl demo --seed 0 --output_dir runs/demo-gain
 	$(BIN)/python .ci/demo_gain.py runs/demo-gain/summary.json
 
-bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.logprob_memory
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.loss_step
+bench: $(BENCH_VENV)/.bench
+	$(BENCH_VENV)/bin/python -m benchmarks $(if $(QUICK),--quick)
+
+bench-growth: $(BENCH_VENV)/.bench
+	$(BENCH_VENV)/bin/python -m benchmarks.growth
 
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, importlib.util as u; sys.exit(None if u.find_spec("torch") else "make gpu: $(GPU_PYTHON) has no torch; set GPU_PYTHON=/path/to/python")'
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
 	@files=$$(grep -rlE 'mark\.gpu' tests --include='test_*.py'); \
 	if [ -z "$$files" ]; then echo 'make gpu: no test is marked gpu'; exit 1; fi; \
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -ra --forbid-skips $$files; status=$$?; \
+	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu -ra --forbid-skips $$files; status=$$?; \
 	if [ $$status -eq 5 ]; then echo 'make gpu: no test was collected'; fi; exit $$status
+	@if $(GPU_PYTHON) -c 'import trl' 2>/dev/null; then $(GPU_PATH) $(GPU_PYTHON) -m benchmarks --device cuda; \
+	else echo 'make gpu: no benchmark, $(GPU_PYTHON) cannot import trl'; fi
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 # Torch first and pinned: pip must never choose another version for it.
-$(VENV)/.torch:
+$(VENV)/.torch $(BENCH_VENV)/.torch: %/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "prefrl needs Python >= 3.11; set PYTHON=/path/to/it")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install '$(TORCH)'
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip --disable-pip-version-check install '$(TORCH)'
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml constraints.txt
@@ -78,3 +87,7 @@ $(VENV)/.runtime: $(VENV)/.torch pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.runtime
+
+$(BENCH_VENV)/.bench: $(BENCH_VENV)/.torch pyproject.toml constraints.txt
+	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[bench,plot]'
+	@touch $@

@@ -80,6 +80,15 @@ class TokenBatch:
     old_logprobs: Tensor | None = None  # [N] nats, of the policy before this generation's first update
     ref_logprobs: Tensor | None = None  # [N] nats, of the reference model
     is_idle: bool = False  # nothing to learn: only joins the forward and backward pass of other ranks
+    # B entries: trainable tokens of each row, counted when the batch is made; they decide shapes of the forward pass.
+    trainable_counts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Count the trainable tokens, unless they are known."""
+        if len(self.trainable_counts) != self.num_rows:
+            counts = torch.zeros(self.num_rows, dtype=torch.long, device=self.device)
+            counts.index_add_(0, self.row_index, self.trainable.long())
+            object.__setattr__(self, "trainable_counts", tuple(counts.tolist()))
 
     @property
     def num_rows(self) -> int:
@@ -97,6 +106,11 @@ class TokenBatch:
         return sum(self.response_lengths)
 
     @property
+    def num_trainable(self) -> int:
+        """M, the number of tokens that have a loss."""
+        return sum(self.trainable_counts)
+
+    @property
     def num_forward_tokens(self) -> int:
         """Tokens that a forward pass with shared prompts runs."""
         return sum(self.prompt_lengths) + self.num_tokens
@@ -110,15 +124,26 @@ class TokenBatch:
     def row_index(self) -> Tensor:
         """[N] int64: the row of each response token."""
         lengths = torch.tensor(self.response_lengths, dtype=torch.long)
-        return torch.repeat_interleave(torch.arange(self.num_rows), lengths).to(self.device)
+        index = torch.repeat_interleave(torch.arange(self.num_rows), lengths, output_size=self.num_tokens)
+        return index.to(self.device, non_blocking=True)
+
+    @cached_property
+    def trainable_positions(self) -> Tensor:
+        """[M] int64: which response tokens have a loss. Their number is known, so nothing waits for the device."""
+        if self.num_trainable == self.num_tokens:
+            return torch.arange(self.num_tokens, device=self.device)
+        return torch.nonzero_static(self.trainable, size=self.num_trainable).squeeze(1)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields replaced."""
+        if "trainable" in changes:
+            changes.setdefault("trainable_counts", ())
         return dataclasses.replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with all tensors on `device`."""
-        return self.replace(**{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
+        moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors().items()}
+        return self.replace(**moved, trainable_counts=self.trainable_counts)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields that are set, by name."""
@@ -131,7 +156,7 @@ class TokenBatch:
 
     def per_row(self) -> dict[str, tuple[Any, ...]]:
         """The tuples with one entry for each row that are set, by name; without those that lay the rows out."""
-        values = {name: getattr(self, name) for name in ("group_index", "is_preferred", "margins", "row_weights")}
+        values = {name: getattr(self, name) for name in _PER_ROW}
         return {name: value for name, value in values.items() if value is not None}
 
     def pairs(self) -> tuple[list[int], list[int]]:
@@ -149,6 +174,16 @@ class TokenBatch:
         if chosen.keys() != rejected.keys() or len(chosen) + len(rejected) != self.num_rows:
             raise ValueError(f"groups {self.group_index} with is_preferred {self.is_preferred} are not pairs")
         return list(chosen.values()), [rejected[group] for group in chosen]
+
+    @cached_property
+    def pair_index(self) -> tuple[Tensor, Tensor]:
+        """`pairs` as two [B / 2] int64 tensors on the batch's device."""
+        chosen, rejected = self.pairs()
+        return self.on_device(chosen), self.on_device(rejected)
+
+    def on_device(self, values: Sequence[float]) -> Tensor:
+        """Numbers of the host as a tensor on the batch's device, without waiting for it."""
+        return torch.tensor(values).to(self.device, non_blocking=True)
 
     def select(self, rows: Sequence[int]) -> Self:
         """The batch of some rows, in the order given; prompts that no row reads are left out.
@@ -244,6 +279,9 @@ class TokenBatch:
             **{name: sum((batch.per_row()[name] for batch in batches), ()) for name in batches[0].per_row()},
             **tensors,
         )
+
+
+_PER_ROW = ("group_index", "is_preferred", "margins", "row_weights", "trainable_counts")
 
 
 def _rows_by(index: Sequence[int]) -> list[list[int]]:

@@ -7,18 +7,21 @@ their left: copies of their first token, masked out. Legend: P prompts, R rows t
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from prefrl.errors import ConfigError, GenerationError
+from prefrl.generation.cache import keep_rows, rows_of_cache
+from prefrl.generation.linear import packed_linears
 from prefrl.generation.sampling import TokenSampler, uniform_numbers
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.modes import eval_mode
@@ -27,12 +30,15 @@ from prefrl.types import Completion
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.cache_utils import CacheLayerMixin
 
     from prefrl.generation.base import SamplingParams, WeightSource
+    from prefrl.generation.sampling import Draw
     from prefrl.types import FinishReason
 
 __all__ = ["LocalGenerator"]
+
+# Packing the weights takes the time of some five steps.
+_STEPS_THAT_PAY_FOR_PACKING = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class _Prefill:
     logits: Tensor  # [P, V] float32, after the last token
     ids: Tensor  # [P, W] int64
     padding: Tensor  # [P] int64, tokens of padding on the left
+    has_padding: bool
 
 
 class LocalGenerator:
@@ -104,13 +111,15 @@ class LocalGenerator:
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: one each is needed")
         self._check_prompts(prompts, sampling.max_tokens)
         completions: dict[_Row, Completion] = {}
-        with torch.inference_mode(), eval_mode(self._model):
+        stop_ids = self._stop_ids(sampling)
+        pays = sampling.max_tokens >= _STEPS_THAT_PAY_FOR_PACKING
+        with torch.inference_mode(), eval_mode(self._model), packed_linears(self._base) if pays else nullcontext():
             for batch in _batches(prompts, sampling.num_samples, self._max_rows):
                 prefill = self._prefill(list(batch))
                 rows = [(number, row) for number, group in enumerate(batch.values()) for row in group]
                 for start in range(0, len(rows), self._max_rows):
                     wave = _Wave(prefill, rows[start : start + self._max_rows], sampling, seeds)
-                    self._decode(wave, sampling)
+                    self._decode(wave, TokenSampler(sampling), stop_ids)
                     completions |= wave.completions(self._version)
         return [
             [completions[_Row(request, sample)] for sample in range(sampling.num_samples)]
@@ -124,46 +133,50 @@ class LocalGenerator:
     def close(self) -> None:
         """No-op: nothing is held between calls."""
 
-    def _decode(self, wave: _Wave, sampling: SamplingParams) -> None:
-        sampler, stop_ids = TokenSampler(sampling), self._stop_ids(sampling)
+    def _decode(self, wave: _Wave, sampler: TokenSampler, stop_ids: set[int]) -> None:
         logits = wave.first_logits
-        for step in range(sampling.max_tokens):
+        for step in range(wave.max_tokens):
             draw = sampler.draw(logits, wave.uniforms(step), wave.history(step) if sampler.reads_history else None)
-            stopped = torch.isin(draw.tokens, stop_ids)
             # The one place in a step that waits for the device.
-            has_stopped, is_valid = torch.stack([stopped, draw.is_valid]).tolist()
+            drawn, is_valid = torch.stack([draw.tokens, draw.is_valid.long()]).tolist()
             if not all(is_valid):
-                raise self._logits_error(wave.live_rows[is_valid.index(False)], step)
-            wave.record(step, draw.tokens, draw.logprobs)
-            kept = wave.leave(step, has_stopped)
-            if not kept or step + 1 == sampling.max_tokens:
+                raise self._logits_error(wave.live_rows[is_valid.index(0)], step)
+            wave.record(step, draw)
+            has_stopped = [token in stop_ids for token in drawn]
+            kept = wave.leave(has_stopped)
+            if not kept or step + 1 == wave.max_tokens:
                 return
             tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[kept]
-            logits = self._forward(tokens[:, None], wave.padding, wave.cache, past=wave.width + step)
+            logits = self._forward(tokens[:, None], wave.cache, wave.positions(step), wave.mask(step))
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> _Prefill:
         width, device = max(map(len, prompts)), self._base.device
         ids = [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         input_ids = torch.tensor(ids, device=device)
         padding = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+        has_padding = any(len(prompt) < width for prompt in prompts)
+        columns = torch.arange(width, device=device)
+        positions = (columns - padding[:, None]).clamp(min=0)
+        mask = (columns >= padding[:, None]).long() if has_padding else None
         cache = DynamicCache(config=self._base.config)
         try:
-            logits = self._forward(input_ids, padding, cache, past=0)
+            logits = self._forward(input_ids, cache, positions, mask)
         except ValueError as error:  # some architectures refuse a cache that is not of their own kind
             raise _no_cache_error(self._base, str(error)) from error
-        return _Prefill(cache, logits, input_ids, padding)
+        return _Prefill(cache, logits, input_ids, padding, has_padding)
 
-    def _forward(self, input_ids: Tensor, padding: Tensor, cache: Cache, *, past: int) -> Tensor:
-        """[R, V] float32 logits after the last of `input_ids` [R, .], whose keys and values go to `cache`."""
-        columns = torch.arange(past + input_ids.shape[1], device=input_ids.device)
-        arguments = {
-            "input_ids": input_ids,
-            "attention_mask": (columns >= padding[:, None]).long(),
-            "past_key_values": cache,
-            "use_cache": True,
-        }
+    def _forward(self, input_ids: Tensor, cache: Cache, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """[R, V] float32 logits after the last of `input_ids` [R, .], whose keys and values go to `cache`.
+
+        Args:
+            input_ids: [R, .] int64.
+            cache: Of all tokens before.
+            positions: [R, .] int64, of `input_ids`.
+            mask: [R, .] int64, of all tokens so far, 0 where there is padding; None if there is none.
+        """
+        arguments = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if "position_ids" in self._arguments:
-            arguments["position_ids"] = (columns[past:] - padding[:, None]).clamp(min=0)
+            arguments["position_ids"] = positions
         if "logits_to_keep" in self._arguments:
             arguments["logits_to_keep"] = 1
         output = self._model(**arguments)
@@ -171,12 +184,12 @@ class LocalGenerator:
             raise _no_cache_error(self._base, "its forward pass does not fill the cache that it is given")
         return output.logits[:, -1].to(input_ids.device, torch.float32)  # type: ignore[no-any-return]  # untyped
 
-    def _stop_ids(self, sampling: SamplingParams) -> Tensor:
+    def _stop_ids(self, sampling: SamplingParams) -> set[int]:
         of_config = self._base.generation_config.eos_token_id
         ids = {*sampling.stop_token_ids, *(of_config if isinstance(of_config, (list, tuple)) else [of_config])}
         if self._tokenizer is not None:
             ids.add(self._tokenizer.eos_token_id)
-        return torch.tensor(sorted(ids - {None}), dtype=torch.long, device=self._base.device)
+        return ids - {None}
 
     def _check_architecture(self) -> None:
         if self._base.config.is_encoder_decoder:
@@ -212,22 +225,24 @@ class _Wave:
     def __init__(
         self, prefill: _Prefill, rows: list[tuple[int, _Row]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> None:
-        device = prefill.ids.device
-        uniforms = [uniform_numbers(seeds[row.request], row.sample, sampling.max_tokens) for _, row in rows]
+        self.max_tokens = sampling.max_tokens
+        self._device, self._width = prefill.ids.device, prefill.ids.shape[1]
         self._rows = [row for _, row in rows]
-        self._uniforms = torch.stack(uniforms).to(device)  # [R, T]
-        self._tokens = torch.zeros(self._uniforms.shape, dtype=torch.long, device=device)  # [R, T]
-        self._logprobs = torch.zeros(self._uniforms.shape, device=device)  # [R, T]
-        self._ends: list[tuple[int, FinishReason]] = [(sampling.max_tokens, "length")] * len(rows)
-        self._prefill_ids = prefill.ids
-        self.width = prefill.ids.shape[1]
+        self._reasons: list[FinishReason] = ["length"] * len(rows)
+        self._draws: list[Draw] = []
+        self._drawn_for: list[list[int]] = []  # rows of each draw
         # Of live rows, in the order of the cache.
         self._live = list(range(len(rows)))
-        self._live_index = torch.arange(len(rows), device=device)
-        self._prompts = torch.tensor([number for number, _ in rows], device=device)
-        self.padding = prefill.padding[self._prompts]
-        self.cache = _rows_of_cache(prefill.cache, self._prompts, room=sampling.max_tokens)
-        self.first_logits = prefill.logits[self._prompts]
+        prompts = torch.tensor([number for number, _ in rows], device=self._device)
+        uniforms = [uniform_numbers(seeds[row.request], row.sample, self.max_tokens) for row in self._rows]
+        self._uniforms = torch.stack(uniforms).to(self._device)  # [R, T]
+        self._history = pad(prefill.ids[prompts], (0, self.max_tokens))  # [R, W + T]
+        columns = torch.arange(self._width + self.max_tokens, device=self._device)
+        padding = prefill.padding[prompts, None]
+        self._positions = columns - padding  # [R, W + T]
+        self._mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
+        self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens)
+        self.first_logits = prefill.logits[prompts]
 
     @property
     def live_rows(self) -> list[_Row]:
@@ -236,88 +251,72 @@ class _Wave:
 
     def uniforms(self, step: int) -> Tensor:
         """The random number of each live row."""
-        return self._uniforms[self._live_index, step]
+        return self._uniforms[:, step]
+
+    def positions(self, step: int) -> Tensor:
+        """[R, 1] of the token that was drawn in this step."""
+        return self._positions[:, self._width + step, None]
+
+    def mask(self, step: int) -> Tensor | None:
+        """[R, W + step + 1] for the token that was drawn in this step."""
+        return None if self._mask is None else self._mask[:, : self._width + step + 1]
 
     def history(self, step: int) -> Tensor:
-        """[., W + step] the tokens of live rows; padding repeats a token of the prompt, so the set is right."""
-        return torch.cat([self._prefill_ids[self._prompts], self._tokens[self._live_index, :step]], dim=1)
+        """[R, W + step] the tokens of live rows; padding repeats a token of the prompt, so the set is right."""
+        return self._history[:, : self._width + step]
 
-    def record(self, step: int, tokens: Tensor, logprobs: Tensor) -> None:
+    def record(self, step: int, draw: Draw) -> None:
         """Keep what was drawn for the live rows."""
-        self._tokens[self._live_index, step] = tokens
-        self._logprobs[self._live_index, step] = logprobs
+        self._history[:, self._width + step] = draw.tokens
+        self._draws.append(draw)
+        self._drawn_for.append(self._live)
 
-    def leave(self, step: int, has_stopped: list[bool]) -> list[int]:
+    def leave(self, has_stopped: list[bool]) -> list[int]:
         """Let stopped rows go; returns which of the live rows stay, in their new order."""
         for row, is_last in zip(self._live, has_stopped, strict=True):
             if is_last:
-                self._ends[row] = (step + 1, "stop")
-        kept = [position for position, is_last in enumerate(has_stopped) if not is_last]
+                self._reasons[row] = "stop"
+        kept = _fill_gaps(has_stopped)
         if kept and len(kept) < len(has_stopped):
-            chosen = torch.tensor(kept, device=self._live_index.device)
-            self._live = [self._live[position] for position in kept]
-            self._live_index, self._prompts = self._live_index[chosen], self._prompts[chosen]
-            self.padding = self.padding[chosen]
-            self.cache.reorder_cache(chosen)
+            chosen = torch.tensor(kept, device=self._device)
+            self._live = [self._live[place] for place in kept]
+            self._uniforms, self._history, self._positions = (
+                state[chosen] for state in (self._uniforms, self._history, self._positions)
+            )
+            self._mask = None if self._mask is None else self._mask[chosen]
+            keep_rows(self.cache, kept, self._device)
         return kept
 
     def completions(self, version: int) -> dict[_Row, Completion]:
         """What was drawn, on the host."""
-        tokens, logprobs = self._tokens.tolist(), self._logprobs.tolist()
+        tokens: list[list[int]] = [[] for _ in self._rows]
+        logprobs: list[list[float]] = [[] for _ in self._rows]
+        drawn = zip(
+            chain.from_iterable(self._drawn_for),
+            torch.cat([draw.tokens for draw in self._draws]).tolist(),
+            torch.cat([draw.logprobs for draw in self._draws]).tolist(),
+            strict=True,
+        )
+        for row, token, logprob in drawn:
+            tokens[row].append(token)
+            logprobs[row].append(logprob)
         return {
             row: Completion(
-                token_ids=tokens[number][:length],
-                finish_reason=reason,
-                logprobs=logprobs[number][:length],
-                trainable=[True] * length,
-                policy_versions=[version] * length,
+                token_ids=tokens[number],
+                finish_reason=self._reasons[number],
+                logprobs=logprobs[number],
+                trainable=[True] * len(tokens[number]),
+                policy_versions=[version] * len(tokens[number]),
             )
-            for number, (row, (length, reason)) in enumerate(zip(self._rows, self._ends, strict=True))
+            for number, row in enumerate(self._rows)
         }
 
 
-class _RoomyLayer(DynamicLayer):
-    """A layer's keys and values in memory that has room for all tokens to come: a new token is written in place.
-
-    `DynamicLayer` copies the whole layer for every token.
-    """
-
-    def __init__(self, filled: DynamicLayer, rows: Tensor, room: int) -> None:
-        super().__init__()
-        self.lazy_initialization(filled.keys, filled.values)
-        self._length = filled.get_seq_length()
-        self._key_room, self._value_room = (_with_room(state, rows, room) for state in (filled.keys, filled.values))
-        self._show()
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write new tokens behind those that are here; returns all."""
-        end = self._length + key_states.shape[-2]
-        self._key_room[:, :, self._length : end] = key_states
-        self._value_room[:, :, self._length : end] = value_states
-        self._length = end
-        self._show()
-        return self.keys, self.values
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Only some rows stay; those of `beam_idx`, in that order."""
-        for name in ("_key_room", "_value_room"):
-            room = getattr(self, name)
-            kept = room[: len(beam_idx)]
-            kept[:, :, : self._length] = room[beam_idx, :, : self._length]
-            setattr(self, name, kept)
-        self._show()
-
-    def _show(self) -> None:
-        self.keys, self.values = (room[:, :, : self._length] for room in (self._key_room, self._value_room))
-
-
-def _with_room(state: Tensor, rows: Tensor, room: int) -> Tensor:
-    _, heads, length, size = state.shape
-    roomy = state.new_empty(len(rows), heads, length + room, size)
-    roomy[:, :, :length] = state[rows]
-    return roomy
+def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:
+    """The places that are no gaps, in an order that moves as few as possible: the last ones fill the gaps."""
+    num_kept = len(is_gap) - sum(is_gap)
+    movers = (place for place in range(len(is_gap) - 1, num_kept - 1, -1) if not is_gap[place])
+    return [next(movers) if is_gap[place] else place for place in range(num_kept)]
 
 
 def _batches(
@@ -336,23 +335,6 @@ def _batches(
         batches[-1][prompt] = rows[prompt]
         num_rows += len(rows[prompt])
     return batches
-
-
-def _rows_of_cache(cache: Cache, rows: Tensor, *, room: int) -> Cache:
-    """A cache with copies of some rows, which may repeat, and room for more tokens; the original stays as it is."""
-    copied = copy.copy(cache)
-    # Layers of other kinds (sliding windows, recurrent states) have a bounded size and know how to select rows.
-    copied.layers = [
-        _RoomyLayer(layer, rows, room) if type(layer) is DynamicLayer else _rows_of_layer(layer, rows)
-        for layer in cache.layers
-    ]
-    return copied
-
-
-def _rows_of_layer(layer: CacheLayerMixin, rows: Tensor) -> CacheLayerMixin:
-    copied = copy.copy(layer)
-    copied.reorder_cache(rows)
-    return copied
 
 
 def _position_limit(model: PreTrainedModel) -> int | None:

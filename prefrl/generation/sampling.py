@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams
 
 __all__ = ["Draw", "TokenSampler", "uniform_numbers"]
+
+# Tokens that are summed up in float32.
+_BLOCK = 128
+_BELOW_ONE = 1 - 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +112,22 @@ def _at(values: Tensor, tokens: Tensor) -> Tensor:
 def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The first token whose cumulative probability exceeds u times the total, and whether there is a total.
 
-    A token of probability 0 adds nothing to the sum, so it is never the first to exceed a number. Summed in float64:
-    with float32 the tokens at the end of a large vocabulary would be drawn too often or not at all.
+    First the block of tokens that holds it is found, then the token in that block, so that only a few numbers are
+    summed up in float64: with float32 the tokens at the end of a large vocabulary would be drawn too often or not at
+    all. A token or block of probability 0 adds nothing to the sum, so it is never the first to exceed a number.
     """
-    cumulative = probabilities.cumsum(dim=-1, dtype=uniforms.dtype)
-    total = cumulative[:, -1]
-    # The largest u is one rounding step below 1, so u * total stays below the total and some token exceeds it.
-    tokens = torch.searchsorted(cumulative, (uniforms * total)[:, None], right=True)[:, 0]
+    size = probabilities.shape[1]
+    blocks = pad(probabilities, (0, -size % _BLOCK)).view(len(probabilities), -1, _BLOCK)
+    mass = blocks.sum(dim=-1).to(uniforms.dtype)  # of 128 numbers, so as exact as the numbers themselves
+    cumulative = mass.cumsum(dim=-1)
+    total = cumulative[:, -1:]
     is_valid = total.isfinite()
-    return tokens.where(is_valid, 0), is_valid
+    # The largest u is one rounding step below 1, so u * total stays below the total and some block exceeds it.
+    target = uniforms[:, None] * total
+    block = torch.searchsorted(cumulative, target, right=True).where(is_valid, 0)
+    inside = blocks.take_along_dim(block[:, :, None], dim=1)[:, 0].cumsum(dim=-1, dtype=uniforms.dtype)
+    rest = target - pad(cumulative[:, :-1], (1, 0)).gather(1, block)
+    # Rounded otherwise, the block's own sum may be less; below it some token exceeds the rest.
+    rest = rest.minimum(inside[:, -1:] * _BELOW_ONE)
+    tokens = block * _BLOCK + torch.searchsorted(inside, rest, right=True)
+    return tokens.where(is_valid, 0)[:, 0], is_valid[:, 0]

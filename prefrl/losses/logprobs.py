@@ -1,8 +1,9 @@
 """Log-probs of tokens from hidden states and the output head, without logits for more than a chunk of tokens.
 
 Logits are made chunk by chunk in one buffer and made again in backward, so memory does not grow with the number of
-tokens. `chunked_logprobs` is for a head that is a matrix; `module_logprobs` takes any head, at the price of a few more
-buffers of one chunk.
+tokens; where the probabilities of all tokens are small beside any model, they are kept for backward instead.
+`chunked_logprobs` is for a head that is a matrix; `module_logprobs` takes any head, at the price of a few more buffers
+of one chunk.
 """
 
 from __future__ import annotations
@@ -18,10 +19,21 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Head", "TokenScores", "WantName", "chunked_logprobs", "default_chunk_size", "module_logprobs"]
+__all__ = [
+    "KEPT_BYTES",
+    "Head",
+    "TokenScores",
+    "WantName",
+    "chunked_logprobs",
+    "default_chunk_size",
+    "module_logprobs",
+]
 
 # What can be computed beside log-probs: the optional fields of TokenScores.
 WantName = Literal["entropy", "correct", "mean_logit", "log_collision"]
+
+# Bytes of probabilities that may be kept for backward: little beside a model, and a quarter of the head's work.
+KEPT_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ def chunked_logprobs(
     temperature: float,
     want: Collection[WantName],
     chunk_size: int | None = None,
+    keep_bytes: int | None = None,
 ) -> TokenScores:
     """Log-probs of `targets` under softmax(logits / temperature).
 
@@ -75,6 +88,8 @@ def chunked_logprobs(
         temperature: Logits are divided by it.
         want: What to compute beside log-probs, by its name in `TokenScores`.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
+        keep_bytes: If the probabilities of all tokens are at most so large, they are kept for backward, instead of
+            logits being made again; None: `KEPT_BYTES`.
 
     Returns:
         Scores of each token.
@@ -83,6 +98,7 @@ def chunked_logprobs(
         ValueError: Shapes that do not fit, a number that is not positive, or an unknown name in `want`.
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
+    keep_bytes = KEPT_BYTES if keep_bytes is None else keep_bytes
     _check(hidden, targets, temperature, want, chunk_size)
     if head.weight.dim() != 2 or head.weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"head.weight {tuple(head.weight.shape)}: needs to be [V, {hidden.shape[1]}], as hidden is")
@@ -94,6 +110,7 @@ def chunked_logprobs(
         temperature=temperature,
         want=frozenset(want),
         chunk_size=chunk_size,
+        keep_bytes=keep_bytes if torch.is_grad_enabled() else 0,
         product_dtype=_product_dtype(hidden, head.weight),
     )
     scores = _ChunkedLogprobs.apply(hidden, head.weight, head.bias, targets, plan)  # type: ignore[no-untyped-call]
@@ -203,6 +220,7 @@ class _Plan:
     temperature: float
     want: frozenset[WantName]
     chunk_size: int
+    keep_bytes: int
     product_dtype: torch.dtype
 
 
@@ -213,10 +231,17 @@ class _Chunk:
     product: Tensor  # [c, V] in the dtype of the product; the memory of `logits` if that is the same dtype
     logits: Tensor  # [c, V] in the dtype of scores, after `_transform`; whoever reads it may overwrite it
     scratch: Tensor  # [c, V] in the dtype of scores; the memory of `logits` unless asked for
+    probs: Tensor | None  # [c, V] softmax(logits) if it was kept: `logits` is not filled then
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, *, with_scratch: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: _Plan,
+    *,
+    with_scratch: bool,
+    kept: Tensor | None = None,
 ) -> Iterator[_Chunk]:
     """Chunks in order, all in the same buffers. `weight` and `bias` are in the dtype of the product."""
     dtype = _score_dtype(hidden)
@@ -225,15 +250,30 @@ def _chunks(
     scratch = torch.empty_like(logits) if with_scratch else logits
     for rows in _slices(hidden.shape[0], plan.chunk_size):
         n = rows.stop - rows.start
-        chunk = _Chunk(rows, hidden[rows].to(plan.product_dtype), product[:n], logits[:n], scratch[:n])
-        if bias is None:
-            torch.mm(chunk.hidden, weight.t(), out=chunk.product)
-        else:
-            torch.addmm(bias, chunk.hidden, weight.t(), out=chunk.product)
-        if product is not logits:
-            chunk.logits.copy_(chunk.product)
-        _transform(chunk.logits, plan)
+        probs = None if kept is None else kept[rows]
+        chunk = _Chunk(rows, hidden[rows].to(plan.product_dtype), product[:n], logits[:n], scratch[:n], probs)
+        if probs is None:
+            _fill(chunk, weight, bias, plan)
         yield chunk
+
+
+def _fill(chunk: _Chunk, weight: Tensor, bias: Tensor | None, plan: _Plan) -> None:
+    """Make the chunk's logits."""
+    if bias is None:
+        torch.mm(chunk.hidden, weight.t(), out=chunk.product)
+    else:
+        torch.addmm(bias, chunk.hidden, weight.t(), out=chunk.product)
+    if chunk.product.dtype != chunk.logits.dtype:
+        chunk.logits.copy_(chunk.product)
+    _transform(chunk.logits, plan)
+
+
+def _room_for_probs(hidden: Tensor, weight: Tensor, plan: _Plan) -> Tensor | None:
+    """[M, V] if that is small. The gradient of a capped logit is not made of its probability alone."""
+    dtype = _score_dtype(hidden)
+    if plan.softcap is not None or len(hidden) * len(weight) * dtype.itemsize > plan.keep_bytes:
+        return None
+    return hidden.new_empty(len(hidden), len(weight), dtype=dtype)
 
 
 def _transform(logits: Tensor, plan: _Plan) -> None:
@@ -263,9 +303,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         correct = torch.empty_like(targets, dtype=torch.bool) if "correct" in want else None
         mean_logit = torch.empty_like(logprobs) if "mean_logit" in want else None
         log_collision = torch.empty_like(logprobs) if "log_collision" in want else None
+        kept = _room_for_probs(hidden, weight, plan)
         with torch.autocast(hidden.device.type, enabled=False):
             product_weight, product_bias = _in_product_dtype(weight, bias, plan)
-            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch="entropy" in want):
+            with_scratch = "entropy" in want and kept is None
+            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch):
                 rows, logits = chunk.rows, chunk.logits
                 target_logits = logits.gather(1, targets[rows, None]).squeeze(1)
                 if correct is not None:
@@ -273,20 +315,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if mean_logit is not None and plan.softcap is not None:
                     mean_logit[rows] = logits.mean(1) * plan.temperature
                 largest = logits.amax(1)
-                probs = torch.softmax(logits, 1, out=chunk.scratch)
+                probs = torch.softmax(logits, 1, out=chunk.scratch if kept is None else kept[rows])
                 # p = exp(z - log sum exp z) at the largest logit, where it cannot underflow: p >= 1 / V.
                 log_normalizers = largest - probs.amax(1).log()
                 logprobs[rows] = target_logits - log_normalizers
                 if log_collision is not None:
                     log_collision[rows] = _log_sum_of_squares(probs)
                 if entropy is not None and expected_logits is not None:
-                    expected_logits[rows] = probs.mul_(logits).sum(1)
+                    expected_logits[rows] = logits.mul_(probs).sum(1)
                     entropy[rows] = log_normalizers - expected_logits[rows]
             if mean_logit is not None and plan.softcap is None:
                 mean_logit = _mean_logit(hidden, weight, bias, plan.scale)
         ctx.mark_non_differentiable(*(x for x in (correct, mean_logit, log_collision) if x is not None))
         ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias, targets, expected_logits)
+        ctx.save_for_backward(hidden, weight, bias, targets, expected_logits, kept)
         return logprobs, entropy, correct, mean_logit, log_collision
 
     @staticmethod
@@ -294,7 +336,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, targets, expected_logits = ctx.saved_tensors
+        hidden, weight, bias, targets, expected_logits, kept = ctx.saved_tensors
         plan: _Plan = ctx.plan
         dtype = _score_dtype(hidden)
         grad_hidden, grad_weight, grad_bias = (
@@ -307,8 +349,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         offsets = -grad_logprobs if grad_entropy is None else grad_entropy * expected_logits - grad_logprobs
         with torch.autocast(hidden.device.type, enabled=False):
             product_weight, product_bias = _in_product_dtype(weight, bias, plan)
+            if grad_entropy is not None:
+                kept = None  # its gradient reads the logits
             with_scratch = grad_entropy is not None
-            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch):
+            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch, kept=kept):
                 rows = chunk.rows
                 grads = _RowGrads(
                     grad_logprobs[rows], offsets[rows], None if grad_entropy is None else grad_entropy[rows]
@@ -346,9 +390,9 @@ def _logits_to_grad(chunk: _Chunk, targets: Tensor, grads: _RowGrads, plan: _Pla
     """Replace the chunk's logits by the gradient of what they were before `_transform`."""
     logits = chunk.logits
     slope = None if plan.softcap is None else 1 - (logits * (plan.temperature / plan.softcap)).square_()
-    probs = torch.softmax(logits, 1, out=chunk.scratch)
+    probs = torch.softmax(logits, 1, out=chunk.scratch) if chunk.probs is None else chunk.probs
     if grads.entropy is None:
-        probs.mul_(grads.offsets[:, None])
+        torch.mul(probs, grads.offsets[:, None], out=logits)
     else:
         logits.mul_(-grads.entropy[:, None]).add_(grads.offsets[:, None]).mul_(probs)
     logits.scatter_add_(1, targets[:, None], grads.logprobs[:, None])

@@ -117,4 +117,4 @@ def item_count(
         if constant is None or constant <= 0:
             raise ValueError(f"constant={constant}: reduction='constant' needs a positive number of tokens")
         tokens_per_row = constant
-    return torch.tensor(num_rows * tokens_per_row, dtype=torch.float32, device=trainable.device)
+    return torch.full((), num_rows * tokens_per_row, dtype=torch.float32, device=trainable.device)

@@ -1,26 +1,26 @@
 """Attention over one flat row of many sequences, as functions that transformers' AttentionInterface calls.
 
-The tokens of a flat row form trees: a trunk that attends to itself, then branches that each attend to the trunk and to
-themselves, never to each other. A tree without branches is an ordinary sequence. The trees travel as a `Layout` in a
-keyword argument of the model's forward, down to the attention function: gradient checkpointing passes it again when it
-recomputes a layer, where a global variable would be stale. Without that argument our functions are the implementation
-that they replace.
+The tokens of a flat row form trees, see `Layout`. It travels in a keyword argument of the model's forward, down to the
+attention function: gradient checkpointing passes it again when it recomputes a layer, where a global variable would be
+stale. Without that argument our functions are the implementation that they replace. On CUDA a single kernel computes
+what the trees say where one can, see `kernels`; elsewhere it is done segment by segment.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from prefrl.models import segments
+from prefrl.models.kernels import Inputs, choose_kernel
+from prefrl.models.layout import Layout, Tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,54 +37,6 @@ _REPLACED_NAME = {ours: replaced for replaced, ours in _OUR_NAME.items()}
 
 # Arguments with which some models change what attention computes; we do not implement them.
 _UNSUPPORTED_KWARGS = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
-
-# Queries that share one explicit mask: bounds a mask's memory to this many rows.
-_ROWS_PER_MASK = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """Lengths, in flat order: a trunk, then branches that each attend to the trunk and themselves."""
-
-    trunk: int
-    branches: tuple[int, ...] = ()
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Of all segments, trunk first."""
-        return (self.trunk, *self.branches)
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """The trees of a flat row, end to end."""
-
-    trees: tuple[Tree, ...]
-    # Sliding windows that attention layers asked for: what the self-check reads.
-    windows: set[int | None] = field(default_factory=set)
-    _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Of all segments, in flat order."""
-        return [length for tree in self.trees for length in tree.lengths]
-
-    @property
-    def longest(self) -> int:
-        """Keys that a query can see at most: trunk and longest branch."""
-        return max(tree.trunk + max(tree.branches, default=0) for tree in self.trees)
-
-    def mask(self, rows: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-        """[rows, keys] to add to scores of the last `rows` of `keys` positions; a view of one for all segments."""
-        before, key = self.longest, (window, like.dtype, like.device)
-        if key not in self._masks:
-            most_rows = min(before, _ROWS_PER_MASK)
-            distance = torch.arange(most_rows)[:, None] - torch.arange(-before, most_rows)
-            distance = distance.to(like.device, non_blocking=True)
-            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            zeros = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-            self._masks[key] = zeros.masked_fill_(hidden, float("-inf"))
-        return self._masks[key][:rows, before - (keys - rows) : before + rows]
 
 
 def mask_placeholder(device: torch.device) -> Tensor:
@@ -115,22 +67,13 @@ def flat_attention(
     Returns:
         [1, T, H, D].
     """
-    lengths = layout.lengths
     query, key, value = (_as_autocast_would(x) for x in (query, key, value))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        pieces = _visible(q, k, v, layout, window)
-        return [_sdpa(*piece, scale=scaling, dropout=dropout).transpose(1, 2) for piece in pieces]
-
-    outputs: list[Tensor] = []
-    segments = zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
-    for tree in layout.trees:
-        q, trunk_key, trunk_value = next(segments)
-        outputs += attend(q, trunk_key, trunk_value)
-        for _ in tree.branches:
-            q, own_key, own_value = next(segments)
-            outputs += attend(q, torch.cat([trunk_key, own_key], 2), torch.cat([trunk_value, own_value], 2))
-    return torch.cat(outputs, dim=1)
+    if window is not None and window >= layout.longest:
+        window = None
+    if dropout > 0:  # of the kernels, only this one drops
+        return segments.attend(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
+    kernel = choose_kernel(Inputs.of(query, key, value, scaling))
+    return kernel.attend(query, key, value, layout, scaling=scaling, window=window)
 
 
 def _as_autocast_would(tensor: Tensor) -> Tensor:
@@ -139,47 +82,6 @@ def _as_autocast_would(tensor: Tensor) -> Tensor:
     if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
-
-
-_Piece = tuple["Tensor", "Tensor", "Tensor", "Tensor | None"]
-
-
-def _visible(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Iterator[_Piece]:
-    """The queries, in order, with the keys and values that they may see; the mask is None for plain causal attention.
-
-    Queries are the last positions of the keys.
-    """
-    num_queries, num_keys = q.size(2), k.size(2)
-    if window is not None and window >= num_keys:
-        window = None
-    if window is None and num_queries == num_keys:
-        yield q, k, v, None
-    elif window is None and q.is_cuda:
-        yield q, k, v, causal_lower_right(num_queries, num_keys)
-    else:
-        first = num_keys - num_queries
-        for rows in torch.split(q, _ROWS_PER_MASK, dim=2):
-            last = first + rows.size(2)
-            start = 0 if window is None else max(0, first + 1 - window)
-            visible = slice(start, last)
-            yield rows, k[:, :, visible], v[:, :, visible], layout.mask(rows.size(2), last - start, window, q)
-            first = last
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float) -> Tensor:
-    if q.is_cuda and mask is not None and k.size(1) != q.size(1):
-        # CUDA's fast kernels take a mask or grouped heads, not both.
-        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-    return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=k.size(1) != q.size(1),
-    )
 
 
 _AttentionResult = tuple["Tensor", "Tensor | None"]

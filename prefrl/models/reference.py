@@ -34,8 +34,8 @@ __all__ = ["Reference", "logprobs_in_pieces", "make_reference"]
 class Reference(Protocol):
     """Scores tokens under the reference weights."""
 
-    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Tensor:
-        """[N] float32 nats, no gradient; the policy's weights and modes are as before afterwards."""
+    def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
+        """[N] float32 nats, no gradient, see `logprobs_in_pieces`; the policy is as before afterwards."""
         ...
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
@@ -63,7 +63,6 @@ def make_reference(
     *,
     beta: float,
     moves: bool = False,
-    max_tokens: int | None = None,
     plan: Plan = "auto",
     given: PreTrainedModel | None = None,
 ) -> Reference | None:
@@ -81,25 +80,22 @@ def make_reference(
         model: The policy, without what a back-end puts around it.
         beta: Weight of the KL term.
         moves: Whether `mix` will be called.
-        max_tokens: Forward tokens in one pass at most; None: a batch is one pass.
         plan: How a pass lays out its rows.
         given: The user's `ref_model`; its weights and modes stay as they are, it goes to the device of the batches.
 
     Raises:
-        ConfigError: `max_tokens` is not positive, or `given` cannot be the reference of this model.
+        ConfigError: `given` cannot be the reference of this model.
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise ConfigError(f"max_tokens={max_tokens}: must be at least 1, or None for no limit")
     if given is not None:
         _check_given(model, given, beta=beta, moves=moves)
         prepare_for_scoring(given)
-        return _Separate(copy.deepcopy(given).eval() if moves else given, max_tokens, plan)
+        return _Separate(copy.deepcopy(given).eval() if moves else given, plan)
     if beta == 0:
         return None
     if not is_peft_model(model):
-        return _Separate(copy.deepcopy(model).eval(), max_tokens, plan)
+        return _Separate(copy.deepcopy(model).eval(), plan)
     kind = _AdapterOff if is_neutral_adapter(model) and not moves else _Swapped
-    return kind(model, max_tokens, plan)
+    return kind(model, plan)
 
 
 def logprobs_in_pieces(
@@ -132,8 +128,7 @@ def logprobs_in_pieces(
 class _Base(ABC):
     """What references have in common, wherever they keep their weights."""
 
-    def __init__(self, max_tokens: int | None, plan: Plan) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._fingerprint: str | None = None
 
@@ -144,11 +139,9 @@ class _Base(ABC):
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]: ...
 
-    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Tensor:
+    def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
         with self._in_place() as model, eval_mode(model):
-            return logprobs_in_pieces(
-                model, batch, temperature=temperature, max_tokens=self._max_tokens, plan=self._plan
-            )
+            return logprobs_in_pieces(model, batch, temperature=temperature, max_tokens=max_tokens, plan=self._plan)
 
     def fingerprint(self) -> str:
         if self._fingerprint is None:
@@ -168,15 +161,15 @@ class _Base(ABC):
 class _Separate(_Base):
     """A model of its own: a copy of the policy, or one that the user gave."""
 
-    def __init__(self, model: PreTrainedModel, max_tokens: int | None, plan: Plan) -> None:
-        super().__init__(max_tokens, plan)
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        super().__init__(plan)
         self._model = model
 
-    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Tensor:
+    def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
         # Models that are spread over devices or quantised refuse to be moved, also to where they are.
         if self._model.device != batch.device:
             self._model.to(batch.device)
-        return super().logprobs(batch, temperature=temperature)
+        return super().logprobs(batch, temperature=temperature, max_tokens=max_tokens)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
@@ -189,8 +182,8 @@ class _Separate(_Base):
 class _AdapterOff(_Base):
     """The policy with its adapter off; right for an adapter that changed nothing at construction."""
 
-    def __init__(self, model: PreTrainedModel, max_tokens: int | None, plan: Plan) -> None:
-        super().__init__(max_tokens, plan)
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        super().__init__(plan)
         self._model = model
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
@@ -220,8 +213,8 @@ class _Swapped(_Base):
     `mix` mixes the parameters themselves: for LoRA that is A and B, not their product.
     """
 
-    def __init__(self, model: PreTrainedModel, max_tokens: int | None, plan: Plan) -> None:
-        super().__init__(max_tokens, plan)
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        super().__init__(plan)
         self._model = model
         self._weights = {
             name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad

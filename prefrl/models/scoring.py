@@ -199,8 +199,7 @@ def score_tokens(
     own_logits: bool,
 ) -> ScoredTokens:
     """Score the trainable tokens of `batch`, laid out as `inputs`, with a causal language model."""
-    # The one place that waits for the device: how many tokens are trainable decides the shapes.
-    positions = batch.trainable.nonzero().squeeze(1)
+    positions = batch.trainable_positions
     readout = _TokenReadout(batch.response_ids[positions], temperature, want)
     output = _read_out(model, inputs, inputs.predictors[positions], readout, own_logits=own_logits)
     scores = TokenScores(**{field.name: output[field.name] for field in fields(TokenScores) if field.name in output})

@@ -62,13 +62,13 @@ class RolloutBuffer:
         """Keep the log-probs of the minibatch handed out last as its old ones, for later iterations.
 
         Args:
-            logprobs: For each micro-batch, [N] nats, as the policy that sampled them scored them.
+            logprobs: For each micro-batch, [N] nats, as the policy that sampled them scored them; they stay on
+                their device.
         """
         index = (self.position - 1) % len(self.minibatches)
         minibatch = self.minibatches[index]
         kept = [
-            batch.replace(old_logprobs=values.to(batch.device))
-            for batch, values in zip(minibatch.micro_batches, logprobs, strict=True)
+            batch.replace(old_logprobs=values) for batch, values in zip(minibatch.micro_batches, logprobs, strict=True)
         ]
         self.minibatches[index] = Minibatch(kept, minibatch.num_items)
 

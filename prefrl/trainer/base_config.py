@@ -45,7 +45,17 @@ class BaseConfig(TrainingArguments):
         "How a forward pass lays its rows out. All plans give equal results; auto shares prompts where rows have them "
         "in common, packs otherwise, and pads for models on which the other plans are not proven.",
     )
+    activation_offloading: bool = opt(
+        False,
+        "Keep what the forward pass saves for the backward pass in the host's memory instead of the GPU's; with "
+        "activation_checkpointing, the inputs of the layers. Changes memory and speed, never the update.",
+    )
     dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Processes that tokenise the dataset.")
+    log_flops: bool = opt(
+        False,
+        "Count the floating-point operations of every step and log them as perf/..., with the fewest that its rows "
+        "need. Takes some time, and changes no update.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +76,11 @@ class BaseConfig(TrainingArguments):
                 f"train_sampling_strategy={self.train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches "
                 "are not padded, so grouping by length has no use; max_tokens_per_micro_batch balances tokens."
             )
+        if self.log_flops and self.torch_compile:
+            raise ConfigError(
+                "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of "
+                "them to False."
+            )
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size=True is not supported; set max_tokens_per_micro_batch instead")
         if self.use_liger_kernel:
@@ -78,6 +93,7 @@ class BaseConfig(TrainingArguments):
                 f"neftune_noise_alpha={self.neftune_noise_alpha} is not supported: its noise is scaled by the length "
                 "of a padded row, and there are none here. Leave it None."
             )
+        self._validate_activations()
         check_no_effect(
             name="average_tokens_across_devices",
             value=self.average_tokens_across_devices,
@@ -99,3 +115,21 @@ class BaseConfig(TrainingArguments):
             because="the metric num_tokens counts every token that was run",
             remedy="Read num_tokens.",
         )
+
+    def _validate_activations(self) -> None:
+        if self.device.type == "cpu":
+            check_no_effect(
+                name="activation_offloading",
+                value=self.activation_offloading,
+                unset=False,
+                because="this run is on the CPU, whose memory activations would be moved to",
+                remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
+            )
+        if not self.activation_checkpointing:
+            check_no_effect(
+                name="activation_checkpointing_kwargs",
+                value=self.activation_checkpointing_kwargs,
+                unset=None,
+                because="activation_checkpointing=False",
+                remedy="Set activation_checkpointing=True.",
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -16,12 +17,15 @@ from prefrl import distributed
 from prefrl.data.collate import flat_batch
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge
-from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.flops import model_cost
+from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
 from prefrl.models.load import load_model, load_tokenizer
 from prefrl.models.modes import eval_mode
+from prefrl.models.offload import OffloadActivations
 from prefrl.models.reference import logprobs_in_pieces, make_reference
 from prefrl.trainer.callbacks.sync_reference import SyncReference
 from prefrl.trainer.model_card import write_model_card
+from prefrl.trainer.step_account import EndOfOptimizerPhase, StepAccount, StepFlops
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -40,6 +44,10 @@ if TYPE_CHECKING:
 __all__ = ["BaseTrainer"]
 
 Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
+
+# Tokens of a pass without gradients, which keeps the activations of one layer at a time, for each token of one that
+# keeps them all: models have more layers than this.
+_NO_GRAD_TOKENS = 4
 
 
 class BaseTrainer(Trainer):
@@ -89,6 +97,7 @@ class BaseTrainer(Trainer):
         )
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
+        self.account = StepAccount(args.device)
         tokenizer = load_tokenizer(model, processing_class)
         self.args = args
         super().__init__(
@@ -102,6 +111,15 @@ class BaseTrainer(Trainer):
             optimizers=optimizers,
         )
         self.model.add_model_tags(["prefrl", self.algorithm])
+        self.add_callback(EndOfOptimizerPhase(self.account))
+        if args.log_flops:
+            self._count_flops()
+
+    def _count_flops(self) -> None:
+        self.account.flops = StepFlops(self.policy, model_cost(self.policy))
+        # The check of the first use is no part of a step.
+        with self.accelerator.autocast():
+            verdict_of(self.policy)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -142,33 +160,48 @@ class BaseTrainer(Trainer):
             self.model,
             beta=options.beta,
             moves=options.sync_ref_model,
-            max_tokens=self.args.max_tokens_per_micro_batch,
             plan=self.args.forward_plan,
             given=given,
         )
+        if self.reference is not None and self.account.flops is not None:
+            cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
+            self.account.flops.reference = cost
+            self.reference_logprobs(self._idle_batch())  # as for the policy: the check of the first use
         if options.sync_ref_model and self.reference is not None:
             alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
             self.add_callback(SyncReference(self.reference, alpha=alpha, steps=steps))
             self._reference_moves = True
 
-    def with_reference(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with the reference's log-probs."""
+    def reference_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
+        """[N] log-probs under the reference, in passes of at most `max_tokens`; None: the budget of a micro-batch."""
         assert self.reference is not None
-        with self.accelerator.autocast():
-            logprobs = self.reference.logprobs(batch.to(self.args.device), temperature=self.scoring_temperature)
-        return batch.replace(ref_logprobs=logprobs.to(batch.device))
+        with self.account.scoring("reference", batch), self.accelerator.autocast():
+            logprobs = self.reference.logprobs(
+                batch.to(self.args.device),
+                temperature=self.scoring_temperature,
+                max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
+            )
+        return logprobs.to(batch.device)
 
-    def frozen_logprobs(self, batch: TokenBatch) -> Tensor:
-        """[N] log-probs under the policy as it is now, without gradient or dropout."""
-        with eval_mode(self.policy), self.accelerator.autocast():
+    def frozen_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
+        """[N] log-probs under the policy as it is now, without gradient or dropout; see `reference_logprobs`."""
+        with self.account.scoring("old_policy", batch), eval_mode(self.policy), self.accelerator.autocast():
             logprobs = logprobs_in_pieces(
                 self.policy,
                 batch.to(self.args.device),
                 temperature=self.scoring_temperature,
-                max_tokens=self.args.max_tokens_per_micro_batch,
+                max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
                 plan=self.args.forward_plan,
             )
         return logprobs.to(batch.device)
+
+    def no_grad_budget(self, micro_batches: Sequence[TokenBatch]) -> int:
+        """Forward tokens that a pass without gradients may hold where these are the passes with gradients."""
+        with_gradients = max(batch.num_forward_tokens for batch in micro_batches)
+        # With these a training pass hardly keeps more activations than one without gradients.
+        is_lean = self.args.activation_checkpointing or self.args.activation_offloading
+        factor = 1 if is_lean else _NO_GRAD_TOKENS
+        return factor * (self.args.max_tokens_per_micro_batch or with_gradients)
 
     # One optimizer step.
 
@@ -187,6 +220,7 @@ class BaseTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[list[TokenBatch]], float]:
         """HuggingFace's hook, called once for each optimizer step: its items, and the count over all ranks."""
+        self.account.start()
         items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
         if not items:
             return [], 0.0
@@ -214,11 +248,15 @@ class BaseTrainer(Trainer):
     ) -> Tensor:
         """Forward and backward of all micro-batches of the step; gradients are synchronised in the last."""
         total = torch.zeros((), device=self.args.device)
-        for batch in inputs[:-1]:
-            with distributed.no_sync(model):
+        # HuggingFace's step is compute_loss, which is the forward phase, and the backward pass.
+        with self.account.passes("training", inputs), self.account.phase("backward"):
+            for batch in inputs[:-1]:
+                with distributed.no_sync(model):
+                    total += super().training_step(model, batch, num_items_in_batch)
+            for batch in inputs[-1:]:
                 total += super().training_step(model, batch, num_items_in_batch)
-        for batch in inputs[-1:]:
-            total += super().training_step(model, batch, num_items_in_batch)
+        if inputs:
+            self.account.switch("optimizer")
         return total
 
     def compute_loss(
@@ -235,12 +273,18 @@ class BaseTrainer(Trainer):
         """
         if return_outputs or num_items_in_batch is None:
             raise ValueError("compute_loss needs num_items_in_batch and returns the loss alone")
-        if inputs.is_idle:
-            return self.forward_sum(model, inputs) * 0.0
-        output = self.loss(model, inputs)
+        with self.account.phase("forward"):
+            if inputs.is_idle:
+                return self.forward_sum(model, inputs) * 0.0
+            with self.saved_activations():
+                output = self.loss(model, inputs)
         merge(self.metrics["train"], output.metrics)
         # Data-parallel back-ends average gradients over ranks, but items are counted over all of them.
         return output.total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
+
+    def saved_activations(self) -> AbstractContextManager[None]:
+        """Where the activations of a forward pass inside wait for its backward pass."""
+        return OffloadActivations(self.args.device.type) if self.args.activation_offloading else nullcontext()
 
     def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """Scalar that every parameter of the forward pass has a gradient from."""
@@ -303,7 +347,7 @@ class BaseTrainer(Trainer):
         """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
         model = self.policy.to(self.args.device)
         num_rows = 0
-        with eval_mode(model), torch.no_grad():
+        with self.account.phase(None), eval_mode(model), torch.no_grad():
             for item in dataloader:
                 merge(self.metrics["eval"], self.evaluation_step(model, item))
                 num_rows += self.rows_of(item)
@@ -321,6 +365,16 @@ class BaseTrainer(Trainer):
 
     # Metrics.
 
+    @property
+    def phases(self) -> list[str]:
+        """What every step of this trainer has or may have: the names of `time/<phase>_s`."""
+        return ["forward", "backward", "optimizer", *(["reference"] if self.reference is not None else [])]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook, after the step and all its callbacks."""
+        self.account.finish()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def _drain(self, mode: Literal["train", "eval"]) -> dict[str, float]:
         """Host values of the metrics so far, merged over ranks; starts anew."""
         hosted = {name: host(metric) for name, metric in self.metrics[mode].items()}
@@ -333,6 +387,7 @@ class BaseTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """HuggingFace's hook: adds the metrics since the last log, under TRL's names."""
         if "loss" in logs:
+            merge(self.metrics["train"], self.account.drain(self.phases))
             logs |= self._drain("train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
         super().log(logs, start_time)
 

@@ -114,10 +114,10 @@ class BCOTrainer(OfflineTrainer):
         scores = self.score(model, batch, want=("entropy", "mean_logit"))
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
-        is_desirable = torch.tensor(batch.is_preferred, device=batch.device)
+        is_desirable = batch.on_device([side is True for side in batch.is_preferred])
         losses = bco(log_ratio, is_desirable, beta=self.args.beta, reward_shift=self.reward_mean.value)
         if batch.row_weights is not None:
-            losses = losses * losses.new_tensor(batch.row_weights)
+            losses = losses * batch.on_device(batch.row_weights)
         rewards = self.args.beta * log_ratio.detach()
         if model.training:
             self.reward_mean.add(rewards)

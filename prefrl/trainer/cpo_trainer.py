@@ -46,7 +46,7 @@ class CPOTrainer(OfflineTrainer):
         """Sum over pairs, with the NLL scaled so that it is a mean over tokens."""
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit"))
         rows = RowScores.of(scores.logprobs, batch)
-        chosen, rejected = batch.pairs()
+        chosen, rejected = batch.pair_index
         row = CPO_LOSSES[self.args.loss_type]
         function = partial(row.function, **{name: getattr(self.args, name) for name in row.hyperparameters})
         losses = function(rows.logps[chosen], rows.logps[rejected], rows.lengths[chosen], rows.lengths[rejected])

@@ -104,7 +104,7 @@ class DPOTrainer(OfflineTrainer):
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
         policy, reference = self._rows(scores.logprobs, batch), self._reference(batch)
         pairs = self._pairs(policy, reference)
-        plain = replace(pairs, chosen_logps=policy.sums[batch.pairs()[0]])  # for the likelihood of whole responses
+        plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])  # for the likelihood of whole responses
         total = torch.zeros((), device=batch.device)
         for name, weight in self.args.weighted_losses:
             total = total + weight * self._sum(name, plain if name == "sft" else pairs, scores, batch)
@@ -140,5 +140,5 @@ class DPOTrainer(OfflineTrainer):
         assert scores.log_collision is not None
         layout = (batch.trainable, batch.row_index, batch.num_rows)
         weights = wpo_weights(scores.logprobs, scores.log_collision, *layout)
-        chosen, rejected = batch.pairs()
+        chosen, rejected = batch.pair_index
         return weights[chosen] * weights[rejected]

@@ -95,19 +95,17 @@ class KTOTrainer(OfflineTrainer):
 
     def _estimated_kl(self, batches: list[TokenBatch]) -> float:
         """max(0, mean over mismatched rows of all ranks of log policy - log reference), in nats."""
-        parts = [torch.zeros((), device=self.args.device)]
-        count = 0
-        for batch in batches:
-            sided = set(sided_rows(batch))
-            if len(sided) == batch.num_rows:
-                continue
-            mismatched = batch.select([row for row in range(batch.num_rows) if row not in sided])
+        unsided = [(batch, sorted(set(range(batch.num_rows)) - set(sided_rows(batch)))) for batch in batches]
+        parts = [batch.select(rows) for batch, rows in unsided if rows]
+        log_ratio = torch.zeros((), device=self.args.device)
+        if parts:
+            mismatched = TokenBatch.concat(parts)
             assert mismatched.ref_logprobs is not None
-            log_ratio = self.frozen_logprobs(mismatched) - mismatched.ref_logprobs
-            parts.append((log_ratio * mismatched.trainable).sum().to(self.args.device))
-            count += mismatched.num_rows
+            logprobs = self.frozen_logprobs(mismatched, max_tokens=self.no_grad_budget(batches))
+            log_ratio += ((logprobs - mismatched.ref_logprobs) * mismatched.trainable).sum().to(log_ratio.device)
+        count = sum(batch.num_rows for batch in parts)
         # One wait for the device in each step.
-        total, all_rows = distributed.sum_over_ranks([float(torch.stack(parts).sum()), count], self.args.device)
+        total, all_rows = distributed.sum_over_ranks([float(log_ratio), count], self.args.device)
         return max(0.0, total / max(all_rows, 1.0))
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
@@ -117,9 +115,9 @@ class KTOTrainer(OfflineTrainer):
         scores = self.score(model, batch, want=("entropy", "mean_logit"))
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
-        is_desirable = torch.tensor(batch.is_preferred, device=batch.device)
+        is_desirable = batch.on_device([side is True for side in batch.is_preferred])
         row = KTO_LOSSES[self.args.loss_type]
-        values = {"beta": self.args.beta, "kl": log_ratio.new_tensor(self._kl)}
+        values = {"beta": self.args.beta, "kl": log_ratio.new_full((), self._kl)}
         function = partial(row.function, **{key: values[key] for key in row.hyperparameters})
         weights = torch.where(is_desirable, self.args.desirable_weight, self.args.undesirable_weight)
         total = (weights * function(log_ratio, is_desirable)).sum()

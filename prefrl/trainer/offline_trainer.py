@@ -114,7 +114,7 @@ class OfflineTrainer(BaseTrainer):
         # Before training the policy is its own reference: no copy is made.
         if given is not None:
             self.add_reference(options, given)
-        score = self.frozen_logprobs if self.reference is None else self._reference_logprobs
+        score = self.frozen_logprobs if self.reference is None else self.reference_logprobs
         weights = weights_fingerprint(self.policy) if self.reference is None else self.reference.fingerprint()
         self._precomputed_from = weights
         self.train_dataset = self._precomputed(self.train_dataset, score, options)
@@ -123,11 +123,6 @@ class OfflineTrainer(BaseTrainer):
         else:
             self.eval_dataset = self._precomputed(self.eval_dataset, score, options)
         self.reference = None
-
-    def _reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        scores = self.with_reference(batch).ref_logprobs
-        assert scores is not None
-        return scores
 
     def _precomputed(
         self, dataset: Any, score: Callable[[TokenBatch], Tensor], options: OfflineReferenceOptions
@@ -156,9 +151,12 @@ class OfflineTrainer(BaseTrainer):
         """
         if self.reward_mean is not None:
             self.reward_mean.fold()
-        if self.reference is not None:
+        if self.reference is not None and batches:
             # On the device from here on: the scores need not travel.
-            return [self.with_reference(batch.to(self.args.device)) for batch in batches]
+            batches = [batch.to(self.args.device) for batch in batches]
+            logprobs = self.reference_logprobs(TokenBatch.concat(batches), max_tokens=self.no_grad_budget(batches))
+            parts = torch.split(logprobs, [batch.num_tokens for batch in batches])
+            return [batch.replace(ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
         if self._precomputed_from is not None and any(batch.ref_logprobs is None for batch in batches):
             raise ConfigError(
                 "precompute_ref_log_probs=True kept no reference model, so that a dataset given to evaluate() cannot "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -91,7 +90,6 @@ class OnlineTrainer(BaseTrainer):
         )
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
         self._fresh_logprobs: list[Tensor] = []
-        self._step_started = 0.0
 
     @abstractmethod
     def advantages(self, rewards: Tensor, groups: Tensor) -> Advantages:
@@ -178,7 +176,6 @@ class OnlineTrainer(BaseTrainer):
 
     def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[TokenBatch], float]:
         """The next minibatch of the buffer; new rollouts when it is spent."""
-        self._step_started = time.perf_counter()
         if self.buffer.is_spent:
             self.buffer.fill(self._roll_out([row for item in items for row in item]))
         minibatch = self.buffer.next()
@@ -194,8 +191,10 @@ class OnlineTrainer(BaseTrainer):
             world_size=distributed.world_size(),
         )
         seeds = {group: prompt_seed(self.args.seed, step, group) for group in groups}
-        self.generator.sync((), version=step)
-        collected = self._collect(rows, seeds)
+        with self.account.phase("generation"):
+            self.generator.sync((), version=step)
+            collected = self._collect(rows, seeds)
+            self.account.move("reward", collected.reward_s)
         self._assign_advantages(collected.rollouts)
         merge(self.metrics["train"], self._metrics_of(collected))
         if self.args.log_completions:
@@ -215,7 +214,7 @@ class OnlineTrainer(BaseTrainer):
             tokenizer=self.processing_class,
             seeds=seeds,
             trainer_state=self.state,
-            clock=time.perf_counter,
+            clock=self.account.clock,
         )
 
     def _assign_advantages(self, rollouts: list[Rollout]) -> None:
@@ -236,12 +235,20 @@ class OnlineTrainer(BaseTrainer):
         num_items = float(self.num_items(batch))
         batch = batch.select(self._rows_with_gradient(rollouts, batch))
         micro_batches = self.cut(batch, self.args.per_device_train_batch_size)
+        if micro_batches and (self.reference is not None or not is_first):
+            # Scored before it is cut: a prompt is computed once for its whole group.
+            batch = self._with_constants(batch, max_tokens=self.no_grad_budget(micro_batches), is_first=is_first)
+            micro_batches = self.cut(batch, self.args.per_device_train_batch_size)
+        return Minibatch(micro_batches, num_items)
+
+    def _with_constants(self, batch: TokenBatch, *, max_tokens: int, is_first: bool) -> TokenBatch:
+        """The batch with the log-probs that its loss compares with."""
         if self.reference is not None:
-            micro_batches = [self.with_reference(batch) for batch in micro_batches]
+            batch = batch.replace(ref_logprobs=self.reference_logprobs(batch, max_tokens=max_tokens))
         if not is_first:
             # Earlier minibatches will have moved the policy by the time that this one is learned from.
-            micro_batches = [batch.replace(old_logprobs=self.frozen_logprobs(batch)) for batch in micro_batches]
-        return Minibatch(micro_batches, num_items)
+            batch = batch.replace(old_logprobs=self.frozen_logprobs(batch, max_tokens=max_tokens))
+        return batch
 
     def _rows_with_gradient(self, rollouts: list[Rollout], batch: TokenBatch) -> list[int]:
         has_loss = [bool(row.any()) for row in torch.split(batch.trainable, list(batch.response_lengths))]
@@ -256,9 +263,6 @@ class OnlineTrainer(BaseTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if inputs and self.args.num_iterations > 1 and self._fresh_logprobs:
             self.buffer.keep_old_logprobs(self._fresh_logprobs)
-        if inputs:
-            elapsed = time.perf_counter() - self._step_started
-            merge(self.metrics["train"], {"step_time": Mean(elapsed, 1)})
         return loss
 
     def old_logprobs(self, batch: TokenBatch, scores: TokenScores) -> Tensor:
@@ -283,7 +287,8 @@ class OnlineTrainer(BaseTrainer):
         for rollout in collected.rollouts:
             scored = [(w, v) for w, v in zip(weights, rollout.rewards.values(), strict=True) if v is not None]
             rollout.reward = sum(w * v for w, v in scored) if scored else float("nan")
-        return self._metrics_of(collected)
+        times = {"generation": collected.generation_s, "reward": collected.reward_s}
+        return self._metrics_of(collected) | {f"time/{name}_s": Mean(seconds, 1) for name, seconds in times.items()}
 
     def rows_of(self, item: list[dict[str, Any]]) -> int:
         """Prompts in an item of the evaluation loader."""
@@ -291,12 +296,16 @@ class OnlineTrainer(BaseTrainer):
 
     # Logs and checkpoints.
 
+    @property
+    def phases(self) -> list[str]:
+        """See `BaseTrainer.phases`."""
+        old_policy = ["old_policy"] if self.args.updates_per_generation > 1 else []
+        return ["generation", "reward", *old_policy, *super().phases]
+
     def _metrics_of(self, collected: Collected) -> dict[str, Metric]:
         count = len(collected.rollouts)
         return {
             **rollout_metrics(collected.rollouts),
-            "time/generation_s": Mean(collected.generation_s, 1),
-            "time/reward_s": Mean(collected.reward_s, 1),
             **{name: Mean(value * count, count) for name, value in collected.logged_metrics.items()},
         }
 

@@ -40,7 +40,7 @@ class ORPOTrainer(OfflineTrainer):
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit"))
         rows = RowScores.of(scores.logprobs, batch)
         means = rows.logps / rows.lengths
-        chosen, rejected = batch.pairs()
+        chosen, rejected = batch.pair_index
         odds = odds_ratio(means[chosen], means[rejected])
         nll = -rows.logps[chosen].sum()
         total = self._pairs_per_chosen_token * nll + self.args.beta * odds.loss.sum()

@@ -98,7 +98,7 @@ class RowScores:
         if ld_alpha is None:
             return cls(batch, sums, sums, lengths)
         shared = lengths.clone()
-        chosen, rejected = batch.pairs()
+        chosen, rejected = batch.pair_index
         shared[chosen] = shared[rejected] = torch.minimum(lengths[chosen], lengths[rejected])
         logps = length_desensitized(
             logprobs, batch.trainable, batch.row_index, shared, batch.num_rows, ld_alpha=ld_alpha
@@ -108,7 +108,7 @@ class RowScores:
 
 def make_pairs(rows: RowScores, reference: RowScores, *, divergence: Divergence, alpha: float) -> Pairs:
     """The pairs of a micro-batch, in the order of `TokenBatch.pairs`."""
-    chosen, rejected = rows.batch.pairs()
+    chosen, rejected = rows.batch.pair_index
     return Pairs(
         chosen_logps=rows.logps[chosen],
         rejected_logps=rows.logps[rejected],
@@ -141,7 +141,7 @@ def pairs_per_chosen_token(batches: Sequence[TokenBatch], device: torch.device) 
     for batch in batches:
         chosen, _ = batch.pairs()
         pairs += len(chosen)
-        tokens += float(trainable_per_row(batch.trainable, batch.row_index, batch.num_rows)[chosen].sum())
+        tokens += sum(batch.trainable_counts[row] for row in chosen)
     pairs, tokens = distributed.sum_over_ranks([pairs, tokens], device)
     return pairs / max(tokens, 1.0)
 
@@ -159,7 +159,7 @@ def preference_metrics(batch: TokenBatch, scores: TokenScores, *, logps: Tensor,
     assert scores.entropy is not None
     assert scores.mean_logit is not None
     logps, rewards = logps.detach(), rewards.detach()
-    is_chosen = torch.tensor(batch.is_preferred, device=batch.device)
+    is_chosen = batch.on_device([side is True for side in batch.is_preferred])
     metrics: dict[str, Metric] = {
         "entropy": Mean((scores.entropy.detach() * batch.trainable).sum(), batch.trainable.sum())
     }
@@ -174,7 +174,7 @@ def preference_metrics(batch: TokenBatch, scores: TokenScores, *, logps: Tensor,
     if scores.correct is not None:  # of pairs alone
         tokens = is_chosen[batch.row_index] & batch.trainable
         metrics["mean_token_accuracy"] = Mean((scores.correct & tokens).sum(), tokens.sum())
-        chosen, rejected = batch.pairs()
+        chosen, rejected = batch.pair_index
         metrics["rewards/accuracies"] = Mean((rewards[chosen] > rewards[rejected]).sum(), len(chosen))
     return metrics
 
@@ -205,9 +205,10 @@ class StepPairs:
             pairs: Of the micro-batch, gradient flows.
             groups: Their group numbers.
         """
-        positions = torch.tensor(groups, device=pairs.chosen_logps.device) + self._first
+        device = pairs.chosen_logps.device
+        positions = (torch.tensor(groups) + self._first).to(device, non_blocking=True)
         live = {
-            name: values.to(positions.device).index_copy(0, positions, getattr(pairs, name))
+            name: values.to(device, non_blocking=True).index_copy(0, positions, getattr(pairs, name))
             for name, values in self._values.items()
         }
         everyone = Pairs(**live, divergence=pairs.divergence, alpha=pairs.alpha)

@@ -97,9 +97,9 @@ class RewardTrainer(OfflineTrainer):
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Sum over pairs."""
         rewards = self.rewards(model, batch)
-        rows, other_rows = batch.pairs()
+        rows, other_rows = batch.pair_index
         chosen, rejected = rewards[rows], rewards[other_rows]
-        margins = None if batch.margins is None else rewards.new_tensor([batch.margins[row] for row in rows])
+        margins = None if batch.margins is None else batch.on_device(batch.margins)[rows]
         total = bradley_terry(chosen, rejected, margins).sum()
         if self.args.center_rewards_coefficient is not None:
             total = total + self.args.center_rewards_coefficient * centering(chosen, rejected).sum()

@@ -36,7 +36,7 @@ class RunningMean:
 
     def add(self, values: Tensor) -> None:
         """Note values of this rank; they count after the next `fold`."""
-        self._pending.append(torch.stack([values.detach().sum(), values.new_tensor(values.numel())]))
+        self._pending.append(torch.stack([values.detach().sum(), values.new_full((), values.numel())]))
 
     def fold(self) -> None:
         """Count what was added on all ranks. All ranks must call it."""

@@ -30,7 +30,8 @@ def batches(draw):
     rows = draw(st.lists(st.tuples(st.integers(0, 3), ids, ids), min_size=1, max_size=8))
     groups, prompts, responses = zip(*rows, strict=True)
     sides = draw(st.lists(st.sampled_from([True, False, None]), min_size=len(rows), max_size=len(rows)))
-    return with_row_values(flat_batch(prompts, responses, groups=groups), sides)
+    flags = [draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row))) for row in responses]
+    return with_row_values(flat_batch(prompts, responses, trainable=flags, groups=groups), sides)
 
 
 @st.composite
@@ -65,8 +66,19 @@ def by_number(rows):
 @given(batches())
 def test_every_field_of_a_row_is_a_row_or_a_token_value(batch):
     (first, *_) = rows_of(batch)
-    assert first.keys() == {"prompt", "tokens", "group_index", "is_preferred", "margins", "row_weights"}
+    per_row = {"group_index", "is_preferred", "margins", "row_weights", "trainable_counts"}
+    assert first.keys() == {"prompt", "tokens"} | per_row
     assert len(first["tokens"]) == 3  # ids, flags, reference log-probs
+
+
+@given(batches())
+def test_trainable_tokens_are_counted_and_found(batch):
+    flags = [row.tolist() for row in batch.trainable.split(list(batch.response_lengths))]
+    assert batch.trainable_counts == tuple(map(sum, flags))
+    assert batch.trainable_positions.tolist() == [i for i, flag in enumerate(batch.trainable.tolist()) if flag]
+    turned = batch.replace(trainable=~batch.trainable)
+    assert turned.num_trainable == batch.num_tokens - batch.num_trainable
+    assert batch.to("cpu").replace(margins=None).trainable_counts == batch.trainable_counts
 
 
 @given(batches(), st.data())

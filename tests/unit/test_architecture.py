@@ -52,7 +52,7 @@ HOOKS = {
     "training_step": ["model", "inputs", "num_items_in_batch"],
 }
 # Their arguments are passed on or ignored as they are.
-VARIADIC = {"__init__", "create_model_card"}
+VARIADIC = {"__init__", "_maybe_log_save_evaluate", "create_model_card"}
 
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {

@@ -56,6 +56,61 @@ def test_the_largest_number_is_safe_where_probabilities_do_not_sum_to_one() -> N
         assert math.isfinite(logprob)
 
 
+@pytest.mark.parametrize("number", range(0, 512, 3))
+def test_shares_end_exactly_where_they_should(number: int) -> None:
+    # 512 tokens of probability 2^-9: every number below is exact.
+    logits = torch.zeros(1, 512)
+    assert draw(logits, number / 512)[0] == number
+    assert draw(logits, (number + 1) / 512 - 2.0**-50)[0] == number
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 50_257])
+def test_the_drawn_token_is_the_one_of_the_cumulative_sum(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(1, size, generator=generator)
+    cumulative = logits.softmax(dim=-1)[0].double().cumsum(0)
+    sampler = TokenSampler(SamplingParams(num_samples=1, max_tokens=1))
+    numbers = torch.rand(300, generator=generator, dtype=torch.float64)
+    result = sampler.draw(logits.expand(300, -1), numbers, None)
+    target = numbers * cumulative[-1]
+    # Sums of 128 numbers are rounded to float32.
+    assert (cumulative[result.tokens] >= target - 2e-7).all()
+    assert (cumulative[result.tokens] - logits.softmax(dim=-1)[0, result.tokens] <= target + 2e-7).all()
+    assert len(result.tokens.unique()) > min(size, 100) / 2
+    torch.testing.assert_close(result.logprobs, logits.log_softmax(dim=-1)[0, result.tokens], atol=1e-5, rtol=0)
+
+
+def test_sums_over_a_large_vocabulary_are_not_rounded_to_float32() -> None:
+    size = 3 * 2**18
+    # Two hundredths of a token's share are the rounding of float32 numbers near 1.
+    sampler = TokenSampler(SamplingParams(num_samples=1, max_tokens=1))
+    first = torch.arange(3079, 6144, 255) * 128  # of a block
+    for distance, expected in [(0.005, first), (-0.005, first - 1)]:
+        numbers = (first.double() + distance) / size
+        assert sampler.draw(torch.zeros(1, 1).expand(len(first), size), numbers, None).tokens.equal(expected)
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 0.5 - 2.0**-40, LARGEST])
+def test_blocks_without_probability_are_stepped_over(u: float) -> None:
+    logits = torch.full((1, 1100), -math.inf)
+    logits[0, [300, 700]] = 0.0
+    assert draw(logits, u) == (300 if u < 0.5 else 700, pytest.approx(math.log(0.5), abs=1e-6))
+
+
+def test_no_rounding_leads_out_of_a_block() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sampler = TokenSampler(SamplingParams(num_samples=1, max_tokens=1, top_k=40))
+    logits = torch.randn(2000, 700, generator=generator) * 3
+    probabilities = logits.softmax(dim=-1).double()
+    # Numbers at the very ends of blocks, to either side.
+    ends = probabilities.cumsum(dim=-1)[:, 127::128]
+    for end in range(ends.shape[1]):
+        for distance in (-1e-7, -1e-16, 0.0, 1e-16, 1e-7):
+            result = sampler.draw(logits, (ends[:, end] + distance).clamp(0, LARGEST), None)
+            assert result.logprobs.isfinite().all()
+            assert (result.tokens < 700).all()
+
+
 def test_temperature_sharpens_before_truncation() -> None:
     # Probabilities 0.5, 0.3, 0.2 squared and normalised: 0.25, 0.09, 0.04 over 0.38.
     assert draw(LOGITS, 0.0, temperature=0.5)[1] == pytest.approx(math.log(0.25 / 0.38), abs=1e-6)
@@ -105,6 +160,16 @@ def test_logits_that_are_no_distribution_are_flagged_in_their_row_only(bad: floa
         False,
         True,
     ]
+
+
+def test_a_bad_row_of_many_blocks_is_flagged_too() -> None:
+    logits = torch.zeros(3, 1024)
+    logits[1, 900] = math.nan
+    result = TokenSampler(SamplingParams(num_samples=1, max_tokens=1)).draw(
+        logits, torch.full((3,), 0.5, dtype=torch.float64), None
+    )
+    assert result.is_valid.tolist() == [True, False, True]
+    assert result.tokens.tolist() == [512, 0, 512]
 
 
 def test_random_numbers_belong_to_seed_and_sample() -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefrl.losses.logprobs import (
+    KEPT_BYTES,
     Head,
     TokenScores,
     WantName,
@@ -98,11 +99,13 @@ def test_hand_gradient_is_one_hot_minus_probability():
     torch.testing.assert_close(hidden.grad, torch.tensor([[0.268941]]), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("keep_bytes", [0, KEPT_BYTES])
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 7, 13, 50, None])
 @pytest.mark.parametrize("head_options", HEADS.values(), ids=HEADS.keys())
-def test_equals_log_softmax_of_all_logits_for_any_chunk_size(head_options, chunk_size):
+def test_equals_log_softmax_of_all_logits_for_any_chunk_size(head_options, chunk_size, keep_bytes):
     hidden, targets, head = make(13, **head_options)
-    scores = chunked_logprobs(hidden, targets, head, temperature=0.7, want=EVERYTHING, chunk_size=chunk_size)
+    options = {"chunk_size": chunk_size, "keep_bytes": keep_bytes}
+    scores = chunked_logprobs(hidden, targets, head, temperature=0.7, want=EVERYTHING, **options)
     expected = full_scores(hidden, targets, head, 0.7)
     assert_equal_scores(scores, expected)
     leaves = leaves_of(hidden, head)
@@ -124,10 +127,12 @@ def test_gradcheck_in_float64(head_options):
 
 
 @pytest.mark.parametrize("name", ["logprobs", "entropy"])
-def test_gradient_of_one_output_alone(name):
-    hidden, targets, head = make(9, bias=True, softcap=3.0)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("keep_bytes", [0, KEPT_BYTES])
+def test_gradient_of_one_output_alone(name, softcap, keep_bytes):
+    hidden, targets, head = make(9, bias=True, softcap=softcap)
     options = {"temperature": 1.3, "want": ("entropy", "correct")}
-    scores = chunked_logprobs(hidden, targets, head, **options, chunk_size=4)
+    scores = chunked_logprobs(hidden, targets, head, **options, chunk_size=4, keep_bytes=keep_bytes)
     expected = full_scores(hidden, targets, head, 1.3)
     weights, leaves = torch.arange(9.0), leaves_of(hidden, head)
     ours = torch.autograd.grad((weights * getattr(scores, name)).sum(), leaves)
@@ -234,6 +239,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("function", [chunked_logprobs, module_logprobs])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_all_tokens_by_vocabulary_is_made(function, dtype, softcap):
+    keeping = {"keep_bytes": 64 * 96 * 4 - 1} if function is chunked_logprobs else {}
     m, vocab, hidden_size, chunk_size = 64, 96, 4, 8
     hidden, targets, head = make(m, hidden_size=hidden_size, vocab=vocab, softcap=softcap, dtype=dtype)
     with LargestTensor() as largest:
@@ -244,6 +250,7 @@ def test_no_tensor_of_all_tokens_by_vocabulary_is_made(function, dtype, softcap)
             temperature=0.8,
             want=EVERYTHING,
             chunk_size=chunk_size,
+            **keeping,
         )
         gradients(scores, [hidden, head.weight])
     assert largest.numel == max(chunk_size, hidden_size) * vocab
@@ -252,27 +259,44 @@ def test_no_tensor_of_all_tokens_by_vocabulary_is_made(function, dtype, softcap)
     assert largest.numel == m * vocab  # the meter sees such a tensor
 
 
+@pytest.mark.parametrize("keep_bytes", [0, 12 * 20 * 4])
 @pytest.mark.parametrize(
     ("trained", "products_per_chunk"),
     [(("hidden", "weight", "bias"), 3), (("hidden",), 2), (("weight",), 2), (("bias",), 1)],
 )
-def test_frozen_parts_cost_no_product_and_get_no_gradient(trained, products_per_chunk):
+def test_frozen_parts_cost_no_product_and_get_no_gradient(trained, products_per_chunk, keep_bytes):
     hidden, targets, head = make(12, bias=True)
     named = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     for name, leaf in named.items():
         leaf.requires_grad_(name in trained)
-    scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=("entropy", "correct"), chunk_size=4)
+    options = {"chunk_size": 4, "keep_bytes": keep_bytes}
+    scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=("entropy", "correct"), **options)
     with LargestTensor() as meter:
         scores.logprobs.sum().backward()
-    assert meter.num_products == 3 * products_per_chunk  # logits again; hidden; weight
+    # Logits again, unless probabilities were kept; hidden; weight.
+    assert meter.num_products == 3 * (products_per_chunk - (keep_bytes > 0))
     assert {name for name, leaf in named.items() if leaf.grad is not None} == set(trained)
 
 
 def test_nothing_is_saved_or_differentiated_without_grad():
-    hidden, targets, head = make(5)
-    with torch.no_grad():
-        scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=())
+    hidden, targets, head = make(20)
+    with torch.no_grad(), LargestTensor() as largest:
+        scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=(), chunk_size=2)
     assert scores.logprobs.grad_fn is None
+    assert largest.numel < 20 * len(head.weight)
+
+
+def test_kept_probabilities_serve_several_backward_passes():
+    hidden, targets, head = make(9)
+    scores = chunked_logprobs(hidden, targets, head, temperature=1.3, want=("entropy",), chunk_size=4)
+    weights, leaves = torch.arange(9.0), leaves_of(hidden, head)
+    first, second = (torch.autograd.grad((weights * scores.logprobs).sum(), leaves, retain_graph=True) for _ in "ab")
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+    with_entropy = torch.autograd.grad((weights * scores.logprobs).sum() + scores.entropy.sum(), leaves)
+    expected = full_scores(hidden, targets, head, 1.3)
+    theirs = torch.autograd.grad((weights * expected.logprobs).sum() + expected.entropy.sum(), leaves)
+    for a, b in zip(with_entropy, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("function", [chunked_logprobs, module_logprobs])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from prefrl.models import attention
+from prefrl.models import attention, segments
 from prefrl.models.attention import LAYOUT_KWARG, Layout, Tree, flat_attention, mask_placeholder
 from tests.assets import tiny_model
 
@@ -66,11 +66,11 @@ def test_long_segments_are_masked_in_chunks_with_equal_results(window, monkeypat
     trees = (Tree(30, (37, 20)), Tree(45))
     tensors = random_qkv(total_length(trees))
     whole = flat_attention(*tensors, Layout(trees), scaling=None, dropout=0.0, window=window)
-    monkeypatch.setattr(attention, "_ROWS_PER_MASK", 16)
+    monkeypatch.setattr(segments, "_ROWS_PER_MASK", 16)
     layout = Layout(trees)
     chunked = flat_attention(*tensors, layout, scaling=None, dropout=0.0, window=window)
     torch.testing.assert_close(chunked, whole)
-    rows_kept = {mask.size(0) for mask in layout._masks.values()}
+    rows_kept = {mask.size(0) for mask in layout._made.values()}
     assert rows_kept == {16}
 
 

@@ -1,0 +1,154 @@
+"""prefrl against TRL 1.16, each through its own trainers, on equal work.
+
+    make bench             all workloads, 12 minutes at most on 2 cores
+    make bench QUICK=1     the main ones, 3 minutes at most
+    python -m benchmarks --only dpo sft
+    python -m benchmarks --write-docs
+
+A workload runs in two processes, one for each library, which take turns on the same core. Ratios are medians over
+pairs of turns, of CPU seconds (wall seconds on CUDA). Peak memory is above what was held before the first step. A
+ratio is printed only if both libraries ran the same tokens and, on the same inputs, their first loss and gradient norm
+agree; otherwise the run fails. TRL runs with gradient checkpointing off, on a CPU without bf16: its fastest settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from benchmarks.report import Report, Row, failed_row, replace_between_markers, row_of
+from benchmarks.worker import Library, Machine, Measurement, WorkerError, measure, prepare_environment
+from benchmarks.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, Workload
+
+Measure = Callable[..., dict[Library, Measurement]]
+RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
+
+
+def main(arguments: Sequence[str] | None = None, *, measure: Measure = measure, results: Path = RESULTS) -> int:
+    """1 if a workload failed: a library could not run it, or the two did not do the same work."""
+    options = _parse(arguments)
+    stored = results / f"{options.device}.json"
+    if options.write_docs:
+        replace_between_markers(DOCS, Report.read(stored).markdown())
+        return 0
+    workloads = _select(options)
+    is_part = len(workloads) < len(_all(options.device)) or options.quick
+    path = options.output or (stored.with_stem(f"{options.device}-part") if is_part else stored)
+    report = Report(environment_of(options))
+    report.rows.extend(run_workloads(workloads, options, measure))
+    report.write(path)
+    print(f"\n{report.markdown()}")
+    print(f"Gates missed: {', '.join(row.name for row in report.missed()) or 'none'}. Raw figures: {path}")
+    for row in report.failed():
+        print(f"FAILED {row.name}: {'; '.join(row.problems)}", file=sys.stderr)
+    return int(bool(report.failed()))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [workload.name for workload in (*CPU_WORKLOADS, *CUDA_WORKLOADS)]
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help="the main workloads, with fewer turns")
+    parser.add_argument("--turns", type=int, help="timed pairs of each workload, instead of the table's number")
+    parser.add_argument("--threads", type=int, default=1, help="of each process, each on a core of its own")
+    parser.add_argument("--jobs", type=int, default=2, help="workloads at a time; on CUDA always 1")
+    parser.add_argument("--output", type=Path, help="JSON file; default: in benchmarks/results")
+    parser.add_argument("--write-docs", action="store_true", help="run nothing; put the last full run into the docs")
+    return parser.parse_args(arguments)
+
+
+def _all(device: str) -> tuple[Workload, ...]:
+    return CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS
+
+
+def _select(options: argparse.Namespace) -> list[Workload]:
+    workloads = [w for w in _all(options.device) if options.only is None or w.name in options.only]
+    if options.quick and options.only is None:
+        workloads = [workload for workload in workloads if workload.quick_turns]
+    if not workloads:
+        raise SystemExit(f"--only {' '.join(options.only)}: no such workload on {options.device}")
+    return workloads
+
+
+def run_workloads(workloads: Sequence[Workload], options: argparse.Namespace, measure: Measure) -> list[Row]:
+    """Rows in the order of the workloads; a line is printed when one is done."""
+    free: queue.SimpleQueue[Machine] = queue.SimpleQueue()
+    machines = _machines(options)
+    for machine in machines:
+        free.put(machine)
+
+    def run(workload: Workload) -> Row:
+        machine = free.get()
+        try:
+            num_turns = options.turns or (options.quick and workload.quick_turns) or workload.turns
+            row = row_of(workload, measure(workload, num_turns=num_turns, machine=machine), device=options.device)
+        except WorkerError as error:
+            row = failed_row(workload, error)
+        finally:
+            free.put(machine)
+        print("| " + " | ".join(row.cells()) + " |", flush=True)
+        return row
+
+    with ThreadPoolExecutor(len(machines)) as pool:
+        return list(pool.map(run, workloads))
+
+
+def _machines(options: argparse.Namespace) -> list[Machine]:
+    """Cores for each workload that runs at the same time."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not 1 <= options.threads <= len(cores):
+        raise SystemExit(f"--threads {options.threads}: there are {len(cores)} cores")
+    jobs = 1 if options.device == "cuda" else min(options.jobs, len(cores) // options.threads)
+    parts = (cores[i * options.threads : (i + 1) * options.threads] for i in range(jobs))
+    return [Machine(options.device, tuple(part)) for part in parts]
+
+
+def environment_of(options: argparse.Namespace) -> dict[str, str]:
+    facts = {
+        "date": date.today().isoformat(),
+        "commit": _output("git", "describe", "--always", "--dirty"),
+        "machine": _device_name(options.device),
+        "threads": str(options.threads),
+        "load at the start": f"{os.getloadavg()[0]:.1f}",
+        "python": sys.version.partition(" ")[0],
+    }
+    return facts | {name: _version(name) for name in ("prefrl", "trl", "torch", "transformers")}
+
+
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'an unknown CPU'}"
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return done.stdout.partition("\n")[0].strip() or "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="prefrl-bench-") as folder:
+        prepare_environment(cache=folder)
+        raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""What both libraries get: the same random models, tokenizer, dataset rows, completions and reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from benchmarks.workloads import ModelSizes, Workload
+
+__all__ = ["END", "PAD", "TokenCounter", "build_model", "build_tokenizer", "completions_of", "prompts_of", "rows_of"]
+
+END, PAD, NUM_SPECIAL = 0, 1, 2
+POLICY_SEED, REFERENCE_SEED = 0, 1
+
+
+def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False) -> PreTrainedModel:
+    """Random weights that depend on sizes and seed alone."""
+    config = Qwen2Config(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.ffn_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_heads // 2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        bos_token_id=None,
+        num_labels=1,
+    )
+    torch.manual_seed(seed)
+    auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    return auto_class.from_config(config, dtype=torch.float32)
+
+
+def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """One token for each word t2, t3, ..., and the end of a text."""
+    vocabulary = {"<end>": END, "<pad>": PAD, **{f"t{i}": i for i in range(NUM_SPECIAL, vocab_size)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
+
+
+def prompts_of(workload: Workload) -> list[list[int]]:
+    """[P] token ids."""
+    generator = torch.Generator().manual_seed(2)
+    return [_tokens(workload, workload.prompt_length, generator) for _ in range(workload.num_prompts)]
+
+
+def completions_of(workload: Workload) -> dict[tuple[int, ...], list[list[int]]]:
+    """Prompt -> [G] token ids of the workload's lengths, the last of which is the end token."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        tuple(prompt): [[*_tokens(workload, length - 1, generator), END] for length in workload.lengths]
+        for prompt in prompts_of(workload)
+    }
+
+
+def rows_of(workload: Workload) -> Dataset:
+    """The dataset of the workload's task; both libraries put the end token behind responses and texts."""
+    generator = torch.Generator().manual_seed(4)
+
+    def words(count: int) -> str:
+        return _words(_tokens(workload, count, generator))
+
+    if workload.is_online:
+        return Dataset.from_list([{"prompt": _words(prompt)} for prompt in prompts_of(workload)])
+    if workload.task == "sft":
+        return Dataset.from_list([{"text": words(length - 1)} for length in workload.lengths])
+    responses = [" " + words(length - 1) for length in workload.lengths]
+    if workload.task == "kto":
+        return Dataset.from_list(
+            [
+                {"prompt": words(workload.prompt_length), "completion": response, "label": number % 2 == 0}
+                for number, response in enumerate(responses)
+            ]
+        )
+    return Dataset.from_list(
+        [
+            {"prompt": words(workload.prompt_length), "chosen": chosen, "rejected": rejected}
+            for chosen, rejected in zip(responses[::2], responses[1::2], strict=True)
+        ]
+    )
+
+
+@dataclass
+class TokenCounter:
+    """Counts the completion tokens that a library hands to its reward function."""
+
+    total: int = 0
+
+    def reward(self) -> Callable[..., list[float]]:
+        """A deterministic reward that differs within a group, so that no advantage is zero."""
+
+        def hashed(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+            self.total += sum(map(len, completion_ids))
+            return [sum(ids) % 1009 / 1009 for ids in completion_ids]
+
+        return hashed
+
+
+def _tokens(workload: Workload, count: int, generator: torch.Generator) -> list[int]:
+    return torch.randint(NUM_SPECIAL, workload.model.vocab_size, (count,), generator=generator).tolist()
+
+
+def _words(tokens: Sequence[int]) -> str:
+    return " ".join(f"t{token}" for token in tokens)

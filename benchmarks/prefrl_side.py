@@ -1,0 +1,128 @@
+"""prefrl's trainers on a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.inputs import (
+    POLICY_SEED,
+    REFERENCE_SEED,
+    build_model,
+    build_tokenizer,
+    completions_of,
+    prompts_of,
+    rows_of,
+)
+from benchmarks.job import Job, Setup, job_of, offline_arguments
+from benchmarks.workloads import Workload
+from prefrl.generation import local
+from prefrl.generation.base import SamplingParams, WeightSource
+from prefrl.generation.sampling import uniform_numbers
+from prefrl.registry import REGISTRY
+from prefrl.trainer.base_config import BaseConfig
+from prefrl.types import Completion
+
+__all__ = ["ScriptedGenerator", "build", "config_of", "force_lengths"]
+
+
+def build(setup: Setup) -> Job:
+    """Everything up to the first step."""
+    if setup.workload.is_online:
+        return _build_grpo(setup)
+    trainer = REGISTRY[setup.workload.task].load_trainer()(args=config_of(setup), **offline_arguments(setup))
+    return job_of(setup, trainer)
+
+
+def config_of(setup: Setup) -> BaseConfig:
+    """The workload's options."""
+    workload = setup.workload
+    if workload.is_online:
+        own = {
+            "num_generations": len(workload.lengths),
+            "max_completion_length": max(workload.lengths),
+            "max_prompt_length": None,
+            "temperature": 1.0,
+            "top_k": None,
+        }
+        return REGISTRY["grpo"].load_config()(**setup.arguments(), **own)
+    return REGISTRY[workload.task].load_config()(**setup.arguments(), max_length=None)
+
+
+def _build_grpo(setup: Setup) -> Job:
+    workload = setup.workload
+    model = build_model(workload.model, seed=REFERENCE_SEED)
+    trainer = REGISTRY["grpo"].load_trainer()(
+        model,
+        reward_funcs=setup.counter.reward(),
+        args=config_of(setup),
+        train_dataset=rows_of(workload),
+        processing_class=build_tokenizer(workload.model.vocab_size),
+        callbacks=[setup.callback()],
+    )
+    # The reference is the model as it was.
+    model.load_state_dict(build_model(workload.model, seed=POLICY_SEED).state_dict())
+    if workload.task == "grpo_loss":
+        trainer.generator = ScriptedGenerator(workload)
+        return job_of(setup, trainer)
+    force_lengths(workload.lengths)
+    if workload.task == "grpo":
+        return job_of(setup, trainer)
+    return _generation_job(setup, trainer)
+
+
+def _generation_job(setup: Setup, trainer: Any) -> Job:
+    prompts, sampling = prompts_of(setup.workload), trainer.args.sampling_params()
+
+    def generate() -> int:
+        with trainer.accelerator.autocast():
+            groups = trainer.generator.generate(prompts, sampling, seeds=range(len(prompts)))
+        return sum(len(completion.token_ids) for group in groups for completion in group)
+
+    return setup.generation_job(generate)
+
+
+class ScriptedGenerator:
+    """`prefrl.generation.base.Generator` that returns the workload's completions."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._completions = completions_of(workload)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """The completions of each prompt, whatever the seeds."""
+        return [[_completion(ids) for ids in self._completions[tuple(prompt)]] for prompt in prompts]
+
+    def sync(self, weights: WeightSource, *, version: int) -> None:
+        """No-op: weights play no part."""
+
+    def close(self) -> None:
+        """No-op."""
+
+
+def _completion(ids: list[int]) -> Completion:
+    return Completion(
+        token_ids=ids,
+        finish_reason="stop",
+        logprobs=None,
+        trainable=[True] * len(ids),
+        policy_versions=[0] * len(ids),
+    )
+
+
+def force_lengths(lengths: Sequence[int]) -> None:
+    """From now on, sample g of a prompt in this process has `lengths[g]` tokens.
+
+    Sampling inverts the cumulative distribution, so 0 draws the first token of the vocabulary, the end token; numbers
+    above its probability never do. The work of sampling stays as it is.
+    """
+
+    def numbers(seed: int, sample: int, count: int) -> torch.Tensor:
+        uniforms = 0.01 + 0.989 * uniform_numbers(seed, sample, count)
+        uniforms[lengths[sample] - 1] = 0.0
+        return uniforms
+
+    local.uniform_numbers = numbers

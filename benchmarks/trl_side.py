@@ -1,0 +1,134 @@
+"""TRL's trainers on a workload, with their fastest settings: no gradient checkpointing, and no bf16 on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from benchmarks.inputs import (
+    END,
+    PAD,
+    POLICY_SEED,
+    REFERENCE_SEED,
+    build_model,
+    build_tokenizer,
+    completions_of,
+    prompts_of,
+    rows_of,
+)
+from benchmarks.job import Job, Setup, job_of, offline_arguments
+from benchmarks.workloads import Workload
+
+__all__ = ["ForcedEnd", "ForcedGenerate", "ScriptedGenerate", "build"]
+
+
+def build(setup: Setup) -> Job:
+    """Everything up to the first step."""
+    own = {"gradient_checkpointing": False, **setup.workload.trl_options}
+    if setup.workload.is_online:
+        return _build_grpo(setup, own)
+    name = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "sft": "SFT"}[setup.workload.task]
+    module = import_module("trl")  # which only an environment of the benchmark has
+    args = getattr(module, f"{name}Config")(max_length=None, **setup.arguments(), **own)
+    trainer = getattr(module, f"{name}Trainer")(args=args, **offline_arguments(setup))
+    return job_of(setup, trainer)
+
+
+def _build_grpo(setup: Setup, own: dict[str, Any]) -> Job:
+    from trl import GRPOConfig, GRPOTrainer
+
+    workload = setup.workload
+    model = build_model(workload.model, seed=REFERENCE_SEED)
+    # TRL reads its reference from where the model came from.
+    folder = Path(setup.folder) / "reference"
+    model.save_pretrained(folder)
+    model.config._name_or_path = str(folder)
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=setup.counter.reward(),
+        args=GRPOConfig(
+            num_generations=len(workload.lengths),
+            max_completion_length=max(workload.lengths),
+            temperature=1.0,
+            use_bias_correction_kl=False,  # prefrl's KL term has no importance weight
+            **setup.arguments(),
+            **own,
+        ),
+        train_dataset=rows_of(workload),
+        processing_class=build_tokenizer(workload.model.vocab_size),
+        callbacks=[setup.callback()],
+    )
+    model.load_state_dict(build_model(workload.model, seed=POLICY_SEED).state_dict())
+    if workload.task == "grpo_loss":
+        model.generate = ScriptedGenerate(workload)
+        return job_of(setup, trainer)
+    model.generate = ForcedGenerate(model.generate, workload)
+    if workload.task == "grpo":
+        return job_of(setup, trainer)
+    return _generation_job(setup, trainer)
+
+
+def _generation_job(setup: Setup, trainer: Any) -> Job:
+    prompts = [prompt for prompt in prompts_of(setup.workload) for _ in setup.workload.lengths]
+
+    def generate() -> int:
+        ids = torch.tensor(prompts, device=trainer.model.device)
+        with torch.no_grad(), trainer.accelerator.autocast():
+            output = trainer.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=trainer.generation_config,
+            )
+        completions = output[:, ids.shape[1] :]
+        return int((completions != PAD).sum())
+
+    return setup.generation_job(generate)
+
+
+class ScriptedGenerate:
+    """In the place of `model.generate`: the workload's completions behind each prompt."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._completions = completions_of(workload)
+        self._width = max(workload.lengths)
+
+    def __call__(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        samples = {prompt: itertools.cycle(group) for prompt, group in self._completions.items()}
+        rows = [next(samples[tuple(prompt)]) for prompt in input_ids.tolist()]
+        padded = [row + [PAD] * (self._width - len(row)) for row in rows]
+        return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
+
+
+class ForcedGenerate:
+    """`model.generate` whose samples have the workload's lengths."""
+
+    def __init__(self, generate: Any, workload: Workload) -> None:
+        self._generate = generate
+        self._lengths = workload.lengths * workload.num_prompts
+
+    def __call__(self, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        force = ForcedEnd(self._lengths, prompt_length=input_ids.shape[1])
+        return self._generate(input_ids=input_ids, logits_processor=LogitsProcessorList([force]), **arguments)
+
+
+class ForcedEnd(LogitsProcessor):
+    """The end token as the last of `lengths` tokens of a row, and not before."""
+
+    def __init__(self, lengths: Sequence[int], *, prompt_length: int) -> None:
+        self._ending: dict[int, list[int]] = {}  # width after which a row ends -> rows
+        for row, length in enumerate(lengths):
+            self._ending.setdefault(prompt_length + length - 1, []).append(row)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[R, V] scores with one possible token in rows that end here, in place."""
+        scores[:, END] = -torch.inf
+        for row in self._ending.get(input_ids.shape[1], ()):
+            scores[row] = -torch.inf
+            scores[row, END] = 0.0
+        return scores

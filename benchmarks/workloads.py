@@ -1,0 +1,402 @@
+"""The table of workloads: what is run, how often, and which ratio must be reached. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["CPU_WORKLOADS", "CUDA_WORKLOADS", "LENGTHS", "Gate", "ModelSizes", "Task", "Workload"]
+
+# grpo_loss: GRPO on given completions. grpo: whole steps with generation. generation: nothing else.
+Task = Literal["grpo_loss", "grpo", "generation", "dpo", "kto", "reward", "sft"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A random Qwen2 with tied embeddings, in float32; key/value heads are half the heads."""
+
+    hidden_size: int
+    num_layers: int
+    ffn_size: int
+    vocab_size: int
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Least ratio TRL / prefrl of seconds (`must`) and of peak memory (`memory`); `aim` is the best that was seen."""
+
+    must: float | None = None
+    aim: float | None = None
+    memory: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One row of the table.
+
+    Lengths are in tokens and count the end token:
+
+    | task | lengths |
+    |---|---|
+    | grpo_loss, grpo, generation | completions of each prompt |
+    | dpo, reward | chosen, rejected, chosen, rejected, ...: each pair has a prompt of its own |
+    | kto | responses, desirable and undesirable in turn; each has a prompt of its own |
+    | sft | texts; there are no prompts |
+    """
+
+    name: str  # for --only and the JSON
+    title: str
+    task: Task
+    model: ModelSizes
+    lengths: tuple[int, ...]
+    prompt_length: int = 256
+    num_prompts: int = 1  # of grpo_loss, grpo and generation
+    options: Mapping[str, Any] = field(default_factory=dict)  # of both libraries' configs
+    trl_options: Mapping[str, Any] = field(default_factory=dict)  # of TRL's config alone
+    steps_per_turn: int = 1  # optimizer steps that are timed together
+    turns: int = 5  # timed pairs after the warm-up
+    quick_turns: int = 0  # the same with --quick; 0: left out
+    gate: Gate = field(default_factory=Gate)
+
+    @property
+    def is_online(self) -> bool:
+        """Whether it is about completions of prompts."""
+        return self.task in ("grpo_loss", "grpo", "generation")
+
+    @property
+    def has_equal_inputs(self) -> bool:
+        """Whether both libraries learn from the same tokens; in the other tasks each samples its own."""
+        return self.task not in ("grpo", "generation")
+
+    @property
+    def num_tokens(self) -> int:
+        """In each turn: of completions, or of all rows, each with its prompt."""
+        prompts = 0 if self.is_online or self.task == "sft" else self.prompt_length * len(self.lengths)
+        return sum(self.lengths) * self.num_prompts + prompts
+
+
+MODEL_S = ModelSizes(hidden_size=256, num_layers=4, ffn_size=768, vocab_size=8192, num_heads=4)
+MODEL_A = ModelSizes(hidden_size=512, num_layers=8, ffn_size=2048, vocab_size=32000, num_heads=8)
+MODEL_B = ModelSizes(hidden_size=256, num_layers=4, ffn_size=768, vocab_size=151936, num_heads=4)
+
+LENGTHS = (16, 28, 40, 56, 72, 90, 110, 128)
+LONG_LENGTHS = (32, 64, 96, 128, 160, 192, 224, 256)
+VERY_LONG_LENGTHS = (128, 224, 320, 448, 576, 720, 880, 1024)
+PAIR_LENGTHS = (64, 256, 96, 224, 256, 128, 192, 160)
+TEXT_LENGTHS = (48, 64, 96, 128, 192, 256, 384, 512)
+
+GRPO_LOSS_WORKLOADS = (
+    Workload(
+        "grpo_loss",
+        "GRPO loss step, S, prompt 256",
+        "grpo_loss",
+        MODEL_S,
+        LENGTHS,
+        options={"beta": 0.0},
+        quick_turns=3,
+        gate=Gate(must=5.0, aim=8.0, memory=5.0),
+    ),
+    Workload(
+        "grpo_loss_short_prompt",
+        "GRPO loss step, S, prompt 64, completions 32 to 256",
+        "grpo_loss",
+        MODEL_S,
+        LONG_LENGTHS,
+        prompt_length=64,
+        options={"beta": 0.0},
+        turns=4,
+        gate=Gate(must=3.2, aim=4.0),
+    ),
+    Workload(
+        "grpo_loss_4_prompts",
+        "GRPO loss step, S, 4 prompts of 128",
+        "grpo_loss",
+        MODEL_S,
+        LENGTHS,
+        prompt_length=128,
+        num_prompts=4,
+        options={"beta": 0.0},
+        turns=3,
+        gate=Gate(must=4.3, aim=5.5),
+    ),
+    Workload(
+        "grpo_loss_equal",
+        "GRPO loss step, S, prompt 256, completions all 128",
+        "grpo_loss",
+        MODEL_S,
+        (128,) * 8,
+        options={"beta": 0.0},
+        turns=4,
+        gate=Gate(must=3.5, aim=4.1),
+    ),
+    Workload(
+        "grpo_loss_kl",
+        "GRPO loss step with reference, S, prompt 256",
+        "grpo_loss",
+        MODEL_S,
+        LENGTHS,
+        options={"beta": 0.04},
+        turns=4,
+        quick_turns=2,
+        gate=Gate(must=5.5, aim=7.5),
+    ),
+    Workload(
+        "grpo_loss_a",
+        "GRPO loss step, A, prompt 256",
+        "grpo_loss",
+        MODEL_A,
+        LENGTHS,
+        options={"beta": 0.0},
+        turns=2,
+        gate=Gate(must=5.0, aim=6.3, memory=5.0),
+    ),
+    Workload(
+        "grpo_loss_b",
+        "GRPO loss step, B (vocabulary 151,936), prompt 256",
+        "grpo_loss",
+        MODEL_B,
+        LENGTHS,
+        options={"beta": 0.0},
+        turns=2,
+        gate=Gate(must=8.0, aim=14.8),
+    ),
+    Workload(
+        "grpo_loss_long_completions",
+        "GRPO loss step, S, prompt 64, completions 128 to 1,024",
+        "grpo_loss",
+        MODEL_S,
+        VERY_LONG_LENGTHS,
+        prompt_length=64,
+        options={"beta": 0.0},
+        turns=2,
+    ),
+    Workload(
+        "grpo_loss_long_prompt",
+        "GRPO loss step, S, prompt 2,048",
+        "grpo_loss",
+        MODEL_S,
+        LENGTHS,
+        prompt_length=2048,
+        options={"beta": 0.0},
+        turns=2,
+    ),
+)
+GRPO_WORKLOADS = (
+    Workload(
+        "grpo",
+        "whole GRPO step, S, prompt 256",
+        "grpo",
+        MODEL_S,
+        LENGTHS,
+        options={"beta": 0.0},
+        quick_turns=3,
+        gate=Gate(must=2.7, aim=4.0),
+    ),
+    Workload(
+        "grpo_kl",
+        "whole GRPO step with reference, S, prompt 256",
+        "grpo",
+        MODEL_S,
+        LENGTHS,
+        options={"beta": 0.04},
+        turns=4,
+        gate=Gate(must=2.7, aim=4.0),
+    ),
+    Workload(
+        "grpo_2_iterations",
+        "GRPO, one generation and two updates, S, prompt 256",
+        "grpo",
+        MODEL_S,
+        LENGTHS,
+        options={"beta": 0.0, "num_iterations": 2},
+        steps_per_turn=2,
+        turns=3,
+        gate=Gate(must=3.3, aim=4.3),
+    ),
+    Workload(
+        "generation",
+        "generation, S, 8 completions",
+        "generation",
+        MODEL_S,
+        LENGTHS,
+        options={"beta": 0.0},
+        quick_turns=3,
+        gate=Gate(must=1.5, aim=2.4),
+    ),
+    Workload(
+        "generation_32",
+        "generation, S, 4 prompts of 256, 32 completions",
+        "generation",
+        MODEL_S,
+        LENGTHS,
+        num_prompts=4,
+        options={"beta": 0.0},
+        turns=4,
+        gate=Gate(must=1.9, aim=2.9),
+    ),
+    Workload(
+        "generation_a",
+        "generation, A, 8 completions",
+        "generation",
+        MODEL_A,
+        LENGTHS,
+        options={"beta": 0.0},
+        turns=2,
+        gate=Gate(must=1.9, aim=2.2),
+    ),
+)
+OFFLINE_WORKLOADS = (
+    Workload(
+        "dpo",
+        "DPO, S, 4 pairs, responses 64 to 256",
+        "dpo",
+        MODEL_S,
+        PAIR_LENGTHS,
+        turns=4,
+        quick_turns=2,
+        gate=Gate(must=3.2, aim=4.3, memory=3.5),
+    ),
+    Workload(
+        "dpo_equal",
+        "DPO, S, 4 pairs, responses all 160",
+        "dpo",
+        MODEL_S,
+        (160,) * 8,
+        turns=3,
+        gate=Gate(must=2.9, aim=3.5),
+    ),
+    Workload(
+        "dpo_precomputed",
+        "DPO, precomputed reference, S, 4 pairs, responses 64 to 256",
+        "dpo",
+        MODEL_S,
+        PAIR_LENGTHS,
+        options={"precompute_ref_log_probs": True},
+        turns=4,
+        gate=Gate(must=3.8, aim=4.7, memory=3.5),
+    ),
+    Workload("kto", "KTO, S, 8 rows, responses 64 to 256", "kto", MODEL_S, PAIR_LENGTHS, turns=3),
+    Workload(
+        "sft",
+        "SFT, S, 8 texts of 48 to 512, TRL padded",
+        "sft",
+        MODEL_S,
+        TEXT_LENGTHS,
+        turns=4,
+        quick_turns=2,
+        gate=Gate(must=4.0, aim=4.8, memory=4.0),
+    ),
+    Workload(
+        "sft_padding_free",
+        "SFT, S, 8 texts of 48 to 512, TRL padding-free",
+        "sft",
+        MODEL_S,
+        TEXT_LENGTHS,
+        trl_options={"padding_free": True},
+        quick_turns=3,
+        gate=Gate(must=2.0, aim=2.3, memory=2.2),
+    ),
+    Workload(
+        "sft_equal",
+        "SFT, S, 8 texts of 224, TRL padded",
+        "sft",
+        MODEL_S,
+        (224,) * 8,
+        turns=4,
+        gate=Gate(must=1.7, aim=1.9),
+    ),
+    Workload(
+        "reward",
+        "reward model, S, 4 pairs, responses 64 to 256",
+        "reward",
+        MODEL_S,
+        PAIR_LENGTHS,
+        quick_turns=3,
+        gate=Gate(must=1.7, aim=2.0, memory=1.6),
+    ),
+    Workload(
+        "reward_equal",
+        "reward model, S, 4 pairs, responses all 160",
+        "reward",
+        MODEL_S,
+        (160,) * 8,
+        gate=Gate(must=1.25, aim=1.4),
+    ),
+)
+CPU_WORKLOADS = GRPO_LOSS_WORKLOADS + GRPO_WORKLOADS + OFFLINE_WORKLOADS
+
+# A GPU has work to do only with larger models and batches; no ratio is demanded there yet.
+MODEL_Q = ModelSizes(hidden_size=896, num_layers=24, ffn_size=4864, vocab_size=151936, num_heads=14)
+CUDA_WORKLOADS = (
+    Workload(
+        "cuda_grpo_loss",
+        "GRPO loss step, A, 8 prompts of 512",
+        "grpo_loss",
+        MODEL_A,
+        LONG_LENGTHS,
+        prompt_length=512,
+        num_prompts=8,
+        options={"beta": 0.0},
+        quick_turns=3,
+    ),
+    Workload(
+        "cuda_grpo_loss_q",
+        "GRPO loss step, Q (0.5 B), 4 prompts of 512, completions 128 to 1,024",
+        "grpo_loss",
+        MODEL_Q,
+        VERY_LONG_LENGTHS,
+        prompt_length=512,
+        num_prompts=4,
+        options={"beta": 0.0},
+    ),
+    Workload(
+        "cuda_grpo_loss_kl",
+        "GRPO loss step with reference, Q (0.5 B), 4 prompts of 512",
+        "grpo_loss",
+        MODEL_Q,
+        LONG_LENGTHS,
+        prompt_length=512,
+        num_prompts=4,
+        options={"beta": 0.04},
+    ),
+    Workload(
+        "cuda_grpo",
+        "whole GRPO step, A, 8 prompts of 512",
+        "grpo",
+        MODEL_A,
+        LONG_LENGTHS,
+        prompt_length=512,
+        num_prompts=8,
+        options={"beta": 0.0},
+        quick_turns=3,
+    ),
+    Workload(
+        "cuda_generation",
+        "generation, A, 8 prompts of 512, 64 completions",
+        "generation",
+        MODEL_A,
+        LONG_LENGTHS,
+        prompt_length=512,
+        num_prompts=8,
+        options={"beta": 0.0},
+        quick_turns=3,
+    ),
+    Workload(
+        "cuda_dpo", "DPO, Q (0.5 B), 16 pairs", "dpo", MODEL_Q, PAIR_LENGTHS * 4, prompt_length=512, quick_turns=3
+    ),
+    Workload("cuda_kto", "KTO, Q (0.5 B), 32 rows", "kto", MODEL_Q, PAIR_LENGTHS * 4, prompt_length=512),
+    Workload("cuda_sft", "SFT, Q (0.5 B), 32 texts, TRL padded", "sft", MODEL_Q, TEXT_LENGTHS * 4, quick_turns=3),
+    Workload(
+        "cuda_sft_padding_free",
+        "SFT, Q (0.5 B), 32 texts, TRL padding-free",
+        "sft",
+        MODEL_Q,
+        TEXT_LENGTHS * 4,
+        trl_options={"padding_free": True},
+    ),
+    Workload(
+        "cuda_reward", "reward model, Q (0.5 B), 16 pairs", "reward", MODEL_Q, PAIR_LENGTHS * 4, prompt_length=512
+    ),
+)

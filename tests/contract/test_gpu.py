@@ -1,0 +1,49 @@
+"""Each trainer on a CUDA device: the update of the CPU, and no wait for the device inside a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefrl.models.forward import verdict_of
+from prefrl.registry import REGISTRY
+from tests.contract.cases import make_trainer, relative_difference, update_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+# Sampling on another device draws other tokens where a probability differs in its last bit.
+_OFFLINE = [name for name in REGISTRY if name != "grpo"]
+
+
+@pytest.mark.parametrize("algorithm", _OFFLINE)
+def test_the_update_is_that_of_the_cpu(algorithm: str, tmp_path: Path) -> None:
+    on_cpu = update_of(make_trainer(algorithm, tmp_path / "cpu"))
+    on_gpu = update_of(make_trainer(algorithm, tmp_path / "gpu", use_cpu=False, bf16=False, tf32=False))
+    assert relative_difference(on_gpu.cpu(), on_cpu) < 1e-3
+
+
+@pytest.mark.parametrize("algorithm", REGISTRY)
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"max_tokens_per_micro_batch": 40}], ids=str)
+def test_a_step_does_not_wait_for_the_device(algorithm: str, options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_trainer(algorithm, tmp_path, use_cpu=False, max_steps=3, **options)
+    verdict_of(trainer.policy)
+    original = trainer.training_step
+    steps = 0
+
+    def watched(*args: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 1:  # compiles and allocates
+            return original(*args)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer.training_step = watched
+    trainer.train()
+    assert steps == 3

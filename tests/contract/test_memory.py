@@ -1,0 +1,201 @@
+"""What a training step needs in memory, and that what saves memory changes no update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from prefrl.models.adapters import lora_config
+from prefrl.models.offload import OffloadActivations
+from prefrl.registry import REGISTRY
+from prefrl.trainer.base_trainer import BaseTrainer
+from tests.contract.cases import make_trainer, relative_difference, update_of
+from tests.contract.memory_worker import BUDGET, ROWS, Case, CudaGauge, growth_mib, measure
+
+# MiB that a step of `Case(algorithm)` takes on one thread of a CPU, its 8 MiB of gradients included.
+MEASURED = {"grpo": 48, "dpo": 63, "reward": 58, "sft": 50}
+BOUNDS = {name: 1.25 * measured for name, measured in MEASURED.items()}
+
+
+def budgeted(algorithm: str, times: int) -> Case:
+    """Micro-batches of half the tokens of one time the rows."""
+    return Case(algorithm, times, {"max_tokens_per_micro_batch": BUDGET[algorithm]})
+
+
+def test_a_step_takes_no_more_memory_than_it_did() -> None:
+    growth = dict(zip(BOUNDS, measure([Case(name) for name in BOUNDS]), strict=True))
+    assert not {name: mib for name, mib in growth.items() if mib > BOUNDS[name]}
+
+
+def test_padding_and_whole_logits_would_not_go_unnoticed() -> None:
+    cases = [Case(name, options={"forward_plan": "padded"}) for name in BOUNDS]
+    cases += [Case(name, full_logits=True) for name in BOUNDS if name != "reward"]
+    growth = zip(cases, measure(cases), strict=True)
+    assert not [(case, mib) for case, mib in growth if mib <= BOUNDS[case.algorithm]]
+
+
+def test_a_token_budget_bounds_the_memory_of_a_step_of_any_number_of_rows() -> None:
+    cases = [case for name in ROWS for case in (budgeted(name, 1), budgeted(name, 4), Case(name, 2))]
+    growth = iter(measure(cases))
+    for name, few, many, unbounded in zip(ROWS, growth, growth, growth, strict=True):
+        assert many < 1.15 * few, name
+        assert unbounded > 1.6 * MEASURED[name], name
+
+
+def test_checkpointing_halves_the_memory_of_a_step() -> None:
+    growth = dict(
+        zip(ROWS, measure([Case(name, options={"activation_checkpointing": True}) for name in ROWS]), strict=True)
+    )
+    assert not {name: mib for name, mib in growth.items() if mib > MEASURED[name] / 2}
+
+
+class Runs:
+    """Counts passes through each layer, those of checkpoints that are computed again included."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.counts: dict[str, int] = {}
+        self.frozen_in_training_mode = 0
+        for name, module in model.named_modules():
+            if name.endswith("self_attn"):
+                self.counts[name] = 0
+                module.register_forward_hook(self._count(name))
+
+    def _count(self, name: str) -> Any:
+        def count(module: nn.Module, *_: Any) -> None:
+            self.counts[name] += 1
+            self.frozen_in_training_mode += module.training and not torch.is_grad_enabled()
+
+        return count
+
+
+_plain: dict[tuple[str, bool], tuple[torch.Tensor, dict[str, int]]] = {}
+
+
+def trained(name: str, with_adapter: bool, folder: Path, **options: Any) -> tuple[torch.Tensor, Runs]:
+    """The update of two steps, and the passes that they took."""
+    if with_adapter:
+        options["peft_config"] = lora_config(r=4, target_modules=["q_proj", "down_proj"])
+    trainer = make_trainer(name, folder, max_steps=2, **options)
+    runs = Runs(trainer.model)
+    return update_of(trainer), runs
+
+
+def expected(name: str, with_adapter: bool, folder: Path) -> tuple[torch.Tensor, dict[str, int]]:
+    """Without checkpoints, computed once."""
+    key = (name, with_adapter)
+    if key not in _plain:
+        update, runs = trained(*key, folder)
+        assert update.norm() > 1e-4
+        _plain[key] = update, runs.counts
+    return _plain[key]
+
+
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["whole model", "adapter"])
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_checkpointing_computes_each_layer_once_more_and_changes_no_update(
+    name: str, use_reentrant: bool, with_adapter: bool, tmp_path: Path
+) -> None:
+    update, counts = expected(name, with_adapter, tmp_path)
+    checkpointed, runs = trained(
+        name,
+        with_adapter,
+        tmp_path,
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"use_reentrant": use_reentrant},
+    )
+    assert relative_difference(checkpointed, update) < 1e-5
+    # Two steps of one micro-batch. Passes of a reference, of a generator or before a step are as many as they were.
+    assert {layer: count - 2 for layer, count in runs.counts.items()} == counts
+    if not use_reentrant:  # reentrant checkpoints run forward without gradients
+        assert runs.frozen_in_training_mode == 0
+
+
+class CountingOffload(OffloadActivations):
+    """Moves what is of any size, and counts it."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", smallest_bytes=0)
+        self.num_moved = 0
+        move = self.pack_hook
+
+        def pack(tensor: torch.Tensor) -> Any:
+            packed = move(tensor)
+            self.num_moved += isinstance(packed, tuple)
+            return packed
+
+        self.pack_hook = pack
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_offloading_changes_no_bit_of_an_update(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_trainer(name, tmp_path, **options)
+    update = update_of(make_trainer(name, tmp_path, **options))
+    offload = CountingOffload()
+    trainer.saved_activations = lambda: offload  # type: ignore[method-assign]  # the option is an error on a CPU
+    assert torch.equal(update_of(trainer), update)
+    assert offload.num_moved > 0
+
+
+def gpu_growth(case: Case, folder: Path) -> float:
+    """As torch's allocator counts it, in this process."""
+    return growth_mib(case, CudaGauge(), folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROWS)
+def test_on_a_gpu_a_token_budget_bounds_the_memory_of_a_step(name: str, tmp_path: Path) -> None:
+    many = gpu_growth(budgeted(name, 16), tmp_path)
+    assert many < 1.15 * gpu_growth(budgeted(name, 4), tmp_path)
+    assert many < 0.4 * gpu_growth(Case(name, 16), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROWS)
+def test_on_a_gpu_padding_and_whole_logits_need_more(name: str, tmp_path: Path) -> None:
+    growth = gpu_growth(Case(name, 4), tmp_path)
+    assert growth < 0.8 * gpu_growth(Case(name, 4, {"forward_plan": "padded"}), tmp_path)
+    if name != "reward":
+        # The allocator's figures do not depend on what else runs: this many chunks of logits are never held together.
+        assert growth < 0.8 * gpu_growth(Case(name, 4, full_logits=True), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROWS)
+def test_on_a_gpu_checkpointing_and_offloading_save_memory(name: str, tmp_path: Path) -> None:
+    growth = gpu_growth(Case(name, 4), tmp_path)
+    checkpointed = gpu_growth(Case(name, 4, {"activation_checkpointing": True}), tmp_path)
+    offloaded = gpu_growth(Case(name, 4, {"activation_offloading": True}), tmp_path)
+    both = gpu_growth(Case(name, 4, {"activation_checkpointing": True, "activation_offloading": True}), tmp_path)
+    assert checkpointed < 0.5 * growth
+    assert offloaded < 0.5 * growth
+    assert both < checkpointed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["all", "checkpoints"])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_on_a_gpu_offloading_changes_no_update(name: str, checkpointing: bool, bf16: bool, tmp_path: Path) -> None:
+    def trainer(*, offloading: bool) -> BaseTrainer:
+        return make_trainer(
+            name,
+            tmp_path,
+            use_cpu=False,
+            bf16=bf16,
+            activation_checkpointing=checkpointing,
+            activation_offloading=offloading,
+        )
+
+    update = update_of(trainer(offloading=False))
+    offloading, offload = trainer(offloading=True), CountingOffload()
+    assert isinstance(offloading.saved_activations(), OffloadActivations)
+    offloading.saved_activations = lambda: offload  # type: ignore[method-assign]  # tiny tensors, too
+    # Some CUDA kernels add in any order.
+    assert relative_difference(update_of(offloading), update) < (1e-2 if bf16 else 1e-5)
+    assert offload.num_moved > 0

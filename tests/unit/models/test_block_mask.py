@@ -1,0 +1,223 @@
+"""The block mask and the arguments of variable-length kernels against what each token sees, worked out by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from prefrl.models import block_mask, segments, varlen
+from prefrl.models.layout import Layout, Tree
+from tests.unit.models.test_attention import RAGGED, random_qkv, total_length, visible_positions, written_out
+
+CPU = torch.device("cpu")
+LAYOUTS = [
+    pytest.param(RAGGED, id="small"),
+    pytest.param((Tree(300),), id="one-sequence"),
+    pytest.param((Tree(1),), id="one-token"),
+    pytest.param((Tree(256),), id="whole-blocks"),
+    pytest.param((Tree(140, (130, 60, 1)), Tree(128, (128, 10))), id="trees"),
+    pytest.param((Tree(140, (200, 300)),), id="long-branches"),
+    pytest.param((Tree(5, (3, 0, 4, 0)), Tree(200)), id="empty-branches"),
+    pytest.param(tuple(Tree(length) for length in (100, 28, 128, 1, 127)), id="packed"),
+]
+WINDOWS = [None, 1, 7, 128, 200]
+
+
+@pytest.fixture
+def compilations():
+    """Compiles without inductor, which would take a minute, and counts."""
+    counter = CompileCounter()
+    block_mask._compiled.cache_clear()
+    with torch.compiler.set_stance("default", force_backend=counter):
+        yield counter
+    block_mask._compiled.cache_clear()
+
+
+def dense(mask):
+    """[T, T] bool of a mask function, padding included."""
+    total = mask.seq_lengths[0]
+    positions = torch.arange(total)
+    zero = torch.zeros((), dtype=torch.long)
+    return mask.mask_mod(zero, zero, positions[:, None], positions[None])
+
+
+def listed(counts, indices):
+    """[blocks, blocks] bool from the lists of a block mask: each row's first `counts` entries of `indices`."""
+    blocks = torch.zeros(indices.shape[-2:], dtype=torch.bool)
+    for row, (count, columns) in enumerate(zip(counts.flatten().tolist(), indices[0, 0].tolist(), strict=True)):
+        assert len(set(columns[:count])) == count
+        blocks[row, columns[:count]] = True
+    return blocks
+
+
+def in_blocks(seen):
+    """[blocks, blocks, 128 * 128] of a [T, T] matrix."""
+    blocks = len(seen) // 128
+    return seen.view(blocks, 128, blocks, 128).transpose(1, 2).reshape(blocks, blocks, -1)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("trees", LAYOUTS)
+def test_the_mask_shows_each_token_what_it_may_see(trees, window):
+    total = total_length(trees)
+    seen = dense(block_mask.block_mask(Layout(trees), window, CPU))
+    assert torch.equal(seen[:total, :total], visible_positions(trees, window))
+    padding = seen[total:]
+    assert not padding[:, :total].any()
+    assert not seen[:total, total:].any()
+    assert padding.any(dim=1).all()  # a row that sees nothing would be NaN
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("trees", LAYOUTS)
+def test_blocks_are_kept_if_and_only_if_something_in_them_is_visible(trees, window):
+    mask = block_mask.block_mask(Layout(trees), window, CPU)
+    pairs = in_blocks(dense(mask))
+    partial = listed(mask.kv_num_blocks, mask.kv_indices)
+    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert torch.equal(partial | full, pairs.any(-1))
+    assert not (partial & full).any()
+    assert pairs.all(-1)[full].all()
+    # For the gradients of keys the same blocks are listed by keys.
+    assert torch.equal(listed(mask.q_num_blocks, mask.q_indices).t(), partial)
+    assert torch.equal(listed(mask.full_q_num_blocks, mask.full_q_indices).t(), full)
+
+
+def test_two_branches_of_a_block_each_leave_out_their_sibling():
+    mask = block_mask.block_mask(Layout((Tree(256, (128, 128)), Tree(100))), None, CPU)
+    assert mask.seq_lengths == (640, 640)
+    partial = listed(mask.kv_num_blocks, mask.kv_indices).int().tolist()
+    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices).int().tolist()
+    assert partial == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
+    assert full == [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_blocks_that_the_window_leaves_behind_are_dropped():
+    mask = block_mask.block_mask(Layout((Tree(512),)), 129, CPU)
+    # The first query of a block sees 128 keys before itself: all of the block before, nothing of the one before that.
+    assert listed(mask.kv_num_blocks, mask.kv_indices).int().tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 1, 1, 0],
+        [0, 0, 1, 1],
+    ]
+    assert mask.full_kv_num_blocks.sum() == 0
+
+
+@pytest.mark.parametrize(("total", "padded"), [(1, 256), (256, 256), (257, 384), (384, 384), (10_000, 10_112)])
+def test_rows_are_padded_to_whole_blocks_and_two_at_least(total, padded):
+    assert block_mask.bucket(total) == padded
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("trees", [RAGGED, (Tree(140, (130, 60, 1)), Tree(128, (128, 10)))])
+def test_block_attention_equals_attention_segment_by_segment(trees, window, compilations):
+    tensors = [x.detach() for x in random_qkv(total_length(trees), dtype=torch.float32)]
+    layout = Layout(trees)
+    expected = segments.attend(*tensors, layout, scaling=0.3, window=window)
+    output = block_mask.attend(*tensors, layout, scaling=0.3, window=window)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert compilations.frame_count == 1  # and not the uncompiled kernel, which makes T x T scores
+
+
+def test_many_shapes_share_a_compilation_or_two(compilations):
+    for round_ in range(6):
+        trees = (Tree(40 * round_ + 1, (7, 100 * round_)), Tree(64), *(Tree(30) for _ in range(round_)))
+        tensors = [x.detach() for x in random_qkv(total_length(trees), dtype=torch.float32)]
+        for window in (None, 10 + round_):
+            block_mask.attend(*tensors, Layout(trees), scaling=None, window=window)
+    # A pass without gradients does not read the blocks by key: torch takes their number for constant until it changes.
+    assert compilations.frame_count <= 2
+
+
+def test_each_kind_of_inputs_has_its_own_number_of_variants_that_torch_compiles(compilations):
+    tensors = [x.detach() for x in random_qkv(9, dtype=torch.float32)]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for scaling in (0.1, 0.2, 0.3):
+            block_mask.attend(*tensors, Layout((Tree(9),)), scaling=scaling, window=None)
+    assert compilations.frame_count == 3
+
+
+def test_compiled_code_is_not_bound_to_the_autocast_around_its_first_use(compilations):
+    tensors = [x.detach() for x in random_qkv(9, dtype=torch.float32)]
+    attend = partial(block_mask.attend, layout=Layout((Tree(9),)), scaling=None, window=None)
+    expected = attend(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(attend(*tensors), expected)
+    assert compilations.frame_count == 1
+
+
+def test_layers_and_recomputation_share_one_block_mask(compilations):
+    tensors = [x.detach() for x in random_qkv(9, dtype=torch.float32)]
+    layout = Layout((Tree(9),))
+    for _ in range(2):
+        for window in (None, 3):
+            block_mask.attend(*tensors, layout, scaling=None, window=window)
+    assert len(layout._made) == 2
+
+
+def dense_varlen(query, key, value, held, scaling, window):
+    """What FlashAttention does with sequences of different lengths, written out: the last query sees the last key."""
+    outputs = []
+    queries, keys = held.query_offsets.tolist(), held.key_offsets.tolist()
+    for i, (first_query, first_key) in enumerate(zip(queries[:-1], keys[:-1], strict=True)):
+        q, (k, v) = query[first_query : queries[i + 1]], (x[first_key : keys[i + 1]] for x in (key, value))
+        assert 0 < len(q) <= held.longest_query
+        assert len(q) <= len(k) <= held.longest_key
+        distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        outputs.append(written_out(q, k, v, seen, scaling).squeeze(0))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("trees", [*LAYOUTS[:3], *LAYOUTS[6:]])
+def test_sequences_of_trunk_and_branch_equal_attention_segment_by_segment(trees, window, monkeypatch):
+    monkeypatch.setattr(varlen, "kernel", lambda: dense_varlen)
+    tensors = random_qkv(total_length(trees))
+    layout = Layout(trees)
+    output = varlen.attend(*tensors, layout, scaling=0.3, window=window)
+    expected = written_out(*tensors, visible_positions(trees, window), 0.3)
+    torch.testing.assert_close(output, expected)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), tensors)
+    grads = torch.autograd.grad((output * weights).sum(), tensors)
+    # Gradients of keys are summed in float32.
+    torch.testing.assert_close(grads, expected_grads, atol=1e-5, rtol=1e-5)
+
+
+def test_sequences_by_hand():
+    held = varlen.sequences(Layout((Tree(3, (2, 0, 1)), Tree(2))), None)
+    assert held.query_offsets.tolist() == [0, 3, 5, 6, 8]
+    assert held.key_offsets.tolist() == [0, 3, 8, 12, 14]
+    assert held.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
+    assert (held.longest_query, held.longest_key) == (3, 5)
+    assert {held.query_offsets.dtype, held.key_offsets.dtype} == {torch.int32}
+
+
+def test_a_window_copies_no_more_of_the_trunk_than_it_reaches():
+    held = varlen.sequences(Layout((Tree(9, (2, 1)),)), 3)
+    assert held.keys.tolist() == [*range(9), 7, 8, 9, 10, 7, 8, 11]
+    assert held.longest_key == 9
+
+
+def test_rows_without_branches_are_not_copied():
+    assert varlen.sequences(Layout((Tree(3), Tree(4))), None).keys is None
+
+
+@pytest.mark.parametrize(("window", "reach"), [(None, (-1, 0)), (1, (0, 0)), (5, (4, 0))])
+def test_kernels_count_a_window_without_the_token_itself(window, reach):
+    assert varlen._reach(window) == reach
+
+
+def test_torchs_own_kernel_is_called_as_this_torch_spells_it():
+    if torch.__version__ >= "2.11":
+        assert varlen.kernel() is not None
+    tensors = [x.detach().bfloat16() for x in random_qkv(8)]
+    # There is none for the CPU: it is found, reads every argument, and gets as far as choosing the device.
+    with pytest.raises(NotImplementedError, match="CPU"):
+        varlen.attend(*tensors, Layout((Tree(3, (2, 1)), Tree(2))), scaling=0.3, window=2)
