@@ -33,8 +33,7 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
     Equal to the layers' own results up to rounding; without gradients. Weights must not change inside.
     """
     packed: list[nn.Linear] = []
-    is_available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    memory = _MEMORY if is_available and torch.backends.mkldnn.enabled else 0
+    memory = _MEMORY if _has_packing() else 0
     try:
         for module in _packable(model):
             memory -= module.weight.nbytes
@@ -46,6 +45,13 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
     finally:
         for module in packed:
             del module.forward
+
+
+def _has_packing() -> bool:
+    """Whether oneDNN is there, switched on, and offered by this torch."""
+    is_available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    return is_available and torch.backends.mkldnn.enabled and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
 def _packable(model: nn.Module) -> list[nn.Linear]:

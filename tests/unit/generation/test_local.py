@@ -331,8 +331,8 @@ def test_greedy_with_an_adapter_around_a_packed_layer_equals_transformers() -> N
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
 def test_bfloat16_equals_transformers(architecture: str) -> None:
-    model = tiny_model(architecture, vocab_size=2**14).to(torch.bfloat16)
-    for prompt in PROMPTS:
+    model = tiny_model(architecture).to(torch.bfloat16)
+    for prompt in PROMPTS[::2]:
         (completion,) = LocalGenerator(model).generate([prompt], sampled(16, 1, temperature=0), seeds=[0])[0]
         assert completion.token_ids == greedy_by_transformers(model, prompt, 16)
 
