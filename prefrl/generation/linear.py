@@ -51,7 +51,8 @@ def _has_packing() -> bool:
     """Whether oneDNN is there, switched on, and offered by this torch."""
     is_available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     names = ("_reorder_linear_weight", "_linear_pointwise")
-    return is_available and torch.backends.mkldnn.enabled and all(hasattr(torch.ops.mkldnn, name) for name in names)
+    is_on = is_available and bool(torch.backends.mkldnn.enabled)
+    return is_on and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
 def _packable(model: nn.Module) -> list[nn.Linear]:
