@@ -23,7 +23,7 @@ help:
 	@echo "make test    install the test tools too and run everything that continuous integration runs"
 	@echo "make check   lint, types, imports, unit and property tests"
 	@echo "make bench   prefrl against TRL, in $(BENCH_VENV): 12 minutes on 2 cores; QUICK=1: 3 minutes"
-	@echo "make bench-growth   how their cost grows with completions, lengths and vocabulary: 20 minutes at most"
+	@echo "make bench-growth   how their cost grows with completions, lengths and vocabulary: some 5 minutes"
 	@echo "make gpu     the tests that need a CUDA device, and the benchmarks there if trl is installed, with $(GPU_PYTHON)"
 	@echo "make clean   remove $(VENV), $(BENCH_VENV) and the caches"
 

@@ -1,6 +1,6 @@
 """How seconds and memory of a GRPO step grow, in prefrl and TRL 1.16: along four axes from one base point.
 
-    make bench-growth                        measure and draw: 20 minutes at most on 2 cores
+    make bench-growth                        measure and draw: some 5 minutes on 2 cores
     python -m benchmarks.growth --plot-only  draw the stored measurements again
 
 The step is the loss step of `python -m benchmarks`: completions are given, and a point counts only if both libraries

@@ -251,9 +251,8 @@ class OnlineTrainer(BaseTrainer):
         return batch
 
     def _rows_with_gradient(self, rollouts: list[Rollout], batch: TokenBatch) -> list[int]:
-        has_loss = [bool(row.any()) for row in torch.split(batch.trainable, list(batch.response_lengths))]
         every = self.learns_from_zero_advantage
-        return [i for i, r in enumerate(rollouts) if has_loss[i] and (every or r.advantage != 0)]
+        return [i for i, r in enumerate(rollouts) if batch.trainable_counts[i] > 0 and (every or r.advantage != 0)]
 
     def training_step(
         self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
