@@ -264,7 +264,7 @@ OFFLINE_WORKLOADS = (
         "dpo",
         MODEL_S,
         (160,) * 8,
-        turns=3,
+        turns=9,
         gate=Gate(must=2.9, aim=3.5),
     ),
     Workload(
@@ -274,7 +274,7 @@ OFFLINE_WORKLOADS = (
         MODEL_S,
         PAIR_LENGTHS,
         options={"precompute_ref_log_probs": True},
-        turns=4,
+        turns=9,
         gate=Gate(must=3.8, aim=4.7, memory=3.5),
     ),
     Workload("kto", "KTO, S, 8 rows, responses 64 to 256", "kto", MODEL_S, PAIR_LENGTHS, turns=3),
