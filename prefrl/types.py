@@ -176,6 +176,17 @@ class TokenBatch:
         return list(chosen.values()), [rejected[group] for group in chosen]
 
     @cached_property
+    def preferred(self) -> Tensor:
+        """[B] bool: rows that are chosen or desirable.
+
+        Raises:
+            ValueError: `is_preferred` is not set.
+        """
+        if self.is_preferred is None:
+            raise ValueError("is_preferred=None: the batch does not say which rows are chosen")
+        return self.on_device([side is True for side in self.is_preferred])
+
+    @cached_property
     def pair_index(self) -> tuple[Tensor, Tensor]:
         """`pairs` as two [B / 2] int64 tensors on the batch's device."""
         chosen, rejected = self.pairs()

@@ -109,12 +109,11 @@ class BCOTrainer(OfflineTrainer):
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Weighted sum over rows."""
         assert batch.ref_logprobs is not None
-        assert batch.is_preferred is not None
         assert self.reward_mean is not None
         scores = self.score(model, batch, want=("entropy", "mean_logit"))
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
-        is_desirable = batch.on_device([side is True for side in batch.is_preferred])
+        is_desirable = batch.preferred
         losses = bco(log_ratio, is_desirable, beta=self.args.beta, reward_shift=self.reward_mean.value)
         if batch.row_weights is not None:
             losses = losses * batch.on_device(batch.row_weights)

@@ -111,11 +111,10 @@ class KTOTrainer(OfflineTrainer):
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Weighted sum over rows."""
         assert batch.ref_logprobs is not None
-        assert batch.is_preferred is not None
         scores = self.score(model, batch, want=("entropy", "mean_logit"))
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
-        is_desirable = batch.on_device([side is True for side in batch.is_preferred])
+        is_desirable = batch.preferred
         row = KTO_LOSSES[self.args.loss_type]
         values = {"beta": self.args.beta, "kl": log_ratio.new_full((), self._kl)}
         function = partial(row.function, **{key: values[key] for key in row.hyperparameters})

@@ -155,11 +155,10 @@ def preference_metrics(batch: TokenBatch, scores: TokenScores, *, logps: Tensor,
         logps: [B] nats.
         rewards: [B].
     """
-    assert batch.is_preferred is not None
     assert scores.entropy is not None
     assert scores.mean_logit is not None
     logps, rewards = logps.detach(), rewards.detach()
-    is_chosen = batch.on_device([side is True for side in batch.is_preferred])
+    is_chosen = batch.preferred
     metrics: dict[str, Metric] = {
         "entropy": Mean((scores.entropy.detach() * batch.trainable).sum(), batch.trainable.sum())
     }

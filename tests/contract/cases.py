@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,22 @@ def update_of(trainer: BaseTrainer, *, resume_from_checkpoint: str | None = None
     trainer.train(resume_from_checkpoint=resume_from_checkpoint)
     after = weights_of(trainer.model)
     return torch.cat([(after[name] - before[name]).flatten() for name in before])
+
+
+def train_inside(trainer: BaseTrainer, around: Callable[[int], AbstractContextManager[Any]]) -> int:
+    """Train with forward and backward of step i inside `around(i)`; returns how many steps there were."""
+    original = trainer.training_step
+    steps = 0
+
+    def watched(*args: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        with around(steps - 1):
+            return original(*args)
+
+    trainer.training_step = watched
+    trainer.train()
+    return steps
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.types import TokenBatch
-from tests.contract.cases import make_trainer, relative_difference, update_of
+from tests.contract.cases import make_trainer, relative_difference, train_inside, update_of
 
 
 @dataclass(frozen=True)
@@ -205,15 +205,4 @@ class NoWaiting(TorchDispatchMode):
 def test_a_step_does_not_wait_for_the_device(algorithm: str, options: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_trainer(algorithm, tmp_path, max_steps=2, **options)
     verdict_of(trainer.policy)
-    original = trainer.training_step
-    steps = 0
-
-    def watched(*args: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        with NoWaiting():
-            return original(*args)
-
-    trainer.training_step = watched
-    trainer.train()
-    assert steps == 2
+    assert train_inside(trainer, lambda _: NoWaiting()) == 2
