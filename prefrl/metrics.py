@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Difference", "Max", "Mean", "Metric", "Min", "Std", "Sum", "host", "merge"]
+__all__ = ["Difference", "EffectiveShare", "Max", "Mean", "Metric", "Min", "Std", "Sum", "host", "merge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,26 @@ class Std:
         return math.sqrt(max(variance, 0.0))
 
 
-Metric = Mean | Difference | Sum | Max | Min | Std
+@dataclass(frozen=True, slots=True)
+class EffectiveShare:
+    """Kong's effective sample size as a share of the samples: (sum of w)^2 / (count * sum of w^2); NaN without any."""
+
+    total: float | Tensor
+    total_of_squares: float | Tensor
+    count: float | Tensor
+
+    def merge(self, other: EffectiveShare) -> EffectiveShare:
+        """Over both."""
+        squares = self.total_of_squares + other.total_of_squares
+        return EffectiveShare(self.total + other.total, squares, self.count + other.count)
+
+    def value(self) -> float:
+        """As a host number."""
+        denominator = float(self.count) * float(self.total_of_squares)
+        return float(self.total) ** 2 / denominator if denominator else float("nan")
+
+
+Metric = Mean | Difference | Sum | Max | Min | Std | EffectiveShare
 
 
 def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Generator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,6 +20,21 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid-skips", action="store_true", help="a skipped test is a failed test")
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist may be missing
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker runs all tests with vLLM servers, so that they share one; they are the first that are given out.
+
+    `--dist loadgroup` would say the same with less, but pytest-xdist 3.8 groups nothing under pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWorkerForServers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "vllm" if nodeid.startswith("tests/vllm/") else nodeid
+
+    return OneWorkerForServers(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,7 @@ are the same however the work is cut, and a group of completions stays on one ra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ __all__ = ["EpochDataLoader", "GenerationBatchSampler", "StepBatchSampler", "cut
 T = TypeVar("T")
 
 
+@lru_cache(maxsize=4)
 def _order(num_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
     if not shuffle:
         return list(range(num_rows))
@@ -166,15 +168,27 @@ class GenerationBatchSampler(Sampler[list[int]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.num_rows // self.prompts_per_window * self.items_per_window
+        return self._num_windows * self.items_per_window
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = _order(self.num_rows, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
-        for window in range(self.num_rows // self.prompts_per_window):
-            start = window * self.prompts_per_window
-            yield [order[start + position] for position in self.positions]
+        for window in range(self._num_windows):
+            yield self._rows_of(self.epoch, window)
             for _ in range(self.items_per_window - 1):
                 yield []
+
+    def rows_of_generation(self, number: int) -> list[int]:
+        """The rank's prompts in the generation batch of this number, counted from the start of training."""
+        epoch, window = divmod(number, self._num_windows)
+        return self._rows_of(epoch, window)
+
+    @property
+    def _num_windows(self) -> int:
+        return self.num_rows // self.prompts_per_window
+
+    def _rows_of(self, epoch: int, window: int) -> list[int]:
+        order = _order(self.num_rows, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        start = window * self.prompts_per_window
+        return [order[start + position] for position in self.positions]
 
 
 class EpochDataLoader(DataLoader[Any]):

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from prefrl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from prefrl.types import Completion
 
-__all__ = ["Generator", "LogprobsMode", "SamplingParams", "WeightSource"]
-
-# Names as in the checkpoint, full (unsharded) tensors; read lazily, in order.
-WeightSource = Iterable[tuple[str, "Tensor"]]
+__all__ = ["Generator", "LogprobsMode", "Pending", "SamplingParams", "WeightSource"]
 
 # "sampled": of the distribution really sampled from; "raw": untruncated, at temperature 1.
 LogprobsMode = Literal["sampled", "raw"]
@@ -62,6 +61,39 @@ def _check(field: str, value: object, is_allowed: bool, allowed: str) -> None:
         raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
+class WeightSource(Protocol):
+    """The policy's full weights under the names of its checkpoint, read anew and in order at each iteration."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, adapters merged into the layers that they are on; tied duplicates are left out."""
+        ...
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained on weights that do not move."""
+        ...
+
+    def base(self) -> Iterable[tuple[str, Tensor]]:
+        """As `__iter__`, without the adapter."""
+        ...
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter alone, as peft saves it."""
+        ...
+
+
+class Pending(Protocol):
+    """Completions that were asked for."""
+
+    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
+        """Each prompt's number and its completions, as they become ready; all prompts, once."""
+        ...
+
+    def cancel(self) -> None:
+        """They are not wanted any more."""
+        ...
+
+
 class Generator(Protocol):
     """Prompts in, completions out; in this process or on a server."""
 
@@ -71,8 +103,16 @@ class Generator(Protocol):
         """[P][G] completions. Sample g of prompt p depends on (weights, prompts[p], sampling, seeds[p], g) alone."""
         ...
 
+    def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
+        """As `generate`, without waiting for the completions."""
+        ...
+
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """Generate with these weights from now on; no-op if `version` is the one in use."""
+        ...
+
+    def invalidate(self) -> None:
+        """The weights may have changed at an equal version: the next `sync` sends them."""
         ...
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ their left: copies of their first token, masked out. Legend: P prompts, R rows t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-    from prefrl.generation.base import SamplingParams, WeightSource
+    from prefrl.generation.base import Pending, SamplingParams, WeightSource
     from prefrl.generation.sampling import Draw
     from prefrl.types import FinishReason
 
-__all__ = ["LocalGenerator"]
+__all__ = ["LocalGenerator", "end_token_ids"]
 
 # Packing the weights takes the time of some five steps.
 _STEPS_THAT_PAY_FOR_PACKING = 16
@@ -111,7 +111,7 @@ class LocalGenerator:
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: one each is needed")
         self._check_prompts(prompts, sampling.max_tokens)
         completions: dict[_Row, Completion] = {}
-        stop_ids = self._stop_ids(sampling)
+        stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
         pays = sampling.max_tokens >= _STEPS_THAT_PAY_FOR_PACKING
         with torch.inference_mode(), eval_mode(self._model), packed_linears(self._base) if pays else nullcontext():
             for batch in _batches(prompts, sampling.num_samples, self._max_rows):
@@ -126,9 +126,16 @@ class LocalGenerator:
             for request in range(len(prompts))
         ]
 
+    def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
+        """See `generate`, which runs when the completions are asked for."""
+        return _OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
+
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """Note the version of the weights. They are the model's own, so nothing is read from `weights`."""
         self._version = version
+
+    def invalidate(self) -> None:
+        """No-op: the weights are the model's own."""
 
     def close(self) -> None:
         """No-op: nothing is held between calls."""
@@ -184,13 +191,6 @@ class LocalGenerator:
             raise _no_cache_error(self._base, "its forward pass does not fill the cache that it is given")
         return output.logits[:, -1].to(input_ids.device, torch.float32)  # type: ignore[no-any-return]  # untyped
 
-    def _stop_ids(self, sampling: SamplingParams) -> set[int]:
-        of_config = self._base.generation_config.eos_token_id
-        ids = {*sampling.stop_token_ids, *(of_config if isinstance(of_config, (list, tuple)) else [of_config])}
-        if self._tokenizer is not None:
-            ids.add(self._tokenizer.eos_token_id)
-        return ids - {None}
-
     def _check_architecture(self) -> None:
         if self._base.config.is_encoder_decoder:
             raise _no_cache_error(self._base, "it is an encoder with a decoder")
@@ -217,6 +217,20 @@ class LocalGenerator:
             "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, use "
             "bfloat16 instead of float16, and restart from a checkpoint before this version."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDemand:
+    """Completions that are generated when they are read."""
+
+    generate: Callable[[], list[list[Completion]]]
+
+    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
+        """All together."""
+        yield from enumerate(self.generate())
+
+    def cancel(self) -> None:
+        """No-op: nothing runs."""
 
 
 class _Wave:
@@ -310,6 +324,15 @@ class _Wave:
             )
             for number, row in enumerate(self._rows)
         }
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Tokens that end a completion: those of the model's generation config, and the tokenizer's."""
+    of_config = model.generation_config.eos_token_id
+    ids = {*(of_config if isinstance(of_config, (list, tuple)) else [of_config])}
+    if tokenizer is not None:
+        ids.add(tokenizer.eos_token_id)
+    return sorted(ids - {None})
 
 
 def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 
 from prefrl.data.collate import flat_batch
 from prefrl.data.tokenize import completion_text
-from prefrl.errors import GenerationError
 from prefrl.types import Rollout, TokenBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from prefrl.generation.base import Generator, SamplingParams
+    from prefrl.generation.base import Generator, Pending, SamplingParams
     from prefrl.rewards.runner import RewardRunner
+    from prefrl.types import Completion
 
-__all__ = ["Collected", "collect", "prompt_seed", "to_token_batch"]
+__all__ = ["Collected", "Collector", "Request", "ask", "prompt_seed", "to_token_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,21 @@ class Collected:
     rollouts: list[Rollout]
     logged_metrics: dict[str, float] = field(default_factory=dict)
     logged_columns: dict[str, list[Any]] = field(default_factory=dict)
-    generation_s: float = 0.0
     reward_s: float = 0.0
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """All groups of the parts, by their numbers; metrics that were logged are averaged over rollouts."""
+        rollouts = sorted((rollout for part in parts for rollout in part.rollouts), key=lambda rollout: rollout.group)
+        totals: dict[str, float] = {}
+        columns: dict[str, list[Any]] = {}
+        for part in sorted(parts, key=lambda part: part.rollouts[0].group):
+            for name, value in part.logged_metrics.items():
+                totals[name] = totals.get(name, 0.0) + value * len(part.rollouts)
+            for name, values in part.logged_columns.items():
+                columns.setdefault(name, []).extend(values)
+        metrics = {name: total / len(rollouts) for name, total in totals.items()}
+        return cls(rollouts, metrics, columns, reward_s=sum(part.reward_s for part in parts))
 
 
 def prompt_seed(seed: int, generation: int, group: int) -> int:
@@ -39,48 +52,76 @@ def prompt_seed(seed: int, generation: int, group: int) -> int:
     return int(np.random.SeedSequence([seed, generation, group]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def collect(
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    generator: Generator,
-    sampling: SamplingParams,
-    rewards: RewardRunner,
-    tokenizer: PreTrainedTokenizerBase,
-    seeds: Mapping[int, int],
-    trainer_state: object,
-    clock: Callable[[], float],
-) -> Collected:
-    """Generate completions for the prompts of some dataset rows and score them.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Completions that a generator was asked for."""
+
+    rows: Sequence[Mapping[str, Any]]  # [P] dataset rows with `prompt` and `prompt_ids`
+    groups: list[int]  # [P] number of each prompt's group
+    pending: Pending
+
+
+def ask(
+    rows: Sequence[Mapping[str, Any]], *, generator: Generator, sampling: SamplingParams, seeds: Mapping[int, int]
+) -> Request:
+    """Ask for completions of the prompts of some dataset rows.
 
     Args:
         rows: [P] dataset rows with `prompt` and `prompt_ids`.
         generator: Where completions come from.
         sampling: How they are drawn; `num_samples` is G.
+        seeds: [P] number of each prompt's group -> random seed of its samples.
+    """
+    prompts = [row["prompt_ids"] for row in rows]
+    return Request(rows, list(seeds), generator.start(prompts, sampling, seeds=list(seeds.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """Makes scored rollouts of the completions that were asked for.
+
+    Args:
         rewards: Scores them.
         tokenizer: Decodes completions, for the rewards alone.
-        seeds: [P] number of each prompt's group -> random seed of its samples.
         trainer_state: HuggingFace's, for rewards that ask for it.
         clock: Returns seconds.
-    Returns:
-        P * G rollouts, a group's next to each other.
-    Raises:
-        GenerationError: The generator returned another number of completions than asked for.
-        RewardError: A reward function failed.
     """
-    started = clock()
-    completions = generator.generate([row["prompt_ids"] for row in rows], sampling, seeds=list(seeds.values()))
-    generated = clock()
-    counts = [len(samples) for samples in completions]
-    if counts != [sampling.num_samples] * len(rows):
-        raise GenerationError(f"asked for {sampling.num_samples} completions of {len(rows)} prompts, got {counts}")
-    rollouts = []
-    for row, group, samples in zip(rows, seeds, completions, strict=True):
-        is_conversational = not isinstance(row["prompt"], str)
-        for sample in samples:
-            text = completion_text(tokenizer, sample.token_ids, conversational=is_conversational)
-            rollouts.append(Rollout(row["prompt_ids"], sample, row, group, prompt=row["prompt"], text=text))
-    metrics, columns = _score(rollouts, rewards, trainer_state)
-    return Collected(rollouts, metrics, columns, generation_s=generated - started, reward_s=clock() - generated)
+
+    rewards: RewardRunner
+    tokenizer: PreTrainedTokenizerBase
+    trainer_state: object
+    clock: Callable[[], float]
+
+    def collect(self, request: Request) -> Collected:
+        """Wait for all completions and score them together.
+
+        Returns:
+            P * G rollouts in the order of the rows, a group's next to each other.
+
+        Raises:
+            GenerationError: No completions could be generated.
+            RewardError: A reward function failed.
+        """
+        completions = dict(request.pending.as_completed())
+        return self._scored(request, [(number, completions[number]) for number in range(len(request.rows))])
+
+    def by_group(self, request: Request) -> Iterator[Collected]:
+        """As `collect`, each group when its completions are there, scored on its own."""
+        for number, completions in request.pending.as_completed():
+            yield self._scored(request, [(number, completions)])
+
+    def _scored(self, request: Request, samples: Sequence[tuple[int, list[Completion]]]) -> Collected:
+        started = self.clock()
+        rollouts = []
+        for number, completions in samples:
+            row = request.rows[number]
+            is_conversational = not isinstance(row["prompt"], str)
+            for sample in completions:
+                text = completion_text(self.tokenizer, sample.token_ids, conversational=is_conversational)
+                group = request.groups[number]
+                rollouts.append(Rollout(row["prompt_ids"], sample, row, group, prompt=row["prompt"], text=text))
+        metrics, columns = _score(rollouts, self.rewards, self.trainer_state)
+        return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
 
 
 def _score(

@@ -16,7 +16,7 @@ from rich.table import Table
 from prefrl.metrics import Max, Mean, Metric, Min, Std
 from prefrl.types import Rollout
 
-__all__ = ["print_table", "rollout_metrics", "write_parquet"]
+__all__ = ["print_table", "rollout_metrics", "staleness", "write_parquet"]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -42,6 +42,14 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     metrics["reward_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
     return metrics
+
+
+def staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, Metric]:
+    """Age, in optimizer steps, of the weights that sampled the tokens that step `step` starts to learn from."""
+    ages = [step - version for rollout in rollouts for version in rollout.completion.policy_versions]
+    if not ages:
+        return {}
+    return {"sample/staleness_mean": Mean(sum(ages), len(ages)), "sample/staleness_max": Max(max(ages))}
 
 
 def _lengths(area: str, quantity: str, lengths: Sequence[int]) -> dict[str, Metric]:

@@ -72,7 +72,7 @@ def run(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
     rewards = grpo(model, tokenizer, train, seed, output_dir, [ReportProgress("grpo", metrics, console)])
     answers["grpo"] = greedy_answers(model, tokenizer, held_out)
 
-    accuracy = {stage: _share_right(given, held_out) for stage, given in answers.items()}
+    accuracy = {stage: share_right(given, held_out) for stage, given in answers.items()}
     summary = {
         **{f"accuracy_{stage}": value for stage, value in accuracy.items()},
         "grpo_steps": len(rewards),
@@ -171,19 +171,21 @@ def grpo(
     seed: int,
     output_dir: Path,
     callbacks: list[TrainerCallback],
+    **options: Any,
 ) -> list[float]:
-    """Train in place on the reward; returns the mean reward of each step."""
-    config = GRPOConfig(
-        **{**_common(seed, output_dir), "logging_steps": 1},
-        max_steps=GRPO_STEPS,
-        per_device_train_batch_size=512,
-        num_generations=8,
-        max_completion_length=4,
-        temperature=1.0,
-        top_k=None,
-        beta=0.0,
-        learning_rate=5e-4,
-    )
+    """Train in place on the reward; returns the mean reward of each step. `options` override those of `GRPOConfig`."""
+    defaults = {
+        "logging_steps": 1,
+        "max_steps": GRPO_STEPS,
+        "per_device_train_batch_size": 512,
+        "num_generations": 8,
+        "max_completion_length": 4,
+        "temperature": 1.0,
+        "top_k": None,
+        "beta": 0.0,
+        "learning_rate": 5e-4,
+    }
+    config = GRPOConfig(**_common(seed, output_dir) | defaults | options)
     trainer = GRPOTrainer(
         model,
         right_sum,
@@ -194,6 +196,7 @@ def grpo(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    trainer.generator.close()
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
 
 
@@ -205,7 +208,8 @@ def greedy_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, q
     return [tokenizer.decode(samples[0].token_ids, skip_special_tokens=True) for samples in completions]
 
 
-def _share_right(answers: list[str], questions: Dataset) -> float:
+def share_right(answers: list[str], questions: Dataset) -> float:
+    """The share of questions whose answer is the expected one."""
     num_right: int = sum(given == expected for given, expected in zip(answers, questions["answer"], strict=True))
     return num_right / len(answers)
 

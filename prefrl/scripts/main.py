@@ -14,10 +14,11 @@ from prefrl.scripts.suggest import nearest
 
 __all__ = ["main"]
 
-# What they do, by the name of the command and of its module; each module has `main(argv) -> exit code`.
+# What they do, by the name of the command and, with underscores, of its module: `main(argv) -> exit code`.
 _OTHERS = {
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
     "soup": "average checkpoints",
+    "vllm-serve": "serve a model for trainers, with vLLM in an environment of its own",
 }
 
 
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(command: str, arguments: Sequence[str]) -> int:
     if command in _OTHERS:
-        return int(importlib.import_module(f"prefrl.scripts.{command}").main(list(arguments)))
+        return int(importlib.import_module(f"prefrl.scripts.{command.replace('-', '_')}").main(list(arguments)))
     if command in REGISTRY:
         return int(importlib.import_module("prefrl.scripts.train").main(REGISTRY[command], arguments))
     raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, *_OTHERS])}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ _COMMON = frozenset(
     }
 )
 _SEE_ALL = "See --help_all for all options."
+_SEE_ALL_EPILOG = "--help_all also lists the other options of transformers.TrainingArguments."
 
 
 class CommandParser(HfArgumentParser):
@@ -51,7 +52,7 @@ class CommandParser(HfArgumentParser):
             prog=f"prefrl {command}",
             usage=f"prefrl {command} [--config FILE.yaml] [--option value ...]",
             description=description,
-            epilog="--help_all also lists the other options of transformers.TrainingArguments.",
+            epilog=_SEE_ALL_EPILOG if _has_training_options(dataclass_types) else None,
             formatter_class=_HelpFormatter,
             add_help=False,
             allow_abbrev=False,
@@ -78,42 +79,57 @@ class CommandParser(HfArgumentParser):
             ConfigError: An unknown or missing option, a value of the wrong type, or one that the config refuses.
             SystemExit: Help was asked for.
         """
+        configs, unknown = self._parse(argv, takes_unknown=False)
+        assert not unknown
+        return configs
+
+    def parse_known(self, argv: Sequence[str]) -> tuple[tuple[Any, ...], list[str]]:
+        """One instance of each dataclass, and the words of the command line that belong to no option.
+
+        Raises:
+            ConfigError: As `parse`, but for unknown options of the command line; those in the file are refused.
+            SystemExit: Help was asked for.
+        """
+        return self._parse(argv, takes_unknown=True)
+
+    def _parse(self, argv: Sequence[str], *, takes_unknown: bool) -> tuple[tuple[Any, ...], list[str]]:
         early = _EarlyParser(argv)
         if early.wants_help:
             self.print_help(everything=early.wants_all)
             raise SystemExit(0)
         if early.config is not None:
             self._read_defaults(Path(early.config))
-        values = self._values(argv)
+        values, unknown = self._values(argv, takes_unknown=takes_unknown)
         try:
-            return tuple(cls(**{f.name: values[f.name] for f in _fields(cls)}) for cls in self.dataclass_types)
+            configs = tuple(cls(**{f.name: values[f.name] for f in _fields(cls)}) for cls in self.dataclass_types)
         except ConfigError:
             raise
         except ValueError as error:  # TrainingArguments checks its own options
             raise ConfigError(str(error)) from error
+        return configs, unknown
 
     def print_help(self, file: Any = None, *, everything: bool = False) -> None:
         """Print prefrl's own options and the common others, or everything."""
         hidden = {field.name for field in dataclasses.fields(TrainingArguments)} - _COMMON
-        if not everything:
+        if not everything and _has_training_options(self.dataclass_types):
             for action in self._actions:
                 if action.dest in hidden:
                     action.help = argparse.SUPPRESS
         super().print_help(file)
 
-    def _values(self, argv: Sequence[str]) -> dict[str, Any]:
+    def _values(self, argv: Sequence[str], *, takes_unknown: bool) -> tuple[dict[str, Any], list[str]]:
         required = [action for action in self._by_name.values() if action.required]
         for action in required:  # an unknown option is told first: it may be the one that is missing
             action.required = False
         namespace, unknown = self.parse_known_args(list(argv))
-        if unknown:
+        if unknown and not takes_unknown:
             self._refuse(unknown)
         values: dict[str, Any] = vars(namespace)
         missing = [action.dest for action in required if values[action.dest] is None]
         if missing:
             example = f"--{missing[0]} VALUE"
             raise ConfigError(f"{', '.join(missing)}: not given. Write {example}, or set it in the file of --config.")
-        return values
+        return values, unknown
 
     def _refuse(self, unknown: Sequence[str]) -> typing.NoReturn:
         word = unknown[0].split("=")[0]
@@ -190,6 +206,10 @@ class _EarlyParser:
         self.config: str | None = known.config
         self.wants_all: bool = known.help_all
         self.wants_help: bool = known.help or known.help_all
+
+
+def _has_training_options(dataclass_types: Iterable[type]) -> bool:
+    return any(issubclass(cls, TrainingArguments) for cls in dataclass_types)
 
 
 def _fields(cls: Any) -> list[dataclasses.Field[Any]]:

@@ -248,16 +248,24 @@ class BaseTrainer(Trainer):
     ) -> Tensor:
         """Forward and backward of all micro-batches of the step; gradients are synchronised in the last."""
         total = torch.zeros((), device=self.args.device)
-        # HuggingFace's step is compute_loss, which is the forward phase, and the backward pass.
-        with self.account.passes("training", inputs), self.account.phase("backward"):
-            for batch in inputs[:-1]:
-                with distributed.no_sync(model):
-                    total += super().training_step(model, batch, num_items_in_batch)
-            for batch in inputs[-1:]:
-                total += super().training_step(model, batch, num_items_in_batch)
+        for i, batch in enumerate(inputs):
+            total += self.micro_step(model, batch, num_items_in_batch, is_last=i + 1 == len(inputs))
         if inputs:
             self.account.switch("optimizer")
         return total
+
+    def micro_step(
+        self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
+    ) -> Tensor:
+        """Forward and backward of one micro-batch; gradients are synchronised over ranks in the last of a step."""
+        # HuggingFace's step is compute_loss, which is the forward phase, and the backward pass.
+        with (
+            self.account.passes("training", [batch]),
+            self.account.phase("backward"),
+            nullcontext() if is_last else distributed.no_sync(model),
+        ):
+            loss: Tensor = super().training_step(model, batch, num_items)
+        return loss
 
     def compute_loss(
         self,

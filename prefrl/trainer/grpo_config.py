@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from prefrl.errors import ConfigError
 from prefrl.trainer.online_config import OnlineConfig, PolicyLossOptions, RewardOptions, SamplingOptions
 from prefrl.trainer.reference_config import ReferenceOptions
+from prefrl.trainer.vllm_options import VLLMOptions
 
 __all__ = ["GRPOConfig"]
 
+# Aggregations whose advantages depend on their own group alone.
+_BY_GROUP = ("sum_then_normalize",)
+
 
 @dataclass
-class GRPOConfig(PolicyLossOptions, SamplingOptions, RewardOptions, ReferenceOptions, OnlineConfig):
+class GRPOConfig(PolicyLossOptions, SamplingOptions, VLLMOptions, RewardOptions, ReferenceOptions, OnlineConfig):
     """Options of `GRPOTrainer`."""
 
     def validate(self) -> None:
@@ -23,6 +27,8 @@ class GRPOConfig(PolicyLossOptions, SamplingOptions, RewardOptions, ReferenceOpt
         self._validate_groups()
         self._validate_clipping()
         self.validate_reference()
+        self.validate_vllm()
+        self._validate_generation_mode()
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
             raise ConfigError(
                 f"scale_rewards={self.scale_rewards!r} has no effect with "
@@ -54,4 +60,35 @@ class GRPOConfig(PolicyLossOptions, SamplingOptions, RewardOptions, ReferenceOpt
         if self.delta is not None and self.delta <= 1 + high:
             raise ConfigError(
                 f"delta={self.delta}: must be above 1 + epsilon_high = {1 + high}, or the clipping never takes effect"
+            )
+
+    @property
+    def steps_of_a_generation(self) -> int:
+        """Optimizer steps that learn from one generation batch."""
+        return self.updates_per_generation * self.num_iterations
+
+    @property
+    def generations_ahead(self) -> int:
+        """Generation batches that may be under way besides the one that training needs."""
+        return self.max_staleness // self.steps_of_a_generation if self.generation_mode == "async" else 0
+
+    def _validate_generation_mode(self) -> None:
+        steps = self.steps_of_a_generation
+        if self.generation_mode == "overlap":
+            if steps > 1:
+                raise ConfigError(
+                    f"generation_mode='overlap' with {steps} optimizer steps for each generation: the first would be "
+                    "taken while completions of the others are still sampled. Set num_iterations=1 and "
+                    "steps_per_generation=gradient_accumulation_steps, or use generation_mode='async'."
+                )
+            for name, allowed in (("scale_rewards", ("group", "none")), ("multi_objective_aggregation", _BY_GROUP)):
+                if getattr(self, name) not in allowed:
+                    raise ConfigError(
+                        f"generation_mode='overlap' with {name}={getattr(self, name)!r}: advantages then depend on "
+                        f"the whole batch, and groups are trained before it is complete. Use {name}={allowed[0]!r}."
+                    )
+        if self.generation_mode == "async" and self.max_staleness < steps:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness}: must be at least {steps}, the optimizer steps of one "
+                "generation, or nothing can be generated ahead."
             )

@@ -16,6 +16,7 @@ from prefrl.trainer.base_trainer import Optimizers
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.online_trainer import OnlineTrainer, clip_metrics, token_mean
 from prefrl.trainer.options import default_output_dir
+from prefrl.trainer.sampling_correction import correct_sampling
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ class GRPOTrainer(OnlineTrainer):
         assert batch.advantages is not None
         scores = self.score(model, batch, want=("entropy",))
         assert scores.entropy is not None
-        log_ratio = scores.logprobs - self.old_logprobs(batch, scores)
+        old_logprobs = self.old_logprobs(batch, scores)
+        log_ratio = scores.logprobs - old_logprobs
         if self.args.importance_sampling_level == "sequence":
             log_ratio = sequence_log_ratio(log_ratio, batch.trainable, batch.row_index, batch.num_rows)
         token = policy_loss.function(
@@ -135,6 +137,10 @@ class GRPOTrainer(OnlineTrainer):
         )
         metrics = clip_metrics(token.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch)}
         per_token = token.loss
+        if self.args.corrects_sampling:
+            correction = correct_sampling(self.args, batch, old_logprobs)
+            per_token = correction.weights * per_token
+            metrics |= correction.metrics
         if batch.ref_logprobs is not None:
             kl = k3(scores.logprobs, batch.ref_logprobs)
             per_token = per_token + self.args.beta * kl

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,11 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
+from prefrl.generation.local import LocalGenerator
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.types import Completion
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +116,7 @@ def make_trainer(
 ) -> BaseTrainer:
     """A trainer of the registry with deterministic data; `options` override the config."""
     row = REGISTRY[algorithm]
+    arrival = options.pop("arrival", None)  # seed of the order in which groups arrive, see ArrivingGenerator
     extra = {key: options.pop(key) for key in ARGUMENTS if key in options}
     config = row.load_config()(
         **(
@@ -137,7 +142,48 @@ def make_trainer(
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if algorithm == "grpo":
         arguments["reward_funcs"] = reward
-    return row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)
+    trainer = row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)
+    if arrival is not None:
+        assert isinstance(trainer, OnlineTrainer)
+        local = LocalGenerator(trainer.policy, tokenizer=trainer.processing_class)
+        trainer.generator = ArrivingGenerator(local, order_seed=arrival)
+    return trainer
+
+
+class ArrivingGenerator:
+    """A local generator that samples when it is asked, and whose groups arrive in an order of their own."""
+
+    def __init__(self, local: LocalGenerator, *, order_seed: int) -> None:
+        self.local = local
+        self.random = random.Random(order_seed)
+        self.num_cancelled = 0
+
+    def start(self, prompts: Any, sampling: Any, *, seeds: Any) -> ArrivingGroups:
+        groups = list(enumerate(self.local.generate(prompts, sampling, seeds=seeds)))
+        self.random.shuffle(groups)
+        return ArrivingGroups(self, groups)
+
+    def generate(self, prompts: Any, sampling: Any, *, seeds: Any) -> list[list[Completion]]:
+        return self.local.generate(prompts, sampling, seeds=seeds)
+
+    def sync(self, weights: Any, *, version: int) -> None:
+        self.local.sync(weights, version=version)
+
+    def invalidate(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class ArrivingGroups:
+    generator: ArrivingGenerator
+    groups: list[tuple[int, list[Completion]]]
+
+    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
+        yield from self.groups
+
+    def cancel(self) -> None:
+        self.generator.num_cancelled += 1
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -41,6 +41,7 @@ HOOKS = {
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_track_num_input_tokens": ["inputs"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+    "end": [],
     "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     "floating_point_ops": ["inputs"],

@@ -1,0 +1,150 @@
+"""HTTP with deadlines. Requests run on a thread of their own, and no answer is waited for beyond its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+try:  # huggingface_hub brings it: httpx2 from its version 2 on, httpx before
+    import httpx2 as httpx
+except ImportError:  # pragma: no cover - depends on the installed huggingface_hub
+    import httpx  # type: ignore[import-not-found, no-redef]
+
+__all__ = ["Http", "HttpError", "Overdue", "Refused", "Unreachable"]
+
+T = TypeVar("T")
+# What gateways and vLLM answer while the server behind them is down, starting or too busy.
+_NOT_THERE = frozenset({429, 502, 503, 504})
+# A host that is down does not refuse connections; it is silent.
+_CONNECT_SECONDS = 10.0
+_SHOWN_CHARACTERS = 2000
+
+
+class HttpError(Exception):
+    """A request that was not answered as it should be; says what was asked of whom."""
+
+
+class Unreachable(HttpError):
+    """Nobody answers: no connection, a connection that broke, or a gateway that says so."""
+
+
+class Overdue(HttpError):
+    """The deadline passed before the answer was complete."""
+
+
+class Refused(HttpError):
+    """The server answered with an error.
+
+    Args:
+        message: What was asked, and the server's words.
+        status: HTTP status, 4xx or 5xx.
+    """
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Http:
+    """JSON requests with a deadline each. Safe to use from several threads.
+
+    A connection serves one request: vLLM closes connections after an error, and one that it closed looks like a server
+    that died. Proxies of the environment are not used and redirects not followed: the key goes to the server alone.
+
+    Args:
+        key: Sent as bearer token; None: nothing is sent.
+    """
+
+    def __init__(self, *, key: str | None = None) -> None:
+        self._key = key
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="prefrl-http", daemon=True)
+        self._thread.start()
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+            trust_env=False,
+            follow_redirects=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+
+    @property
+    def has_key(self) -> bool:
+        """Whether requests carry a key."""
+        return bool(self._key)
+
+    def request(self, method: str, url: str, *, timeout: float, json: Any = None, with_key: bool = True) -> Any:
+        """The JSON of the answer, or None if it has no body; see `send`."""
+        return self.submit(self.send(method, url, timeout=timeout, json=json, with_key=with_key)).result()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the thread of the requests."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def send(self, method: str, url: str, *, timeout: float, json: Any = None, with_key: bool = True) -> Any:
+        """Send one request and read its whole answer.
+
+        Args:
+            method: "GET" or "POST".
+            url: Where to.
+            timeout: Seconds from now to the last byte of the answer.
+            json: Body.
+            with_key: False asks as anybody could.
+
+        Returns:
+            The JSON of the answer, or None if it has no body.
+
+        Raises:
+            Unreachable: Nobody answers.
+            Overdue: The answer was not complete in time.
+            Refused: The server answered with an error, or with something that is no JSON.
+        """
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key and with_key else {}
+        what = f"{method} {url}"
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await self._client.request(method, url, json=json, headers=headers)
+        except TimeoutError as error:
+            raise Overdue(f"{what}: no complete answer within {timeout:g} s") from error
+        except (httpx.TransportError, OSError) as error:
+            raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
+        if answer.status_code in _NOT_THERE:
+            raise Unreachable(f"{what}: answered {answer.status_code}: {answer.text[:_SHOWN_CHARACTERS]}")
+        if answer.status_code != 200:
+            message = f"{what}: answered {answer.status_code}: {_reason(answer)[:_SHOWN_CHARACTERS]}"
+            raise Refused(message, status=answer.status_code)
+        if not answer.content:
+            return None
+        try:
+            return answer.json()
+        except ValueError as error:
+            message = f"{what}: the answer is no JSON: {answer.text[:_SHOWN_CHARACTERS]!r}"
+            raise Refused(message, status=answer.status_code) from error
+
+    def close(self) -> None:
+        """End the thread; requests that are under way are broken off."""
+        if self._loop.is_closed():
+            return
+        self.submit(self._end()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await self._client.aclose()
+
+
+def _reason(answer: Any) -> str:
+    """The message in an error of vLLM, or the whole text."""
+    try:
+        body = answer.json()
+    except ValueError:
+        return str(answer.text)
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,0 +1,98 @@
+"""Which of several servers is asked next. Lives on the thread of the requests, so nothing is locked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Balance", "Server"]
+
+
+@dataclass(slots=True)
+class Server:
+    """A server, and how it does."""
+
+    url: str
+    under_way: int = 0  # requests
+    num_failures: int = 0  # in a row
+    distrust: str | None = None  # why it is not asked; None: it is
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    turn: asyncio.Future[Server | None]
+    avoid: Collection[str] = field(default=())
+
+
+class Balance:
+    """Hands out turns at servers, at most `max_under_way` at a time for each, first come, first served.
+
+    A server whose last request failed comes last: one that fails fast would otherwise have the fewest under way and
+    get all requests.
+
+    Args:
+        urls: Base URLs.
+        max_under_way: Turns at one server.
+    """
+
+    def __init__(self, urls: Sequence[str], max_under_way: int) -> None:
+        self.servers = [Server(url) for url in urls]
+        self.urls = list(urls)
+        self._max_under_way = max_under_way
+        self._waiting: deque[_Waiting] = deque()
+
+    @property
+    def reasons(self) -> str:
+        """Why servers are not asked."""
+        return "; ".join(server.distrust for server in self.servers if server.distrust is not None)
+
+    async def take(self, *, avoid: Collection[str]) -> Server | None:
+        """Wait for a turn at a server; None if no server is trusted.
+
+        Args:
+            avoid: URLs of servers that come last.
+        """
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), avoid)
+        self._waiting.append(waiting)
+        self._hand_out()
+        try:
+            return await waiting.turn
+        except asyncio.CancelledError:
+            if waiting.turn.done() and not waiting.turn.cancelled() and (server := waiting.turn.result()) is not None:
+                self.give_back(server)  # the turn came at the moment of the cancellation
+            raise
+
+    def give_back(self, server: Server) -> None:
+        """End a turn."""
+        server.under_way -= 1
+        self._hand_out()
+
+    def distrust(self, server: Server, reason: str) -> None:
+        """Ask this server no more, until all are trusted again."""
+        server.distrust = reason
+        self._hand_out()
+
+    def trust_all(self) -> None:
+        """Ask all servers again. May be called from any thread while nobody waits."""
+        for server in self.servers:
+            server.distrust, server.num_failures = None, 0
+
+    def _hand_out(self) -> None:
+        while self._waiting:
+            trusted = [server for server in self.servers if server.distrust is None]
+            free = [server for server in trusted if server.under_way < self._max_under_way]
+            if trusted and not free:
+                return
+            waiting = self._waiting.popleft()
+            if waiting.turn.done():  # cancelled
+                continue
+            best = min(free, key=lambda server: _cost(server, waiting.avoid), default=None)
+            if best is not None:
+                best.under_way += 1
+            waiting.turn.set_result(best)
+
+
+def _cost(server: Server, avoid: Collection[str]) -> tuple[bool, bool, int]:
+    return server.url in avoid, server.num_failures > 0, server.under_way

@@ -1,0 +1,185 @@
+"""Is that the right server? Waiting for vLLM servers, and asking who they are before anything is sent to them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from prefrl.errors import ConfigError, GenerationError
+from prefrl.generation.http import HttpError, Refused
+from prefrl.generation.server_info import INFO_PATH, ServerInfo, vocabulary_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.generation.http import Http
+
+__all__ = ["PROBE_SECONDS", "Requirements", "check_url", "handshake", "is_healthy", "weight_version"]
+
+# An answer that costs the server nothing: health, weight version.
+PROBE_SECONDS = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0
+_WORDS = {
+    "architecture": "architecture",
+    "vocab_size": "size of the vocabulary",
+    "hidden_size": "hidden size",
+    "num_hidden_layers": "number of layers",
+    "tokenizer": "tokenizer (fingerprint of its vocabulary)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a server has to serve to generate for a model that is trained."""
+
+    model: str  # name or folder, for the command that starts the right server
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    tokenizer: str  # `vocabulary_fingerprint`
+    has_adapters: bool  # adapters are sent, not whole models
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, has_adapters: bool) -> Requirements:
+        """Those of a model, without peft's wrapper, and its tokenizer."""
+        config = model.config.get_text_config()
+        return cls(
+            model=model.name_or_path,
+            architecture=type(model).__name__,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            tokenizer=vocabulary_fingerprint(tokenizer.get_vocab()),
+            has_adapters=has_adapters,
+        )
+
+    def start_command(self, url: str) -> str:
+        """What starts the right server at `url`."""
+        parts = urlsplit(url)
+        host = "" if parts.hostname in ("localhost", "127.0.0.1", "::1") else f" --host {parts.hostname}"
+        lora = " --max_lora_rank <rank>" if self.has_adapters else ""
+        return f"prefrl vllm-serve --model {self.model or '<model>'}{host} --port {parts.port or 80}{lora}"
+
+    def check(self, url: str, info: ServerInfo) -> None:
+        """Refuse a server that serves something else.
+
+        Raises:
+            GenerationError: It does; says what was found and expected.
+        """
+        for field, words in _WORDS.items():
+            found, expected = getattr(info, field), getattr(self, field)
+            if found != expected:
+                raise self.error(
+                    url, f"serves another model: its {words} is {found!r}, that of the policy {expected!r}"
+                )
+        if info.logprobs_mode != "processed_logprobs":
+            reason = f"has logprobs_mode {info.logprobs_mode!r}, where training needs 'processed_logprobs'"
+            raise self.error(url, reason)
+        if self.has_adapters and info.max_lora_rank is None:
+            raise self.error(url, "takes no adapters, and weight_sync='adapter' sends nothing else")
+
+    def error(self, url: str, reason: str) -> GenerationError:
+        """What is wrong with the server at `url`, and how the right one is started."""
+        return GenerationError(f"The vLLM server at {url} {reason}. Start it with `{self.start_command(url)}`.")
+
+
+def check_url(url: str) -> str:
+    """The base URL of a server, without a slash at its end.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        parts = urlsplit(url)
+        is_base = parts.scheme in ("http", "https") and parts.hostname and parts.path.strip("/") == ""
+        is_base = is_base and not (parts.query or parts.fragment or parts.username) and (parts.port or 80) > 0
+    except ValueError:  # the port is no number
+        is_base = False
+    if not is_base:
+        raise ConfigError(f"vLLM server {url!r}: must look like http://127.0.0.1:8000, without a path")
+    return url.rstrip("/")
+
+
+async def handshake(http: Http, url: str, requirements: Requirements, *, timeout: float) -> ServerInfo:
+    """Wait until a server answers, and ask who it is.
+
+    Args:
+        http: With the key, if there is one.
+        url: Base URL.
+        requirements: What it has to serve.
+        timeout: Seconds for all of it.
+
+    Raises:
+        GenerationError: Nobody answers in time, the key is wrong or not asked for, or it is another server.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            await http.send("GET", f"{url}/health", timeout=min(PROBE_SECONDS, deadline - loop.time()))
+            answer = await http.send("GET", url + INFO_PATH, timeout=deadline - loop.time())
+            info = ServerInfo.from_json(url, answer)
+            requirements.check(url, info)
+            if http.has_key:
+                await _check_refuses_strangers(http, url, timeout=deadline - loop.time())
+            return info
+        except Refused as error:
+            if error.status < 500:
+                raise _refusal(url, error, requirements) from error
+            last: HttpError = error
+        except HttpError as error:
+            last = error
+        if loop.time() + pause >= deadline:
+            reason = f"did not answer within {timeout:g} s (vllm_server_timeout); the last try: {last}"
+            raise requirements.error(url, reason) from last
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _refusal(url: str, error: Refused, requirements: Requirements) -> GenerationError:
+    if error.status in (401, 403):
+        return GenerationError(
+            f"The vLLM server at {url} refuses the key: {error}. Set VLLM_API_KEY in the environment of the trainer "
+            "to the key that the server was started with."
+        )
+    return requirements.error(url, f"was not started by prefrl: {error}")
+
+
+async def _check_refuses_strangers(http: Http, url: str, *, timeout: float) -> None:
+    # With vLLM's own --api-key this route stays open, as those do that take weights.
+    try:
+        await http.send("GET", f"{url}/weight_info", timeout=timeout, with_key=False)
+    except Refused as error:
+        if error.status == 401:
+            return
+        raise
+    raise GenerationError(
+        f"The vLLM server at {url} answers without the key of VLLM_API_KEY: whoever reaches it can replace the "
+        "weights that it serves. Start it with `prefrl vllm-serve`, with VLLM_API_KEY set in its environment."
+    )
+
+
+async def is_healthy(http: Http, url: str) -> bool:
+    """Whether the server and its engine live."""
+    try:
+        await http.send("GET", f"{url}/health", timeout=PROBE_SECONDS)
+    except HttpError:
+        return False
+    return True
+
+
+async def weight_version(http: Http, url: str) -> str:
+    """What the server calls its weights.
+
+    Raises:
+        HttpError: It does not say.
+    """
+    answer = await http.send("GET", f"{url}/weight_info", timeout=PROBE_SECONDS)
+    try:
+        return str(answer["weight_version"])
+    except (KeyError, TypeError) as error:
+        raise Refused(f"GET {url}/weight_info: has no weight_version: {str(answer)[:200]}", status=200) from error

@@ -1,0 +1,230 @@
+"""Runs a server of several processes as one: either it answers, or all of it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from prefrl.errors import GenerationError
+
+__all__ = ["Supervisor"]
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_POLL_SECONDS = 1.0
+_ANSWER_SECONDS = 5.0
+_STOP_SECONDS = 20.0
+# So long a server whose engine died may still write why.
+_LAST_WORDS_SECONDS = 10.0
+_KILL_SECONDS = 10.0
+_KEPT_LINES = 2000
+_TAIL_LINES = 20
+_SHOWN_CAUSES = 4
+# The last line of a traceback, behind what vLLM's log puts in front of it.
+_CAUSE = re.compile(r"(?:^|[\s\]])((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)")
+# What Python's multiprocessing calls its shared memory.
+_SHARED_MEMORY = re.compile(r"/dev/shm/psm_\w+")
+
+
+class Supervisor:
+    """A command in a session of its own, watched through `GET /health`, and ended with all of its processes.
+
+    Args:
+        command: What to run.
+        environment: Its environment variables, all of them.
+        address: Host and port where it answers.
+        start_timeout: Seconds until it must answer for the first time.
+        health_timeout: Seconds without an answer after which it counts as hung.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        address: tuple[str, int],
+        start_timeout: float,
+        health_timeout: float,
+    ) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._address = address
+        self._start_timeout = start_timeout
+        self._health_timeout = health_timeout
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._shared_memory: set[Path] = set()
+        self._signal: signal.Signals | None = None
+
+    def run(self, *, when_ready: str) -> signal.Signals:
+        """Run until a signal ends it.
+
+        Args:
+            when_ready: What to print when it answers for the first time.
+
+        Returns:
+            The signal.
+
+        Raises:
+            GenerationError: It did not start in time, ended by itself, or hangs; with the end of its log.
+        """
+        with self._signals_noted():
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it through this process alone
+            )
+            assert self._process.stdout is not None
+            reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+            reader.start()
+            try:
+                problem = self._watch(when_ready)
+            finally:
+                self._end()
+                reader.join(timeout=_ANSWER_SECONDS)
+        if problem is not None:
+            raise GenerationError(self._with_log(problem))
+        assert self._signal is not None  # nothing else ends the watch
+        return self._signal
+
+    @contextlib.contextmanager
+    def _signals_noted(self) -> Iterator[None]:
+        """Signals that end a program only leave a note, so that nothing is left half started or half ended."""
+
+        def note(number: int, _frame: object) -> None:
+            self._signal = signal.Signals(number)
+
+        heeded = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as by nohup
+        before = {number: signal.signal(number, note) for number in heeded}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        """Pass its output on, and keep the end of it."""
+        for line in pipe:
+            text = line.decode(errors="replace")
+            self._lines.append(text.rstrip())
+            with contextlib.suppress(OSError, ValueError):  # if nobody reads ours, its must be read all the same
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+    def _watch(self, when_ready: str) -> str | None:
+        """Wait until it fails, and say how, or until a signal: None."""
+        began = answered = time.monotonic()
+        is_ready = False
+        while self._signal is None:
+            code = self._exit_code(_POLL_SECONDS)
+            if code is not None:
+                return f"vLLM ended by itself, with exit code {code}."
+            status, now = _health(self._address), time.monotonic()
+            if status == 200:
+                answered = now
+                if not is_ready:
+                    is_ready = True
+                    self._shared_memory |= _shared_memory(self._process.pid)
+                    print(when_ready, flush=True)
+            elif not is_ready and now - began > self._start_timeout:
+                limit = f"start_timeout={self._start_timeout:g}"
+                return f"vLLM was not ready after {limit} s. Set a longer one if it only needs more time."
+            elif is_ready and status == 503:
+                self._exit_code(_LAST_WORDS_SECONDS)
+                return "vLLM's engine died."
+            elif is_ready and now - answered > self._health_timeout:
+                return f"vLLM hung: no answer for health_timeout={self._health_timeout:g} s."
+        return None
+
+    def _exit_code(self, seconds: float) -> int | None:
+        """The exit code, if it ends within some seconds; a signal ends the wait."""
+        deadline = time.monotonic() + seconds
+        while self._signal is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(timeout=0.1)
+        return None
+
+    def _end(self) -> None:
+        """End every process of its session, politely first: by force they leave shared memory behind."""
+        session = self._process.pid
+        self._shared_memory |= _shared_memory(session)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_STOP_SECONDS)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while (living := _living(session)) and time.monotonic() < deadline:
+            for pid in living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        for path in self._shared_memory:
+            path.unlink(missing_ok=True)
+
+    def _with_log(self, problem: str) -> str:
+        """What went wrong, the errors that the log names, and the end of the log."""
+        lines = list(self._lines)
+        causes = _causes(lines)[:_SHOWN_CAUSES]
+        parts = [problem, *(["Errors in its log, the first one first:", *causes] if causes else [])]
+        return "\n  ".join([*parts, "The end of its log:", *lines[-_TAIL_LINES:]])
+
+
+def _causes(lines: Sequence[str]) -> list[str]:
+    """The errors that tracebacks in a log end with, each once, with the line that explains some of them."""
+    found: dict[str, None] = {}
+    for line, below in itertools.pairwise([*lines, ""]):
+        match = _CAUSE.search(line)
+        if match is not None:
+            found[f"{match[1]} {below.strip()}" if below.startswith("  ") else match[1]] = None
+    return list(found)
+
+
+def _health(address: tuple[str, int]) -> int | None:
+    """The status of `GET /health`, or None without an answer."""
+    connection = http.client.HTTPConnection(*address, timeout=_ANSWER_SECONDS)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def _living(session: int) -> list[int]:
+    """Processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # After the name in brackets, which may hold anything: state, parent, group, session.
+            state, _, _, its_session = (
+                path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:4]
+            )
+        except OSError:  # it has just ended
+            continue
+        if int(its_session) == session and state not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+def _shared_memory(session: int) -> set[Path]:
+    """Segments of Python's shared memory that processes of a session use."""
+    found: set[Path] = set()
+    for pid in _living(session):
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+            found |= {Path(match) for match in _SHARED_MEMORY.findall(maps)}
+    return found

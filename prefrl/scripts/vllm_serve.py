@@ -1,0 +1,278 @@
+"""`prefrl vllm-serve`: an unmodified vLLM server that prefrl's trainers can generate on and send weights to."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import ipaddress
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.generation.vllm_guard import KEY_VARIABLE
+from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.supervisor import Supervisor
+from prefrl.trainer.options import check_fields, opt, parse_json
+
+__all__ = [
+    "CONTRACT",
+    "FLAGS",
+    "REFUSED",
+    "REFUSED_SHORT",
+    "ServeArguments",
+    "main",
+    "serve_command",
+    "serve_environment",
+]
+
+_OLDEST_VLLM = (0, 32)
+_PLUGIN = "prefrl"
+
+# What trainers rely on, whatever the options say.
+CONTRACT = (
+    "--enable-scale-out",  # token ids in and out: /inference/v1/generate
+    *("--logprobs-mode", "processed_logprobs"),
+    *("--max-logprobs", "-1"),
+    *("--weight-transfer-config", '{"backend":"prefrl"}'),
+    *("--middleware", "prefrl.generation.vllm_guard.Guard"),
+    "--disable-fastapi-docs",
+    *("--disable-access-log-for-endpoints", "/health"),
+)
+_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # pause, resume and weight transfer
+_LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+_IS_SET = "trainers rely on the value that this command gives"
+_IS_HTTP = "trainers speak HTTP to host and port. Put a proxy in front of the server"
+_ONE_SERVER = "trainers must reach all replicas through one address. Start one server for each group of GPUs instead"
+_TOKENIZER = "trainers compare the server's tokenizer with their own"
+# Flags of vLLM that are not passed on, and why.
+REFUSED = {
+    "api-key": f"everybody on the machine can read a command line. Set {KEY_VARIABLE} in the environment",
+    "logprobs-mode": _IS_SET,
+    "max-logprobs": _IS_SET,
+    "weight-transfer-config": _IS_SET,
+    "middleware": _IS_SET,
+    "enable-scale-out": _IS_SET,
+    "disable-fastapi-docs": _IS_SET,
+    "enable-lora": "set --max_lora_rank instead",
+    "skip-tokenizer-init": _TOKENIZER,
+    "tokens-only": _TOKENIZER,
+    "root-path": _IS_HTTP,
+    "uds": _IS_HTTP,
+    "grpc": _IS_HTTP,
+    "grpc-port": _IS_HTTP,
+    "ssl-keyfile": _IS_HTTP,
+    "ssl-certfile": _IS_HTTP,
+    "ssl-ca-certs": _IS_HTTP,
+    "headless": _ONE_SERVER,
+    "data-parallel-rank": _ONE_SERVER,
+    "data-parallel-start-rank": _ONE_SERVER,
+    "data-parallel-external-lb": _ONE_SERVER,
+    "data-parallel-hybrid-lb": _ONE_SERVER,
+    "data-parallel-multi-port-external-lb": _ONE_SERVER,
+}
+REFUSED_SHORT = frozenset({"-dpn", "-dpr", "-dpe", "-dph", "-dpm"})  # those of data parallelism
+
+# Where a server that listens on every address is asked for its health.
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass
+class ServeArguments:
+    """What to serve, and where. None leaves an option to vLLM."""
+
+    model: str = dataclasses.field(metadata={"help": "Model: a name on the Hub or a folder."})
+    revision: str | None = opt(None, "Branch, tag or commit of the model on the Hub.")
+    tensor_parallel_size: Annotated[int, Ge(1)] | None = opt(None, "GPUs that share each layer.")
+    data_parallel_size: Annotated[int, Ge(1)] | None = opt(None, "Replicas of the model behind the one address.")
+    host: str = opt("127.0.0.1", f"Address to listen on. Any but a loopback address needs a key in {KEY_VARIABLE}.")
+    port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port to listen on.")
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = opt(
+        None, "Share of the GPU's memory for weights, activations and the key/value cache."
+    )
+    dtype: str | None = opt(None, "Data type of the weights, such as bfloat16.")
+    max_model_len: Annotated[int, Ge(1)] | None = opt(None, "Most tokens of prompt and completion together.")
+    enable_prefix_caching: bool | None = opt(None, "Whether prompts that begin alike share their key/value cache.")
+    enforce_eager: bool = opt(False, "Do without CUDA graphs and compilation: starts sooner, generates slower.")
+    kv_cache_dtype: str | None = opt(None, "Data type of the key/value cache, such as fp8.")
+    trust_remote_code: bool = opt(False, "Run code that comes with the model.")
+    log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] | None = opt(
+        None, "How much the HTTP server logs."
+    )
+    speculative_config: dict[str, Any] | str | None = opt(
+        None, "Speculative decoding: a mapping in the YAML file, JSON on the command line."
+    )
+    max_lora_rank: Annotated[int, Ge(1)] | None = opt(
+        None, "Take LoRA adapters up to this rank from trainers; None: full weights only."
+    )
+    start_timeout: Annotated[float, Gt(0)] = opt(1800.0, "Seconds until it must be ready.")
+    health_timeout: Annotated[float, Gt(0)] = opt(120.0, "Seconds without an answer after which it is ended as hung.")
+    dry_run: bool = opt(False, "Print the command and its environment variables, and run nothing.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        parse_json(self, "speculative_config")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the command line, start the server and watch it until a signal comes.
+
+    Args:
+        argv: The options; those that are not known here go on to vLLM.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PrefrlError: Something that was asked for cannot work, or the server failed.
+    """
+    parser = CommandParser(
+        "vllm-serve",
+        (ServeArguments,),
+        f"Serve a model for trainers, with vLLM. Options that are not listed go on to `vllm serve`. {KEY_VARIABLE} in "
+        "the environment is the key that clients must send.",
+    )
+    (options,), forwarded = parser.parse_known(argv)
+    command = serve_command(options, forwarded)
+    added = serve_environment(options, os.environ)
+    if options.dry_run:
+        print(shlex.join([*(f"{name}={value}" for name, value in added.items()), *command]))
+        return 0
+    _check_vllm()
+    _check_port(options.host, options.port)
+    supervisor = Supervisor(
+        command,
+        {**os.environ, **added},
+        address=(_WILDCARDS.get(options.host, options.host), options.port),
+        start_timeout=options.start_timeout,
+        health_timeout=options.health_timeout,
+    )
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    ended_by = supervisor.run(
+        when_ready=f"prefrl vllm-serve: {options.model} is ready on http://{host}:{options.port}"
+    )
+    print(f"prefrl vllm-serve: ended by {ended_by.name}", file=sys.stderr)
+    return 0
+
+
+def serve_command(options: ServeArguments, forwarded: Sequence[str] = ()) -> list[str]:
+    """The command line of vLLM's server.
+
+    Args:
+        options: What to serve.
+        forwarded: More options, in vLLM's words.
+
+    Raises:
+        ConfigError: One of `forwarded` would break what trainers rely on.
+    """
+    _check_forwarded(forwarded)
+    # -P: as the `vllm` command, it does not look for modules in the working directory.
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", options.model]
+    for name, flag in FLAGS.items():
+        value = getattr(options, name)
+        if isinstance(value, bool):
+            command += [f"--{flag}"] if value else [f"--no-{flag}"] if name == "enable_prefix_caching" else []
+        elif value is not None:
+            command += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    if options.max_lora_rank is not None:
+        command.append("--enable-lora")
+    return [*command, *CONTRACT, *forwarded]
+
+
+def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that the server gets besides `environment`.
+
+    Args:
+        options: What to serve.
+        environment: That of this process.
+
+    Raises:
+        ConfigError: It cannot be served safely: no key, or a front end that would not ask for it.
+    """
+    key = environment.get(KEY_VARIABLE)
+    if not key and not _is_loopback(options.host):
+        raise ConfigError(
+            f"host={options.host!r}: whoever reaches the server could use and replace the model. Set {KEY_VARIABLE} "
+            "to a secret, here and for the trainer, or host to '127.0.0.1'."
+        )
+    if key and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"{KEY_VARIABLE}: has a blank, a line break or a character outside ASCII, which no HTTP header carries. "
+            "Set another key."
+        )
+    if environment.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        raise ConfigError("VLLM_USE_RUST_FRONTEND: vLLM's Rust front end would not ask for the key. Unset it.")
+    added = _ENVIRONMENT | ({} if options.max_lora_rank is None else _LORA_ENVIRONMENT)
+    plugins = environment.get("VLLM_PLUGINS")
+    if plugins is not None and _PLUGIN not in plugins.split(","):
+        added["VLLM_PLUGINS"] = ",".join([name for name in plugins.split(",") if name] + [_PLUGIN])
+    return added
+
+
+# Options by the name of vLLM's flag; its server has two log levels, and TRL's is that of HTTP.
+_OWN = frozenset({"model", "start_timeout", "health_timeout", "dry_run"})
+FLAGS = {
+    field.name: "uvicorn-log-level" if field.name == "log_level" else field.name.replace("_", "-")
+    for field in dataclasses.fields(ServeArguments)
+    if field.name not in _OWN
+}
+
+
+def _check_forwarded(words: Sequence[str]) -> None:
+    if words and not words[0].startswith("-"):
+        raise ConfigError(f"unexpected argument {words[0]!r}: options are written as --name value")
+    reasons = REFUSED | dict.fromkeys(("model", *FLAGS.values()), "write the option of prefrl in full")
+    for word in words:
+        if word in REFUSED_SHORT:
+            raise ConfigError(f"{word}: cannot be given here: {_ONE_SERVER}.")
+        if not word.startswith("--"):
+            continue
+        # vLLM takes underscores, --name=value, --name.key value, --no-name, and any beginning of a name.
+        given = word[2:].partition("=")[0].partition(".")[0].replace("_", "-")
+        beginnings = (given, given.removeprefix("no-"))
+        for flag, reason in reasons.items():
+            if flag.startswith(beginnings):
+                raise ConfigError(f"{word.partition('=')[0]}: vLLM's --{flag} cannot be given here: {reason}.")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_vllm() -> None:
+    remedy = "In an environment of the server's own: pip install 'prefrl[vllm]', with the prefrl that trains."
+    try:
+        found = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(f"vLLM is not installed for {sys.executable}. {remedy}") from error
+    if tuple(int(number) for number in found.split(".")[:2]) < _OLDEST_VLLM:
+        oldest = ".".join(map(str, _OLDEST_VLLM))
+        raise ConfigError(f"vLLM {found} is too old: prefrl needs at least {oldest}. {remedy}")
+    if _PLUGIN not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
+        raise ConfigError(
+            f"vLLM would not find prefrl's plugin: prefrl is not installed, or before it had one. {remedy}"
+        )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuse a port that is in use: vLLM would share it, and requests would reach either server."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"host={host!r}, port={port}: cannot listen there: {error.strerror}. Set another."
+        ) from error

@@ -1,0 +1,173 @@
+"""Training while completions are still coming, and on completions of older weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback, TrainerControl
+
+from prefrl.errors import RewardError
+from prefrl.trainer.online_trainer import OnlineTrainer
+from tests.contract.cases import (
+    ArrivingGenerator,
+    Job,
+    make_trainer,
+    relative_difference,
+    run_on_two_processes,
+    update_of,
+    weights_of,
+)
+
+# Groups of 4 completions; 4 prompts in a step.
+STEP = {"per_device_train_batch_size": 16, "max_steps": 2, "beta": 0.1, "use_vllm": True}
+ASYNC = {"generation_mode": "async", "per_device_train_batch_size": 8}
+
+
+def online(tmp_path: Path, **options: Any) -> OnlineTrainer:
+    trainer = make_trainer("grpo", tmp_path, **{"arrival": 0, **STEP, **options})
+    assert isinstance(trainer, OnlineTrainer)
+    return trainer
+
+
+def logged(trainer: OnlineTrainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def zero_for_questions(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
+    """All completions of some prompts are equally good: their groups have no advantage."""
+    return [float(len(text) % 3) * ("?" not in prompt) for text, prompt in zip(completions, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("arrival", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "scale_rewards": "none"},
+        {"loss_type": "dr_grpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
+        {"max_tokens_per_micro_batch": 60, "importance_sampling_level": "sequence"},
+        {"beta": 0.0, "reward": zero_for_questions},
+        {"max_grad_norm": 0.01, "mask_truncated_completions": True},
+    ],
+    ids=str,
+)
+def test_overlap_makes_the_update_of_sync_whatever_arrives_first(
+    tmp_path: Path, options: dict[str, Any], arrival: int
+) -> None:
+    waited = online(tmp_path / "sync", **options)
+    expected = update_of(waited)
+    trainer = online(tmp_path / "overlap", arrival=arrival, generation_mode="overlap", **options)
+    assert relative_difference(update_of(trainer), expected) < 2e-5
+    for name in ("loss", "grad_norm", "reward", "reward_std", "num_tokens", "completions/mean_length", "entropy"):
+        # The loss of a first step is a sum of terms of size 1 that cancel.
+        assert logged(trainer, name) == pytest.approx(logged(waited, name), rel=1e-4, abs=1e-6), name
+
+
+def test_overlap_makes_the_same_update_on_two_processes(tmp_path: Path) -> None:
+    expected = update_of(online(tmp_path / "sync"))
+    options = STEP | {"arrival": 3, "per_device_train_batch_size": 8, "generation_mode": "overlap"}
+    (update,) = run_on_two_processes([Job("grpo", options, tmp_path / "update.pt")])
+    assert relative_difference(update, expected) < 2e-5
+
+
+def test_overlap_trains_on_a_group_before_the_next_is_read(tmp_path: Path) -> None:
+    trainer = online(tmp_path, generation_mode="overlap", max_steps=1)
+    events: list[str] = []
+    pending = trainer.generator.start
+    micro_step = trainer.micro_step
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        groups = pending(*args, **kwargs)
+        arriving = groups.groups
+
+        class Watched:
+            def as_completed(self) -> Any:
+                for number, completions in arriving:
+                    events.append("arrives")
+                    yield number, completions
+
+        return Watched()
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        events.append("trained")
+        return micro_step(*args, **kwargs)
+
+    trainer.generator.start = start  # type: ignore[method-assign]
+    trainer.micro_step = watched  # type: ignore[method-assign]
+    trainer.train()
+    assert events == ["arrives", "trained"] * 4
+
+
+def test_a_reward_that_fails_in_overlap_is_named(tmp_path: Path) -> None:
+    def fails(completions: list[str], **_: Any) -> list[float]:
+        raise ZeroDivisionError("no")
+
+    with pytest.raises(RewardError, match="fails"):
+        online(tmp_path, generation_mode="overlap", reward=fails).train()
+
+
+def test_async_learns_from_weights_that_are_at_most_max_staleness_old(tmp_path: Path) -> None:
+    trainer = online(tmp_path, **ASYNC, max_staleness=2, max_steps=6)
+    trainer.train()
+    assert logged(trainer, "sample/staleness_max") == [0, 1, 2, 2, 2, 2]
+    assert logged(trainer, "sample/staleness_mean") == [0, 1, 2, 2, 2, 2]
+    # Nothing is generated that training does not use.
+    assert logged(trainer, "sample/rollout_queue_size") == [2, 2, 2, 2, 1, 0]
+
+
+def test_async_counts_the_steps_of_a_generation(tmp_path: Path) -> None:
+    """Two updates and two iterations: 4 steps learn from one generation."""
+    options = {"steps_per_generation": 2, "num_iterations": 2, "max_staleness": 5, "max_steps": 12}
+    trainer = online(tmp_path, **ASYNC | options)
+    trainer.train()
+    assert logged(trainer, "sample/staleness_max") == [0, 4, 4]
+
+
+def test_async_visits_the_prompts_of_sync_in_their_order_over_epochs(tmp_path: Path) -> None:
+    seen: dict[str, list[str]] = {"sync": [], "async": []}
+    for mode, prompts in seen.items():
+
+        def remember(completions: list[str], prompts: list[str], seen: list[str] = prompts, **_: Any) -> list[float]:
+            seen.extend(prompts)
+            return [float(len(text)) for text in completions]
+
+        # 7 prompts, 2 for each step: an epoch has 3 steps.
+        options = {"generation_mode": mode, "per_device_train_batch_size": 8, "max_steps": 7, "rows": 7}
+        online(tmp_path / mode, reward=remember, **options).train()
+    assert len(seen["sync"]) == 7 * 8
+    assert seen["async"] == seen["sync"]
+
+
+def test_async_with_the_newest_weights_is_sync(tmp_path: Path) -> None:
+    """The first step has nothing older to learn from."""
+    options = {"per_device_train_batch_size": 8, "max_steps": 1}
+    expected = update_of(online(tmp_path / "sync", **options))
+    assert torch.equal(update_of(online(tmp_path / "async", generation_mode="async", **options)), expected)
+
+
+def test_a_training_that_stops_early_gives_up_what_is_under_way(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+            control.should_training_stop = True
+
+    trainer = online(tmp_path, **ASYNC, max_staleness=3, max_steps=6, callbacks=[Stop()])
+    trainer.train()
+    assert isinstance(trainer.generator, ArrivingGenerator)
+    assert trainer.generator.num_cancelled == 3
+    assert len(trainer.ahead) == 0
+
+
+def test_async_goes_on_after_a_resume_where_it_was(tmp_path: Path) -> None:
+    options = {**ASYNC, "max_staleness": 2, "max_steps": 5}
+    trainer = online(tmp_path, **options, save_strategy="steps", save_steps=3)
+    trainer.train()
+    resumed = online(tmp_path, **options)
+    before = weights_of(resumed.model)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.global_step == 5
+    assert any(not torch.equal(value, before[name]) for name, value in weights_of(resumed.model).items())
+    # What was under way is asked for again, with the weights of the checkpoint.
+    assert logged(resumed, "sample/staleness_max")[-2:] == [0, 1]

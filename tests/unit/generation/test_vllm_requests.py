@@ -1,0 +1,245 @@
+"""What vLLM is asked for, and what of its answers is believed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prefrl.errors import ConfigError, GenerationError
+from prefrl.generation.base import SamplingParams
+from prefrl.generation.vllm_requests import (
+    Aborted,
+    BadAnswer,
+    Expected,
+    Guided,
+    OtherWeights,
+    Prompt,
+    check_prompts,
+    check_sampling,
+    completions_of,
+    request_body,
+    version_name,
+)
+
+EXPECTED = Expected(request_id="r7", run="run", vocab_size=10, stop_ids=frozenset({1, 2}), is_guided=False)
+
+
+def prompt(**changes: Any) -> Prompt:
+    return Prompt(0, [5, 6], 40, SamplingParams(**{"num_samples": 2, "max_tokens": 3} | changes))
+
+
+def choice(index: int, tokens: list[int], reason: str, *spans: tuple[str, int, int]) -> dict[str, Any]:
+    return {
+        "index": index,
+        "token_ids": tokens,
+        "finish_reason": reason,
+        "logprobs": {"content": [{"token_id": t, "logprob": -t / 10, "top_logprobs": []} for t in tokens]},
+        "weight_versions": [{"version": version, "start": start, "end": end} for version, start, end in spans],
+    }
+
+
+def answer() -> dict[str, Any]:
+    """Choices in the wrong order, the second over a change of weights."""
+    return {
+        "request_id": "generate-tokens-r7",
+        "choices": [
+            choice(1, [3, 4, 5], "length", ("run:6", 0, 1), ("run:7", 1, 3)),
+            choice(0, [9, 1], "stop", ("run:6", 0, 2)),
+        ],
+    }
+
+
+def body(asked: Prompt, guided: Guided | None = None) -> dict[str, Any]:
+    return request_body(asked, EXPECTED, model="tiny", salt="run:6", guided=guided)
+
+
+def test_the_request_says_everything_that_decides_a_sample() -> None:
+    sampling: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2}
+    assert body(prompt(**sampling)) == {
+        "request_id": "r7",
+        "token_ids": [5, 6],
+        "model": "tiny",
+        "cache_salt": "run:6",
+        "sampling_params": {
+            "n": 2,
+            "max_tokens": 3,
+            **sampling,
+            "seed": 40,
+            "logprobs": 0,
+            "stop_token_ids": [1, 2],
+            "ignore_eos": True,
+            "detokenize": False,
+        },
+    }
+
+
+def test_what_is_switched_off_is_0_and_greedy_samples_are_asked_for_once() -> None:
+    parameters = body(prompt(temperature=0, top_k=None, min_p=None))["sampling_params"]
+    assert (parameters["top_k"], parameters["min_p"], parameters["n"]) == (0, 0.0, 1)
+
+
+def test_a_seed_leaves_room_for_those_of_all_samples() -> None:
+    asked = Prompt(0, [5], 2**63 - 1, SamplingParams(num_samples=4, max_tokens=3))
+    seed = body(asked)["sampling_params"]["seed"]
+    assert seed == 2**62 - 1
+    assert seed + 4 < 2**63
+
+
+def test_completions_are_in_the_order_of_their_samples_with_the_step_behind_each_token() -> None:
+    first, second = completions_of(answer(), prompt(), EXPECTED)
+    assert (first.token_ids, first.finish_reason, first.logprobs) == ([9, 1], "stop", [-0.9, -0.1])
+    assert first.policy_versions == [6, 6]
+    assert first.trainable == [True, True]
+    assert (second.token_ids, second.finish_reason) == ([3, 4, 5], "length")
+    assert second.policy_versions == [6, 7, 7]
+
+
+def test_a_greedy_completion_is_every_sample_and_certain() -> None:
+    one = answer() | {"choices": [answer()["choices"][1]]}
+    completions = completions_of(one, prompt(temperature=0, num_samples=3), EXPECTED)
+    assert [completion.token_ids for completion in completions] == [[9, 1]] * 3
+    assert [completion.logprobs for completion in completions] == [[0.0, 0.0]] * 3
+    (raw,) = completions_of(one, prompt(temperature=0, num_samples=1, logprobs="raw"), EXPECTED)
+    assert raw.logprobs == [-0.9, -0.1]
+
+
+def test_guided_completions_may_end_without_a_stop_token() -> None:
+    one = answer() | {"choices": [choice(0, [9, 8], "stop", ("run:6", 0, 2))]}
+    guided = Expected("r7", "run", 10, frozenset({1, 2}), is_guided=True)
+    (completion,) = completions_of(one, prompt(num_samples=1), guided)
+    assert (completion.token_ids, completion.finish_reason) == ([9, 8], "stop")
+
+
+def setter(number: int, **fields: Any) -> Callable[[Any], None]:
+    return lambda answer: answer["choices"][number].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda a: a["choices"].append(choice(2, [1], "stop", ("run:6", 0, 1))), r"choices \[1, 0, 2\], where 0..1"),
+        (lambda a: a["choices"].append(a["choices"][0]), r"choices \[1, 0, 1\], where 0..1"),
+        (setter(0, index=0), r"choices \[0, 0\]"),
+        (setter(0, token_ids=[3, 4]), "its log-probs are of the tokens|cut off after 2 tokens"),
+        (setter(0, token_ids=[3, 4, 10]), r"\[10\] are outside the vocabulary, 0..9"),
+        (setter(0, token_ids=[3, 4, -1]), r"\[-1\] are outside the vocabulary"),
+        (setter(0, token_ids=[3, 4, 5.0]), r"\[5.0\] are outside the vocabulary"),
+        (setter(0, token_ids=[3, 1, 5]), r"tokens follow a stop token \(\[1, 2\]\)"),
+        (setter(0, finish_reason="stop"), "finish_reason 'stop' with the last token 5"),
+        (setter(1, finish_reason="length"), "finish_reason 'length' with the last token 1"),
+        (setter(0, finish_reason=None), "finish_reason None is none of"),
+        (setter(0, weight_versions=[]), "cover 0 of 3 tokens"),
+        (lambda a: a["choices"][0]["weight_versions"].reverse(), "do not follow each other"),
+        (lambda a: a["choices"][0]["logprobs"]["content"].pop(), "its log-probs are of the tokens"),
+        (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=float("inf")), "token 1 is inf"),
+        (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob="low"), "in another form"),
+        (lambda a: a.update(request_id="generate-tokens-r8"), "to another request, 'generate-tokens-r8'"),
+        (lambda a: a.update(choices=7), "in another form"),
+    ],
+)
+def test_a_wrong_answer_is_not_believed(edit: Callable[[Any], None], words: str) -> None:
+    wrong = copy.deepcopy(answer())
+    edit(wrong)
+    with pytest.raises(BadAnswer, match=words):
+        completions_of(wrong, prompt(), EXPECTED)
+
+
+@pytest.mark.parametrize("nothing", [None, [], "text", 7])
+def test_an_answer_that_is_no_object_is_not_believed(nothing: object) -> None:
+    with pytest.raises(BadAnswer, match="lacks something"):
+        completions_of(nothing, prompt(), EXPECTED)
+
+
+def test_a_completion_shorter_than_asked_for_is_not_taken_for_a_long_one() -> None:
+    cut = answer() | {"choices": [choice(0, [3, 4], "length", ("run:6", 0, 2))]}
+    with pytest.raises(BadAnswer, match="cut off after 2 tokens, before the 3"):
+        completions_of(cut, prompt(num_samples=1), EXPECTED)
+
+
+@pytest.mark.parametrize("version", ["default", "updating", "other:6", "run", "run:", "run:x", ""])
+def test_tokens_of_other_weights_are_told_apart(version: str) -> None:
+    other = answer() | {"choices": [choice(0, [9, 1], "stop", ("run:6", 0, 1), (version, 1, 2))]}
+    with pytest.raises(OtherWeights, match=f"calls {version!r}, not run:<step>"):
+        completions_of(other, prompt(num_samples=1), EXPECTED)
+
+
+def test_an_aborted_request_is_told_apart_even_without_tokens() -> None:
+    aborted = answer()
+    aborted["choices"][0] |= {"finish_reason": "abort", "token_ids": []}
+    with pytest.raises(Aborted, match="after 0 tokens"):
+        completions_of(aborted, prompt(), EXPECTED)
+
+
+def test_a_version_is_named_after_run_and_step() -> None:
+    assert version_name("run", 7) == "run:7"
+
+
+@pytest.mark.parametrize(
+    ("guided", "expected"),
+    [
+        (Guided(regex="a+"), {"regex": "a+"}),
+        (Guided(grammar='root ::= "x"'), {"grammar": 'root ::= "x"'}),
+        (Guided(json={"type": "object"}), {"json": {"type": "object"}}),
+        (Guided(json='{"type": "object"}'), {"json": {"type": "object"}}),
+    ],
+)
+def test_a_guide_is_sent_as_structured_outputs(guided: Guided, expected: dict[str, Any]) -> None:
+    parameters = body(prompt(), guided)["sampling_params"]
+    assert parameters["structured_outputs"] == expected
+    assert "structured_outputs" not in body(prompt())["sampling_params"]
+
+
+@pytest.mark.parametrize(
+    ("guides", "words"),
+    [
+        ({}, "by nothing: give exactly one"),
+        ({"regex": "a", "grammar": "b"}, r"by \['regex', 'grammar'\]: give exactly one"),
+        ({"json": "{"}, "is no JSON"),
+        ({"json": "[]"}, "a JSON schema is an object"),
+    ],
+)
+def test_a_guide_is_exactly_one(guides: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Guided(**guides)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.5},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"temperature": 0, "repetition_penalty": 1.1},
+    ],
+    ids=str,
+)
+def test_raw_logprobs_are_refused_where_the_servers_are_others(changes: dict[str, Any]) -> None:
+    check_sampling(prompt(**changes).sampling, None)
+    with pytest.raises(ConfigError, match=r'logprobs="raw"'):
+        check_sampling(prompt(**changes, logprobs="raw").sampling, None)
+
+
+def test_raw_logprobs_are_the_servers_where_nothing_changes_the_distribution() -> None:
+    check_sampling(prompt(logprobs="raw", top_k=0, min_p=0).sampling, None)
+    check_sampling(prompt(logprobs="raw", temperature=0, top_p=0.5).sampling, None)
+    with pytest.raises(ConfigError, match="guided decoding"):
+        check_sampling(prompt(logprobs="raw").sampling, Guided(regex="a"))
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
+    check_sampling(prompt(temperature=0.01).sampling, None)
+    with pytest.raises(ConfigError, match=r"temperature=0\.009: vLLM samples at 0\.01 or above"):
+        check_sampling(prompt(temperature=0.009).sampling, None)
+
+
+def test_prompts_have_to_fit_with_their_completions() -> None:
+    check_prompts([[1] * 6, [1]], 4, 10)
+    with pytest.raises(GenerationError, match="prompt 1 has 7 tokens and max_tokens=4: together at most 10"):
+        check_prompts([[1], [1] * 7], 4, 10)
+    with pytest.raises(GenerationError, match="prompt 0 is empty"):
+        check_prompts([[]], 4, 10)

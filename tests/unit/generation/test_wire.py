@@ -1,0 +1,270 @@
+"""Tensors through a process group of two or three members, each on a thread of its own."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefrl.generation import wire
+
+ROOT = Path(__file__).parents[3]
+TAG = "test"
+Named = list[tuple[str, torch.Tensor]]
+
+
+def in_thread(work: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class Members:
+    """A trainer's group and those of its workers."""
+
+    def __init__(self, *, num_workers: int = 1, timeout: float = 20.0) -> None:
+        host = wire.Host("gloo", "127.0.0.1", 9, num_workers=num_workers, tag=TAG, timeout=timeout)
+        trainer = host.join()
+        workers = [in_thread(lambda i=i: wire.join(host.invitation, worker=i)) for i in range(num_workers)]
+        self.trainer = trainer.result(timeout=30)
+        self.workers = [worker.result(timeout=30) for worker in workers]
+
+    def close(self) -> None:
+        for group in (self.trainer, *self.workers):
+            group.close()
+
+    def send(self, weights: Named, **options: Any) -> None:
+        for message in wire.messages(weights, device=self.trainer.device, **options):
+            self.trainer.broadcast(message)
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    members = Members()
+    yield members
+    members.close()
+
+
+def mixed_weights() -> Named:
+    """Every width next to every other one, sizes that are no multiple of any, nothing, and a scalar."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = [torch.bfloat16, torch.float64, torch.bool, torch.float32, torch.uint8, torch.int64, torch.float16]
+    shapes = [(3,), (5, 7), (), (0, 4), (1, 1, 13)]
+    return [
+        (f"{dtype}{shape}", (torch.rand(shape, generator=generator) * 200).to(dtype))
+        for shape in shapes
+        for dtype in dtypes
+    ]
+
+
+def assert_same(received: Named, sent: Named) -> None:
+    assert [name for name, _ in received] == [name for name, _ in sent]
+    for (name, got), (_, wanted) in zip(received, sent, strict=True):
+        assert got.dtype == wanted.dtype, name
+        assert torch.equal(got, wanted), name
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
+def test_what_arrives_is_what_was_sent_bit_for_bit_and_in_order(members: Members, bucket_bytes: int) -> None:
+    weights = mixed_weights()
+    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    members.send(weights, bucket_bytes=bucket_bytes)
+    assert_same(receiving.result(timeout=20), weights)
+
+
+def test_all_workers_receive_and_a_group_serves_many_transfers() -> None:
+    members = Members(num_workers=2)
+    try:
+        for step in range(3):
+            weights = [
+                (name, tensor + step if tensor.dtype != torch.bool else tensor) for name, tensor in mixed_weights()
+            ]
+            receiving = [in_thread(lambda worker=worker: wire.receive(worker)) for worker in members.workers]
+            members.send(weights)
+            for future in receiving:
+                assert_same(future.result(timeout=20), weights)
+    finally:
+        members.close()
+
+
+def test_views_that_are_not_contiguous_and_tensors_larger_than_a_message(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "BUCKET_BYTES", 1000)
+    weights = [("transposed", torch.arange(600.0).view(20, 30).T), ("part", torch.arange(40)[3:30:2])]
+    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    members.send(weights, bucket_bytes=1000)
+    assert_same(receiving.result(timeout=20), weights)
+
+
+def test_buckets_are_closed_before_they_overflow_and_a_large_tensor_stands_alone() -> None:
+    sizes = {"a": 16, "b": 40, "c": 40, "d": 500, "e": 1, "f": 1}  # bytes; each takes the next multiple of 16
+    weights = [(name, torch.zeros(size, dtype=torch.uint8)) for name, size in sizes.items()]
+    cut = [[name for name, _ in bucket] for bucket in wire.buckets(weights, bucket_bytes=64)]
+    assert cut == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+
+
+def test_weights_are_read_once_while_they_are_sent() -> None:
+    read: list[int] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(4):
+            read.append(i)
+            yield f"w{i}", torch.zeros(100, dtype=torch.uint8)
+
+    sent = wire.messages(weights(), device=torch.device("cpu"), bucket_bytes=100)
+    next(sent)
+    assert read == [0, 1]  # the second one shows that the first bucket is full
+    assert len(list(sent)) == 3 * 4 - 1 + 1  # length, header and bytes of each bucket; the end
+    assert read == [0, 1, 2, 3]
+
+
+def test_the_receiver_is_told_why_the_sender_gave_up(members: Members) -> None:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "first", torch.zeros(3)
+        raise RuntimeError("no memory for the second layer")
+
+    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    with pytest.raises(RuntimeError, match="second layer"):
+        members.send(weights())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the trainer gave up: RuntimeError: no memory for the second layer"):
+        receiving.result(timeout=20)
+
+
+def test_dtypes_that_cannot_be_sent_are_named(members: Members) -> None:
+    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    with pytest.raises(ValueError, match="phases: complex64"):
+        members.send([("phases", torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="gave up"):
+        receiving.result(timeout=20)
+
+
+@pytest.mark.parametrize("length", [-1, 2**62])
+def test_noise_is_refused_before_memory_is_taken_for_it(members: Members, length: int) -> None:
+    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    members.trainer.broadcast(torch.tensor([length]).view(torch.uint8))
+    with pytest.raises(ValueError, match="no trainer"):
+        receiving.result(timeout=20)
+
+
+def test_a_silent_sender_is_waited_for_no_longer_than_the_timeout() -> None:
+    members = Members(timeout=1.0)
+    started = time.monotonic()
+    with pytest.raises((TimeoutError, RuntimeError)):
+        wire.receive(members.workers[0])
+    assert 0.9 < time.monotonic() - started < 5
+    members.close()
+
+
+def test_a_member_that_leaves_ends_the_wait_of_the_others(members: Members) -> None:
+    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    time.sleep(0.1)
+    started = time.monotonic()
+    members.trainer.close()
+    with pytest.raises(RuntimeError):
+        receiving.result(timeout=10)
+    assert time.monotonic() - started < 5
+
+
+def test_leaving_never_waits_and_may_be_repeated() -> None:
+    members = Members(timeout=2.0)
+    members.trainer.start(torch.zeros(2**26, dtype=torch.uint8))  # more than the sockets hold: nobody receives it
+    pauses = [time.monotonic()]
+    members.trainer.close()
+    members.trainer.close()
+    while pauses[-1] - pauses[0] < 3:  # what ends in the background stops nothing here either
+        time.sleep(0.01)
+        pauses.append(time.monotonic())
+    assert max(after - before for before, after in itertools.pairwise(pauses)) < 1.0
+    members.close()
+
+
+def test_what_the_check_raises_ends_a_wait(members: Members) -> None:
+    def check() -> None:
+        raise LookupError("the server said no")
+
+    members.trainer.start(torch.zeros(2**26, dtype=torch.uint8))
+    with pytest.raises(LookupError, match="said no"):
+        members.trainer.wait(check=check)
+
+
+def test_nobody_to_meet_is_an_error_within_the_timeout() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    invitation = wire.Invitation("gloo", "127.0.0.1", port, TAG, 2, 1.0)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        wire.join(invitation, worker=0)
+    assert time.monotonic() - started < 10
+
+
+def test_a_trainer_alone_gives_up_within_the_timeout() -> None:
+    host = wire.Host("gloo", "127.0.0.1", 9, num_workers=1, tag=TAG, timeout=1.0)
+    with pytest.raises(TimeoutError, match="not all of 1 workers came within 1 s"):
+        host.join().result(timeout=10)
+
+
+def test_a_trainer_stops_waiting_for_workers_when_told() -> None:
+    host = wire.Host("gloo", "127.0.0.1", 9, num_workers=2, tag=TAG, timeout=60.0)
+    joining = host.join()
+    in_thread(lambda: wire.join(host.invitation, worker=0))  # one comes, which is not all
+    with pytest.raises(FutureTimeout):
+        joining.result(timeout=0.3)
+    host.cancel()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        joining.result(timeout=5)
+
+
+@pytest.mark.parametrize("end", ["close()", "__class__", "start(torch.zeros(2**26, dtype=torch.uint8)) or g.close()"])
+def test_a_program_ends_well_with_a_group_that_is_closed_open_or_busy(end: str) -> None:
+    program = f"""
+        import torch
+        from tests.unit.generation.test_wire import Members
+        members = Members(timeout=2)
+        g = members.trainer
+        g.{end}
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, timeout=60, capture_output=True
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_the_rendezvous_of_a_local_server_listens_on_loopback_alone() -> None:
+    host = wire.Host("gloo", "localhost", 8000, num_workers=1, tag=TAG, timeout=5.0)
+    assert host.invitation.host in ("127.0.0.1", "::1")
+    with socket.create_connection((host.invitation.host, host.invitation.port), timeout=5):
+        pass
+    elsewhere = "127.0.0.2" if host.invitation.host == "127.0.0.1" else "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((elsewhere, host.invitation.port), timeout=5)
+
+
+def test_groups_with_other_tags_do_not_meet() -> None:
+    host = wire.Host("gloo", "127.0.0.1", 9, num_workers=1, tag="new", timeout=1.0)
+    joining = host.join()
+    stale = wire.Invitation(**(host.invitation.as_json() | {"tag": "old"}))
+    with pytest.raises(RuntimeError):
+        wire.join(stale, worker=0)
+    with pytest.raises(TimeoutError):
+        joining.result(timeout=10)

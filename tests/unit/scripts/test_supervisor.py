@@ -1,0 +1,149 @@
+"""A server of two processes, of which the second outlives the first unless somebody ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl.errors import GenerationError
+from prefrl.scripts.supervisor import Supervisor
+
+# Takes the port, what /health answers one after the other (the last for ever; 0: nothing), and a file for what it
+# started. Its child ignores signals, as an engine in a collective does, and its shared memory is left behind.
+SERVER = """
+import json, signal, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing import resource_tracker, shared_memory
+
+port, answers, record = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+memory = shared_memory.SharedMemory(create=True, size=8)
+resource_tracker.unregister(memory._name, "shared_memory")
+ignore = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE)
+child.stdout.readline()
+with open(record, "w") as file:
+    json.dump({"child": child.pid, "memory": memory.name}, file)
+
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self):
+        status = answers.pop(0) if len(answers) > 1 else answers[0]
+        if status == 0:
+            time.sleep(600)
+        if status < 0:
+            print("Traceback (most recent call last):", flush=True)
+            print("(Engine pid=1) ERROR [core.py:7] some.where.OddError: the reason", flush=True)
+            print("  and what explains it", flush=True)
+            sys.exit(-status)
+        self.send_response(status)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+try:
+    HTTPServer(("127.0.0.1", port), Health).serve_forever()
+except KeyboardInterrupt:
+    print("ended as asked", flush=True)
+"""
+
+
+def run(folder: Path, *answers: int, start_timeout: float = 60.0, health_timeout: float = 60.0) -> signal.Signals:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-c", SERVER, str(port), json.dumps(answers), str(folder / "record")]
+    supervisor = Supervisor(
+        command,
+        os.environ,
+        address=("127.0.0.1", port),
+        start_timeout=start_timeout,
+        health_timeout=health_timeout,
+    )
+    return supervisor.run(when_ready="it is ready")
+
+
+def assert_nothing_is_left(folder: Path) -> None:
+    record: dict[str, Any] = json.loads((folder / "record").read_text(encoding="utf-8"))
+    assert not Path("/dev/shm", record["memory"]).exists()
+    assert not is_running(record["child"])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_server_politely_and_its_child_by_force(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = signal.getsignal(number)
+
+    def send_when_it_runs() -> None:
+        while not (tmp_path / "record").exists():
+            time.sleep(0.05)
+        time.sleep(2.0)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send_when_it_runs).start()
+    assert run(tmp_path, 200) is number
+    captured = capsys.readouterr()
+    assert captured.out == "it is ready\n"
+    assert "ended as asked" in captured.err
+    assert signal.getsignal(number) is handler
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_server_that_ends_by_itself_is_told_with_the_error_in_its_log(tmp_path: Path) -> None:
+    with pytest.raises(GenerationError) as caught:
+        run(tmp_path, 200, -3)
+    assert str(caught.value).splitlines() == [
+        "vLLM ended by itself, with exit code 3.",
+        "  Errors in its log, the first one first:",
+        "  some.where.OddError: the reason and what explains it",
+        "  The end of its log:",
+        "  Traceback (most recent call last):",
+        "  (Engine pid=1) ERROR [core.py:7] some.where.OddError: the reason",
+        "    and what explains it",
+    ]
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_server_whose_engine_died_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("prefrl.scripts.supervisor._LAST_WORDS_SECONDS", 0.5)
+    with pytest.raises(GenerationError, match=re.escape("vLLM's engine died.")):
+        run(tmp_path, 200, 503)
+    assert capsys.readouterr().out == "it is ready\n"
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_server_that_hangs_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(GenerationError, match="vLLM hung: no answer for health_timeout=1 s"):
+        run(tmp_path, 200, 0, health_timeout=1.0)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_short_silence_is_no_hang(tmp_path: Path) -> None:
+    with pytest.raises(GenerationError, match="exit code 4"):
+        run(tmp_path, 200, 500, 200, 500, 200, 500, -4, health_timeout=4.0)
+
+
+def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(GenerationError, match="not ready after start_timeout=3 s"):
+        run(tmp_path, 404, start_timeout=3.0)
+    assert capsys.readouterr().out == ""
+    assert_nothing_is_left(tmp_path)

@@ -1,0 +1,136 @@
+"""What GRPOConfig refuses of the options for a vLLM server, and what follows from those that are left out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from prefrl.errors import ConfigError
+from prefrl.losses.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.trainer.generators import sync_method
+from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.vllm_options import VLLMOptions
+
+UNCUT = {"use_vllm": True, "top_k": None}
+
+
+def config(tmp_path: Path, **options: Any) -> GRPOConfig:
+    return GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vllm_server_port": 9000}, "vllm_server_port=9000 has no effect because use_vllm=False"),
+        ({"generation_mode": "overlap"}, "generation_mode='overlap' has no effect because use_vllm=False"),
+        ({"weight_sync": "gloo"}, "weight_sync='gloo' has no effect because use_vllm=False"),
+        ({**UNCUT, "vllm_server_port": 70000}, "vllm_server_port=70000: must be a number >= 1 and <= 65535"),
+        ({**UNCUT, "vllm_server_timeout": 0}, "vllm_server_timeout=0: must be a number > 0"),
+        ({**UNCUT, "vllm_server_base_url": "host:8000"}, "vllm_server_base_url='host:8000': must be like http"),
+        ({**UNCUT, "vllm_server_base_url": ["http://a:1", "http://a:1/"]}, "names a server twice"),
+        (
+            {**UNCUT, "vllm_server_base_url": "http://a:1", "vllm_server_port": 2},
+            "vllm_server_port=2 has no effect because vllm_server_base_url is set",
+        ),
+        ({**UNCUT, "weight_sync": "nccl"}, "weight_sync='nccl' needs a GPU"),
+        ({**UNCUT, "weight_sync": "udp"}, "weight_sync='udp': must be one of 'nccl', 'gloo', 'shm', 'adapter'"),
+        ({**UNCUT, "weight_sync": "gloo", "weight_sync_folder": "/x"}, "weight_sync_folder='/x' has no effect"),
+        ({**UNCUT, "weight_sync": "shm", "vllm_server_host": "node5"}, "servers on other hosts"),
+        (
+            {**UNCUT, "vllm_guided_decoding_regex": "a", "vllm_guided_decoding_grammar": "b"},
+            "vllm_guided_decoding_regex and vllm_guided_decoding_grammar are set",
+        ),
+        ({**UNCUT, "vllm_guided_decoding_json": "[1]"}, "vllm_guided_decoding_json='[1]': must be a JSON object"),
+        ({**UNCUT, "max_staleness": 2}, "max_staleness=2 has no effect because generation_mode='sync'"),
+        (
+            {**UNCUT, "generation_mode": "async", "max_staleness": 1, "num_iterations": 2},
+            "max_staleness=1: must be at least 2",
+        ),
+        ({**UNCUT, "generation_mode": "overlap", "num_iterations": 2}, "with 2 optimizer steps for each generation"),
+        ({**UNCUT, "generation_mode": "overlap", "scale_rewards": "batch"}, "with scale_rewards='batch'"),
+        (
+            {**UNCUT, "generation_mode": "overlap", "multi_objective_aggregation": "normalize_then_sum"},
+            "with multi_objective_aggregation='normalize_then_sum'",
+        ),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_correction": True},
+            "vllm_importance_sampling_correction=True with top_k=50",
+        ),
+        (
+            {**UNCUT, "vllm_importance_sampling_correction": True, "min_p": 0.1, "top_p": 0.9},
+            "with top_p=0.9, min_p=0.1",
+        ),
+        (
+            {**UNCUT, "vllm_importance_sampling_correction": True, "vllm_guided_decoding_regex": "a"},
+            "with vllm_guided_decoding_regex='a'",
+        ),
+        ({"use_vllm": True, "generation_mode": "async"}, "generation_mode='async' with top_k=50"),
+        (
+            {**UNCUT, "generation_mode": "async", "vllm_importance_sampling_correction": False},
+            "with vllm_importance_sampling_correction=False",
+        ),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+            "vllm_importance_sampling_mode='token_mask' has no effect because sampling is not corrected",
+        ),
+        (
+            {**UNCUT, "vllm_importance_sampling_clip_min": 2.0},
+            "vllm_importance_sampling_clip_min=2.0: must be a number > 0 and <= 1",
+        ),
+        ({**UNCUT, "vllm_importance_sampling_clip_max": None}, "nothing would be masked"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config(tmp_path, **options)
+
+
+def test_sampling_is_corrected_where_both_sides_score_the_same_distribution(tmp_path: Path) -> None:
+    assert config(tmp_path, **UNCUT, temperature=0.7).corrects_sampling
+    assert not config(tmp_path, use_vllm=True).corrects_sampling  # top_k=50
+    assert not config(tmp_path, **UNCUT, top_p=0.9).corrects_sampling
+    assert not config(tmp_path, **UNCUT, repetition_penalty=1.1).corrects_sampling
+    assert not config(tmp_path, **UNCUT, vllm_guided_decoding_regex="a+").corrects_sampling
+    assert not config(tmp_path, **UNCUT, vllm_importance_sampling_correction=False).corrects_sampling
+    assert not config(tmp_path, top_k=None).corrects_sampling  # no server
+
+
+def test_a_server_is_named_by_host_and_port_or_by_urls(tmp_path: Path) -> None:
+    assert config(tmp_path, use_vllm=True).server_urls == ["http://127.0.0.1:8000"]
+    assert config(tmp_path, use_vllm=True, vllm_server_host="n5", vllm_server_port=1).server_urls == ["http://n5:1"]
+    assert config(tmp_path, use_vllm=True, vllm_server_base_url="https://n5/").server_urls == ["https://n5"]
+
+
+@pytest.mark.parametrize(
+    ("url", "folder"),
+    [
+        ("http://127.0.0.1:1", "/dev/shm"),
+        ("http://localhost:1", "/dev/shm"),
+        ("http://[::1]:1", "/dev/shm"),
+        ("http://10.0.0.1:1", None),
+        ("http://node5:1", None),
+    ],
+)
+def test_a_folder_is_shared_with_servers_on_this_host(tmp_path: Path, url: str, folder: str | None) -> None:
+    assert config(tmp_path, use_vllm=True, vllm_server_base_url=[url]).shared_folder == folder
+    both = ["http://127.0.0.1:2", url]
+    assert config(tmp_path, use_vllm=True, vllm_server_base_url=both).shared_folder == folder
+
+
+def test_weights_go_the_way_that_fits(tmp_path: Path) -> None:
+    here = config(tmp_path, use_vllm=True)
+    elsewhere = config(tmp_path, use_vllm=True, vllm_server_host="node5")
+    assert sync_method(here, has_adapter=False) == "gloo"
+    assert sync_method(here, has_adapter=True) == "adapter"
+    assert sync_method(elsewhere, has_adapter=True) == "gloo"
+    assert sync_method(config(tmp_path, use_vllm=True, weight_sync="shm"), has_adapter=True) == "shm"
+    with pytest.raises(ConfigError, match="weight_sync='adapter': the model has no adapter"):
+        sync_method(config(tmp_path, use_vllm=True, weight_sync="adapter"), has_adapter=False)
+
+
+def test_modes_of_the_correction_are_the_keys_of_its_table() -> None:
+    hints = get_type_hints(VLLMOptions)
+    assert set(get_args(hints["vllm_importance_sampling_mode"])) == set(OFF_POLICY_CORRECTIONS)

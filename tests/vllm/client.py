@@ -1,0 +1,57 @@
+"""Generators on real servers, with short deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from prefrl.generation.http import Http
+from prefrl.generation.transport import WeightSync
+from prefrl.generation.vllm_client import VLLMGenerator
+from prefrl.generation.vllm_servers import Requirements
+from tests.assets import tiny_tokenizer
+
+PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55, 56], [60], list(range(30, 70))]
+SEEDS = [2**63 - 1, 2, 3, 4]
+STOP_IDS = [1, *range(10, 128, 7)]  # many, so that completions stop at different lengths
+
+
+def policy(model_dir: Path, *, scale: float = 0.9) -> PreTrainedModel:
+    """A model like the server's with other weights, which it has to be sent."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.generation_config.eos_token_id = STOP_IDS
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(scale)
+    return model
+
+
+MakeGenerator = Callable[..., VLLMGenerator]
+
+
+@contextmanager
+def generators(model: PreTrainedModel, folder: Path, *, key: str | None) -> Iterator[MakeGenerator]:
+    """`make(urls, **options)`, closed at the end of the block."""
+    made: list[VLLMGenerator] = []
+
+    def make(urls: Sequence[str], **options: Any) -> VLLMGenerator:
+        http = Http(key=options.pop("key", key))
+        weight_sync = WeightSync(http, method="shm", folder=folder, timeout=30)
+        changes = options.pop("requirements", {})
+        requirements = Requirements.of(model, tiny_tokenizer(), has_adapters=changes.pop("has_adapters", False))
+        defaults: dict[str, Any] = {"stop_ids": STOP_IDS, "server_timeout": 3.0, "request_timeout": 60.0}
+        generator = VLLMGenerator(
+            urls, http=http, weight_sync=weight_sync, requirements=requirements, **defaults | options
+        )
+        made.append(generator)
+        return generator
+
+    try:
+        yield make
+    finally:
+        for generator in made:
+            generator.close()

@@ -1,0 +1,65 @@
+"""Servers that tests share. What is started here is real: no test of this folder talks to an imitation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl.generation.http import Http
+from tests.vllm.server import MAX_LORA_RANK, Server, save_tiny_model
+
+StartServer = Callable[..., AbstractContextManager[Server]]
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 whose head is its embedding."""
+    return save_tiny_model(tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 with a head of its own."""
+    return save_tiny_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+    """`with start_server(model_dir, flags=[...], key=..., port=...) as server:`, ended at the end of the block.
+
+    Further arguments are options of `prefrl vllm-serve`, such as `max_lora_rank=8` or `data_parallel_size=2`.
+    """
+
+    @contextmanager
+    def start(model_dir: Path, **options: Any) -> Iterator[Server]:
+        server = Server(model_dir, folder=tmp_path_factory.mktemp("server"), **options)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(
+    start_server: StartServer, tied_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[Server, None, None]:
+    """The server of the whole run: tied head, LoRA up to rank 8, with a key. Leave it serving; do not kill it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a second worker would start a second one
+        (tmp_path_factory.getbasetemp().parent / "has-vllm-server").touch(exist_ok=False)
+    with start_server(tied_model, max_lora_rank=MAX_LORA_RANK, flags=["--max-loras", "2"]) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: Server) -> Generator[Http, None, None]:
+    """Requests to `server`, with its key."""
+    http = Http(key=server.key)
+    yield http
+    http.close()

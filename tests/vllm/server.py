@@ -1,0 +1,191 @@
+"""Real vLLM servers for tests, in their own environment (`make .venv-vllm/.ready`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefrl.generation.http import Http, HttpError
+from prefrl.generation.server_info import INFO_PATH
+from prefrl.generation.vllm_guard import KEY_VARIABLE
+from prefrl.scripts.vllm_serve import ServeArguments, serve_command, serve_environment
+from tests.assets import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+# `bin/python` of an environment is a link, which must stay one: it tells Python where its packages are.
+PYTHON = Path(os.environ.get("PREFRL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+KEY = "a-key-for-tests"
+MAX_MODEL_LEN = 256
+MAX_LORA_RANK = 8
+# Options of `prefrl vllm-serve` for a small machine.
+SMALL = {"dtype": "float32", "enforce_eager": True, "max_model_len": MAX_MODEL_LEN}
+START_SECONDS = 300.0  # 40 on a quiet machine; two replicas on a busy one need most of it
+STOP_SECONDS = 20.0
+
+
+# vLLM's attention on a CPU knows no head smaller than 32.
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 256}
+
+
+def save_tiny_model(folder: Path, **overrides: Any) -> Path:
+    """A tiny Qwen2 and its tokenizer on disk; its head is tied unless told otherwise."""
+    tiny_model("qwen2", **(SIZES | {"tie_word_embeddings": True} | overrides)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Server:
+    """`vllm serve` as `prefrl vllm-serve` starts it, in a session of its own; ready when the constructor returns.
+
+    Args:
+        model_dir: Folder of the model.
+        folder: Where its logs go.
+        flags: More flags of `vllm serve`.
+        key: What clients must send; None: nothing.
+        port: None: one that is free.
+        options: More options of `prefrl vllm-serve`.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        folder: Path,
+        flags: Sequence[str] = (),
+        key: str | None = KEY,
+        port: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.model_dir = model_dir
+        self.key = key
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_path = folder / f"vllm-{self.port}.log"
+        self._flags = tuple(flags)
+        self._options = ServeArguments(model=str(model_dir), port=self.port, **(SMALL | options))
+        self.start()
+
+    def start(self) -> None:
+        """Start it on its port and wait until it answers."""
+        if not PYTHON.exists():
+            raise AssertionError(f"no vLLM environment: {PYTHON} does not exist; run `make .venv-vllm/.ready`")
+        inherited = environment(key=self.key)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(PYTHON), *serve_command(self._options, self._flags)[1:]],
+                env=inherited | serve_environment(self._options, inherited),
+                cwd=self.log_path.parent,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        http = Http(key=self.key)
+        try:
+            while True:
+                if self.process.poll() is not None:
+                    raise AssertionError(f"vLLM ended with code {self.process.returncode}:\n{self.log_tail()}")
+                try:
+                    http.request("GET", self.url + INFO_PATH, timeout=10)
+                except HttpError:
+                    if time.monotonic() > deadline:
+                        message = f"vLLM was not ready after {START_SECONDS:g} s:\n{self.log_tail()}"
+                        raise AssertionError(message) from None
+                    time.sleep(0.2)
+                else:
+                    return
+        finally:
+            http.close()
+
+    def log_tail(self, lines: int = 60) -> str:
+        """The last lines that it wrote."""
+        return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End it as a user would, and whatever of it is left by force."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=STOP_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all of its processes at once, as a machine that fails does."""
+        leftovers = shared_memory_of(self.process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        while living(self.process.pid):
+            time.sleep(0.05)
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+
+    def restart(self) -> None:
+        """Kill it and start another one with the same model, port and key."""
+        self.kill()
+        self.start()
+
+
+def environment(*, key: str | None) -> dict[str, str]:
+    """Environment variables of a server on a small machine without a GPU."""
+    own = {
+        "PYTHONPATH": str(ROOT),  # the tree under test, wherever the environment installed prefrl from
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    return inherited | own | ({} if key is None else {KEY_VARIABLE: key})
+
+
+def living(session: int) -> list[int]:
+    """Processes of a session that have not ended."""
+    return [
+        pid for pid, (state, _, its_session) in processes().items() if its_session == session and state not in "ZX"
+    ]
+
+
+def shared_memory_of(session: int) -> list[Path]:
+    """Segments of /dev/shm that processes of a session have mapped under Python's names."""
+    found: set[Path] = set()
+    for pid in living(session):
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+        except OSError:  # it has just ended
+            continue
+        found |= {Path(line[line.index("/dev/shm/psm_") :].split()[0]) for line in lines if "/dev/shm/psm_" in line}
+    return sorted(found)
+
+
+def processes() -> Mapping[int, tuple[str, int, int]]:
+    """State, parent and session of every process."""
+    found: dict[int, tuple[str, int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        found[int(path.parent.name)] = (fields[0], int(fields[1]), int(fields[3]))
+    return found

@@ -1,0 +1,304 @@
+"""`prefrl vllm-serve` with the real vLLM: who may enter, where it listens, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from prefrl import __version__
+from prefrl.generation.http import Http
+from prefrl.generation.server_info import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
+from prefrl.scripts.vllm_serve import CONTRACT, FLAGS, REFUSED, REFUSED_SHORT
+from tests.assets import tiny_tokenizer
+from tests.vllm.server import (
+    KEY,
+    MAX_LORA_RANK,
+    MAX_MODEL_LEN,
+    PYTHON,
+    SIZES,
+    START_SECONDS,
+    STOP_SECONDS,
+    Server,
+    environment,
+    free_port,
+    living,
+    processes,
+    shared_memory_of,
+)
+
+pytestmark = pytest.mark.vllm
+
+# What trainers, and whoever wants to take a server over, would call; the application's own list must have them all.
+CONTROL = {
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/shutdown_weight_transfer_engine",
+    "/update_weight_version",
+    "/weight_info",
+    "/weight_checker",
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/abort_requests",
+    "/inference/v1/generate",
+    "/inference/v1/abort_requests",
+    "/get_world_size",
+    "/reset_prefix_cache",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/collective_rpc",
+    "/server_info",
+    "/metrics",
+    "/invocations",
+    "/tokenize",
+    "/v1/completions",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+}
+DOCUMENTATION = ["/docs", "/redoc", "/openapi.json"]
+OPEN = {"/health", "/ping"}
+
+
+class Launched:
+    """A running `prefrl vllm-serve`."""
+
+    def __init__(self, folder: Path, *options: str, key: str | None) -> None:
+        self.port = free_port()
+        self.key = key
+        self._paths = (folder / "stdout", folder / "stderr")
+        with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
+            self.process = subprocess.Popen(
+                [str(PYTHON), "-m", "prefrl.scripts.main", "vllm-serve", "--port", str(self.port), *options],
+                env=environment(key=key),
+                cwd=folder,
+                stdout=out,
+                stderr=err,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def output(self) -> str:
+        return self._paths[0].read_text(encoding="utf-8")
+
+    @property
+    def errors(self) -> str:
+        return self._paths[1].read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def session(self) -> int:
+        """That of the server: its only child leads it."""
+        (child,) = [pid for pid, (_, parent, _) in processes().items() if parent == self.process.pid]
+        return child
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while self.url not in self.output:
+            assert self.process.poll() is None, self.errors[-5000:]
+            assert time.monotonic() < deadline, self.errors[-5000:]
+            time.sleep(0.2)
+
+    def exit_code(self) -> int:
+        return self.process.wait(timeout=2 * STOP_SECONDS + 20)
+
+    def ask(self, method: str, path: str, *, key: str | None, body: str | None = None) -> int:
+        """The status of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+        connection.request(method, path, body=body, headers=headers)
+        with contextlib.closing(connection):
+            return connection.getresponse().status
+
+
+@contextlib.contextmanager
+def launch(folder: Path, *options: str, key: str | None) -> Iterator[Launched]:
+    launched = Launched(folder, *options, key=key)
+    try:
+        yield launched
+    finally:
+        if launched.process.poll() is None:  # a test failed
+            launched.process.terminate()
+            launched.exit_code()
+
+
+def small(model: Path) -> list[str]:
+    length = str(MAX_MODEL_LEN)
+    return ["--model", str(model), "--dtype", "float32", "--enforce_eager", "--max_model_len", length]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory, tied_model: Path) -> Generator[Launched, None, None]:
+    """With a key and LoRA. Its engine is killed at the end, so that nothing that is asked of it matters later."""
+    options = [*small(tied_model), "--max_lora_rank", str(MAX_LORA_RANK)]
+    with launch(tmp_path_factory.mktemp("launched"), *options, key=KEY) as running:
+        running.wait_until_ready()
+        yield running
+
+
+def routes(log: str) -> set[tuple[str, str]]:
+    """Method and path of each route, as vLLM lists them when it starts, with x in the place of parameters."""
+    found = set()
+    for path, methods in re.findall(r"Route: (\S+), Methods: (.+)", log):
+        found |= {(method, re.sub(r"\{\w+\}", "x", path)) for method in methods.split(", ")}
+    return found
+
+
+def test_every_route_but_health_needs_the_key(launched: Launched) -> None:
+    everything = routes(launched.errors)
+    assert {path for _, path in everything} >= CONTROL | OPEN
+    assert len(everything) > 50
+    closed = {(method, path) for method, path in everything if path not in OPEN}
+    closed |= {("GET", path) for path in (INFO_PATH, "/", "/no-such-route", "/health/", "//health", *DOCUMENTATION)}
+    closed |= {("OPTIONS", "/collective_rpc"), ("GET", "/metrics/")}
+    for key in (None, "", KEY[:-1], KEY + "x", KEY.upper()):
+        answers = {route: launched.ask(*route, key=key, body="{}") for route in closed}
+        assert answers == dict.fromkeys(closed, 401)
+    # Served in the same way as without the guard: found and understood, or refused for what was sent.
+    answers = {route: launched.ask(*route, key=KEY, body="{}") for route in sorted(closed)}
+    assert not {route: status for route, status in answers.items() if status in (401, 403)}
+    found = {route: status for route, status in answers.items() if route in everything}
+    assert found["GET", "/get_world_size"] == found["GET", "/weight_info"] == found["GET", "/metrics"] == 200
+    assert found["POST", "/collective_rpc"] == 400
+
+
+def test_health_needs_no_key(launched: Launched) -> None:
+    assert launched.ask("GET", "/health", key=None) == 200
+    assert launched.ask("GET", "/health", key="wrong") == 200
+
+
+def test_there_are_no_documentation_pages(launched: Launched) -> None:
+    assert [launched.ask("GET", path, key=KEY) for path in DOCUMENTATION] == [404, 404, 404]
+
+
+def test_it_listens_on_loopback_only(launched: Launched) -> None:
+    addresses = listening(living(launched.session))
+    assert f"0100007F:{launched.port:04X}" in addresses
+    assert {address.split(":")[0] for address in addresses} == {"0100007F"}  # 127.0.0.1, in the kernel's byte order
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Local addresses of the listening TCP sockets of some processes."""
+    mine = {os.readlink(path) for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
+
+
+def test_it_says_what_it_is(launched: Launched, tied_model: Path) -> None:
+    with contextlib.closing(Http(key=KEY)) as requests:
+        info = ServerInfo.from_json(launched.url, requests.request("GET", launched.url + INFO_PATH, timeout=60))
+    assert info.vllm.startswith("0.32.")
+    assert info.torch.startswith("2.13.")
+    assert info == ServerInfo(
+        protocol=PROTOCOL,
+        prefrl=__version__,
+        vllm=info.vllm,
+        torch=info.torch,
+        transformers="5.19.0",
+        model=str(tied_model),
+        architecture="Qwen2ForCausalLM",
+        vocab_size=128,
+        hidden_size=SIZES["hidden_size"],
+        num_hidden_layers=2,
+        tokenizer=vocabulary_fingerprint(tiny_tokenizer().get_vocab()),  # the trainer's transformers is another one
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        logprobs_mode="processed_logprobs",
+        max_lora_rank=MAX_LORA_RANK,
+        num_workers=1,
+    )
+
+
+def test_the_key_is_on_no_command_line(launched: Launched) -> None:
+    lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in [launched.process.pid, *living(launched.session)]]
+    assert len(lines) >= 4  # this command, the HTTP server, the engine, a worker
+    assert not [line for line in lines if KEY.encode() in line]
+    assert KEY not in launched.output + launched.errors
+
+
+def test_the_death_of_the_engine_ends_everything_with_a_message(launched: Launched) -> None:
+    session = launched.session
+    everyone, segments = living(session), shared_memory_of(session)
+    assert segments
+    os.kill(process_named("VLLM::EngineCore", everyone), signal.SIGKILL)
+    assert launched.exit_code() == 2
+    assert re.search(r"prefrl vllm-serve: GenerationError: vLLM('s engine died| ended by itself)", launched.errors)
+    assert "The end of its log:" in launched.errors
+    assert_gone(session, everyone, segments)
+
+
+def process_named(name: str, pids: list[int]) -> int:
+    (found,) = [pid for pid in pids if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode())]
+    return found
+
+
+def assert_gone(session: int, pids: list[int], segments: list[Path]) -> None:
+    assert living(session) == []
+    assert not [pid for pid in pids if processes().get(pid, ("Z", 0, 0))[0] not in "ZX"]
+    assert not [path for path in segments if path.exists()]
+
+
+def test_sigterm_ends_every_process_and_without_a_key_all_is_open(tmp_path: Path, tied_model: Path) -> None:
+    with launch(tmp_path, *small(tied_model), key=None) as launched:
+        launched.wait_until_ready()
+        assert launched.ask("GET", INFO_PATH, key=None) == 200
+        assert launched.ask("POST", INFO_PATH, key=None) == 405
+        session = launched.session
+        everyone, segments = living(session), shared_memory_of(session)
+        assert len(everyone) >= 3  # the HTTP server, the engine, a worker
+        assert segments
+        launched.process.terminate()
+        assert launched.exit_code() == 0
+    assert launched.errors.endswith("prefrl vllm-serve: ended by SIGTERM\n")
+    assert_gone(session, everyone, segments)
+
+
+def test_a_model_that_cannot_be_loaded_is_named_in_the_message(tmp_path: Path) -> None:
+    model = tmp_path / "no-model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "no-such-type"}), encoding="utf-8")
+    with launch(tmp_path, *small(model), key=None) as launched:
+        assert launched.process.wait(timeout=START_SECONDS) == 2
+    message = launched.errors.partition("prefrl vllm-serve: ")[2]
+    assert message.startswith("GenerationError: vLLM ended by itself, with exit code 1.\n  Errors in its log")
+    assert "no-such-type" in message.partition("The end of its log:")[0]
+    assert launched.output == ""
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, server: Server) -> None:
+    with launch(tmp_path, *small(server.model_dir), "--port", str(server.port), key=None) as launched:
+        assert launched.process.wait(timeout=60) == 2
+    assert launched.errors.endswith("cannot listen there: Address already in use. Set another.\n")
+
+
+def test_vllm_knows_every_flag_that_is_refused_or_given() -> None:
+    code = (
+        "import json\n"
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "actions = make_arg_parser(FlexibleArgumentParser())._actions\n"
+        "print(json.dumps([option for action in actions for option in action.option_strings]))"
+    )
+    done = subprocess.run([str(PYTHON), "-c", code], env=environment(key=None), capture_output=True, text=True)
+    known = set(json.loads(done.stdout.splitlines()[-1]))
+    ours = {f"--{flag}" for flag in (*REFUSED, *FLAGS.values())} | {word for word in CONTRACT if word.startswith("--")}
+    assert ours | REFUSED_SHORT | {"--enable-lora"} <= known
+
+
+def test_the_trainers_environment_has_no_vllm() -> None:
+    assert importlib.util.find_spec("vllm") is None
