@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(B
 GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
-.PHONY: demo test check vllm bench bench-growth gpu lint types imports unit demo-gain clean help
+.PHONY: demo test check vllm bench bench-growth bench-server gpu lint types imports unit demo-gain clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -28,6 +28,7 @@ help:
 	@echo "make vllm    the tests that need vLLM servers, which run in $(VLLM_VENV)"
 	@echo "make bench   prefrl against TRL, in $(BENCH_VENV): 12 minutes on 2 cores; QUICK=1: 3 minutes"
 	@echo "make bench-growth   how their cost grows with completions, lengths and vocabulary: some 5 minutes"
+	@echo "make bench-server   weights to vLLM servers, tokens of theirs, modes of generation: some 20 minutes"
 	@echo "make gpu     the tests that need a CUDA device, and the benchmarks there if trl is installed, with $(GPU_PYTHON)"
 	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV) and the caches"
 
@@ -63,6 +64,9 @@ demo-gain: $(VENV)/.dev
 
 bench: $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks $(if $(QUICK),--quick)
+
+bench-server: $(VENV)/.dev $(VLLM_VENV)/.ready
+	OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m benchmarks.server
 
 bench-growth: $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks.growth

@@ -19,7 +19,7 @@ from benchmarks.inputs import (
 from benchmarks.job import Job, Setup, job_of, offline_arguments
 from benchmarks.workloads import Workload
 from prefrl.generation import local
-from prefrl.generation.base import SamplingParams, WeightSource
+from prefrl.generation.base import OnDemand, Pending, SamplingParams, WeightSource
 from prefrl.generation.sampling import uniform_numbers
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_config import BaseConfig
@@ -96,8 +96,15 @@ class ScriptedGenerator:
         """The completions of each prompt, whatever the seeds."""
         return [[_completion(ids) for ids in self._completions[tuple(prompt)]] for prompt in prompts]
 
+    def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
+        """See `generate`."""
+        return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
+
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """No-op: weights play no part."""
+
+    def invalidate(self) -> None:
+        """As `sync`."""
 
     def close(self) -> None:
         """No-op."""

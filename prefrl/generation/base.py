@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import Completion
 
-__all__ = ["Generator", "LogprobsMode", "Pending", "SamplingParams", "WeightSource"]
+__all__ = ["Generator", "LogprobsMode", "OnDemand", "Pending", "SamplingParams", "WeightSource"]
 
 # "sampled": of the distribution really sampled from; "raw": untruncated, at temperature 1.
 LogprobsMode = Literal["sampled", "raw"]
@@ -92,6 +92,20 @@ class Pending(Protocol):
     def cancel(self) -> None:
         """They are not wanted any more."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnDemand:
+    """`Pending` that is generated when it is read."""
+
+    generate: Callable[[], list[list[Completion]]]  # [P][G]
+
+    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
+        """All together, in order."""
+        yield from enumerate(self.generate())
+
+    def cancel(self) -> None:
+        """No-op: nothing is under way."""
 
 
 class Generator(Protocol):

@@ -8,7 +8,7 @@ their left: copies of their first token, masked out. Legend: P prompts, R rows t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from prefrl.errors import ConfigError, GenerationError
+from prefrl.generation.base import OnDemand
 from prefrl.generation.cache import keep_rows, rows_of_cache
 from prefrl.generation.linear import packed_linears
 from prefrl.generation.sampling import TokenSampler, uniform_numbers
@@ -128,7 +129,7 @@ class LocalGenerator:
 
     def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
         """See `generate`, which runs when the completions are asked for."""
-        return _OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
+        return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """Note the version of the weights. They are the model's own, so nothing is read from `weights`."""
@@ -217,20 +218,6 @@ class LocalGenerator:
             "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, use "
             "bfloat16 instead of float16, and restart from a checkpoint before this version."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _OnDemand:
-    """Completions that are generated when they are read."""
-
-    generate: Callable[[], list[list[Completion]]]
-
-    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
-        """All together."""
-        yield from enumerate(self.generate())
-
-    def cancel(self) -> None:
-        """No-op: nothing runs."""
 
 
 class _Wave:

@@ -38,7 +38,7 @@ SyncMethod = Literal["nccl", "gloo", "shm", "adapter"]
 UPDATING = "updating"
 # What requests name as their model where the policy is an adapter.
 ADAPTER = "prefrl-policy"
-# How long a server's own words are waited for after its connection broke.
+# How much longer a server's own words are waited for, when its connection broke or the time is over.
 _WORDS_SECONDS = 10.0
 
 
@@ -96,7 +96,8 @@ class WeightSync:
             server reads. "adapter": as "shm", and only the adapter once the server has the weights that it is on.
         folder: Where files go, seen by trainer and servers under the same name, best in memory; private ones are made
             in it. Only for "shm" and "adapter".
-        timeout: Seconds that one `send` may take, and that a server waits for the trainer.
+        timeout: Seconds that one `send` may take, and that a server waits for the trainer. A server that failed has a
+            few more to say why.
 
     Raises:
         ConfigError: `folder` is missing, or has no effect.
@@ -196,8 +197,9 @@ class WeightSync:
 
     # Requests.
 
-    async def _post(self, server: _Server, path: str, json: Any = None) -> Any:
-        return await self._http.send("POST", server.url + path, timeout=self._deadline.left(), json=json)
+    async def _post(self, server: _Server, path: str, json: Any = None, *, grace: float = 0.0) -> Any:
+        timeout = self._deadline.left() + grace
+        return await self._http.send("POST", server.url + path, timeout=timeout, json=json)
 
     async def _pause(self, server: _Server) -> None:
         try:
@@ -282,7 +284,8 @@ class WeightSync:
         self._each(servers, "starting", self._start)
         live = {server: server.group for server in servers if server.error is None and server.group is not None}
         for server in live:
-            server.answer = self._http.submit(self._post(server, "/update_weights", {"update_info": {}}))
+            update = self._post(server, "/update_weights", {"update_info": {}}, grace=_WORDS_SECONDS)
+            server.answer = self._http.submit(update)
         device = next((group.device for group in live.values()), wire.HOST_DEVICE)
         for message in wire.messages(weights, device=device):
             self.bytes_sent += message.nbytes
@@ -313,9 +316,8 @@ class WeightSync:
                 continue
             joining[server] = (host, host.join())
             init_info = host.invitation.as_json()
-            server.answer = self._http.submit(
-                self._post(server, "/init_weight_transfer_engine", {"init_info": init_info})
-            )
+            meet = self._post(server, "/init_weight_transfer_engine", {"init_info": init_info}, grace=_WORDS_SECONDS)
+            server.answer = self._http.submit(meet)
         for server, (host, future) in joining.items():
             with self._failures(server, "meeting it"):
                 server.group = self._await_group(server, future)
@@ -370,7 +372,7 @@ class WeightSync:
             words: Exception = error
             try:
                 if answer is not None:
-                    answer.result(timeout=min(_WORDS_SECONDS, self._deadline.left()))
+                    answer.result(timeout=_WORDS_SECONDS)
             except HttpError as said:
                 words = said
             except FutureTimeout:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from prefrl.distributed import gather_objects, is_main, rank
 from prefrl.errors import ConfigError, GenerationError, WeightSyncError
-from prefrl.generation.http import HttpError, Overdue, Refused
+from prefrl.generation.http import HttpError, Overdue, Refused, Unreachable
 from prefrl.generation.vllm_balance import Balance, Server
 from prefrl.generation.vllm_pending import Done, Failed, Lost, Outcome, VLLMPending, raise_shared
 from prefrl.generation.vllm_requests import (
@@ -202,8 +202,8 @@ class VLLMGenerator:
     @property
     def longest_silence(self) -> float:
         """Seconds within which one of the prompts that were submitted has an outcome."""
-        tries = 2 * self._request_timeout + _MAX_TRIES * (_BACKOFF_SECONDS * 2.0**_MAX_TRIES)
-        return PROBE_SECONDS + tries + PROBE_SECONDS + 30  # for a busy machine
+        tries = 2 * self._request_timeout + _MAX_TRIES * (_BACKOFF_SECONDS * 2.0**_MAX_TRIES + PROBE_SECONDS)
+        return PROBE_SECONDS + tries + 30  # for a busy machine
 
     def recover(self) -> None:
         """Wait for all servers, give them the weights if they lost them, and use them again."""
@@ -325,6 +325,7 @@ class VLLMGenerator:
         clock = asyncio.get_running_loop().time
         deadline = None
         tried: set[str] = set()
+        outcome: Outcome = Lost(prompt, "not asked for")
         for attempt in range(_MAX_TRIES):
             server = await self._balance.take(avoid=tried)
             if server is None:
@@ -337,20 +338,28 @@ class VLLMGenerator:
                 return Done(prompt, await self._try(server, prompt, timeout))
             except OtherWeights as error:
                 self._balance.distrust(server, f"{server.url}: {error}")
-                continue
-            except (HttpError, Aborted) as its_error:
-                failed, problem = server, its_error
-                server.num_failures += 1
+                outcome = Lost(prompt, self._balance.reasons)
+            except (HttpError, Aborted) as error:
                 tried.add(server.url)
+                outcome = await self._outcome_of(error, server, prompt)
             finally:
                 self._balance.give_back(server)
-            backoff = _BACKOFF_SECONDS * 2**attempt
+            backoff = 0.0 if server.distrust else _BACKOFF_SECONDS * 2**attempt
             if attempt + 1 == _MAX_TRIES or deadline - clock() < backoff:
                 break
             await asyncio.sleep(backoff)
-        if not tried:
-            return Lost(prompt, self._balance.reasons)
-        return await self._given_up(prompt, failed, problem)
+        return outcome
+
+    async def _outcome_of(self, problem: Exception, server: Server, prompt: Prompt) -> Outcome:
+        """What a request that failed was, if it was the last: a server that is gone may come back."""
+        server.num_failures += 1
+        if not await is_healthy(self._http, server.url):
+            self._balance.distrust(server, f"{server.url} is gone: {problem}")
+        if server.distrust or isinstance(problem, Unreachable):
+            return Lost(prompt, f"{server.url}: {problem}")
+        hint = " Raise vllm_request_timeout if completions take that long." if isinstance(problem, Overdue) else ""
+        message = f"is healthy and did not generate in several tries; the last one: {problem}.{hint}"
+        return Failed(prompt, self._error(server, prompt, message))
 
     async def _try(self, server: Server, prompt: Prompt, timeout: float) -> list[Completion]:
         """Completions of a prompt, from one request.
@@ -394,17 +403,6 @@ class VLLMGenerator:
             raise self._error(server, prompt, f"answers request {expected.request_id} wrongly: {error}") from error
         server.num_failures = 0
         return completions
-
-    async def _given_up(self, prompt: Prompt, server: Server, problem: Exception) -> Outcome:
-        """After the last try: a server that lives refuses the prompt itself; one that is gone may come back."""
-        is_alive = await is_healthy(self._http, server.url)
-        if is_alive and isinstance(problem, (Refused, Overdue, Aborted)):
-            hint = " Raise vllm_request_timeout if completions take that long." if isinstance(problem, Overdue) else ""
-            message = f"is healthy and did not generate in several tries; the last one: {problem}.{hint}"
-            return Failed(prompt, self._error(server, prompt, message))
-        if not is_alive:
-            self._balance.distrust(server, f"{server.url} is gone: {problem}")
-        return Lost(prompt, f"{server.url}: {problem}")
 
     def _error(self, server: Server, prompt: Prompt, reason: str) -> GenerationError:
         return GenerationError(f"prompt {prompt.number} of process {rank()}: the vLLM server at {server.url} {reason}")

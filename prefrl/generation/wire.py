@@ -154,7 +154,7 @@ class Group:
 def _gloo(store: PrefixStore, rank: int, invitation: Invitation, address: str) -> Any:
     gloo: Any = ProcessGroupGloo  # torch's stubs know the newer of two names of `_Options` alone
     options = gloo._Options()
-    options._timeout = timedelta(seconds=invitation.timeout_s)
+    options._timeout = timedelta(seconds=invitation.timeout_s + 1)  # `wait` is the first to say that it took too long
     # gloo's default is the address that the machine's own name stands for, which is often one that nobody reaches.
     options._devices = [gloo.create_device(hostname=address)]
     return gloo(store, rank, invitation.world_size, options)

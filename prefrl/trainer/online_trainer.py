@@ -98,7 +98,7 @@ class OnlineTrainer(BaseTrainer):
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
         self.ahead = GenerationsAhead(self._ask_for, num_ahead=args.generations_ahead)
         self._fresh_logprobs: list[Tensor] = []
-        self.add_callback(NewTraining(self.generator, self.ahead))
+        self.add_callback(NewTraining(begin=self._start_over, end=self.ahead.drop))
 
     @abstractmethod
     def advantages(self, rewards: Tensor, groups: Tensor) -> Advantages:
@@ -226,6 +226,11 @@ class OnlineTrainer(BaseTrainer):
             if self.args.generation_mode != "async":
                 return self._ask(rows, number)
             return self.ahead.take(number, last=self._generation_at(self.state.max_steps - 1))
+
+    def _start_over(self) -> None:
+        """Optimizer steps are counted anew, so their numbers do not tell the weights of two trainings apart."""
+        self.ahead.drop()
+        self.generator.invalidate()
 
     @property
     def _collector(self) -> Collector:

@@ -33,7 +33,7 @@ class VLLMOptions:
         120.0, "Seconds that an absent or restarted server is waited for."
     )
     vllm_request_timeout: Annotated[float, Gt(0)] = opt(
-        600.0, "Seconds in which all completions of a prompt must be there."
+        600.0, "Seconds for a request, which is all completions of a prompt; a late one is asked for once more."
     )
     vllm_guided_decoding_regex: str | None = opt(None, "Completions match this regular expression.")
     vllm_guided_decoding_json: dict[str, Any] | str | None = opt(

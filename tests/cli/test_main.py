@@ -43,6 +43,7 @@ def test_help_loads_nothing_heavy_and_names_every_command() -> None:
         *REGISTRY,
         "demo",
         "soup",
+        "vllm-serve",
     }
 
 
@@ -96,7 +97,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
         pytest.param(["grop"], "prefrl grop: ConfigError: unknown command. Did you mean 'grpo'?", id="command"),
         pytest.param(
             ["xyz"],
-            f"unknown command. Known: {', '.join(sorted([*REGISTRY, 'demo', 'soup']))}.",
+            f"unknown command. Known: {', '.join(sorted([*REGISTRY, 'demo', 'soup', 'vllm-serve']))}.",
             id="command unlike any",
         ),
         pytest.param(

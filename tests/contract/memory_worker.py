@@ -29,13 +29,14 @@ from transformers import (
     TrainerCallback,
 )
 
+from prefrl.generation.base import OnDemand
 from prefrl.losses import logprobs
 from prefrl.registry import REGISTRY
 from prefrl.types import Completion
 from tests.assets import tiny_tokenizer
 
 if TYPE_CHECKING:
-    from prefrl.generation.base import SamplingParams, WeightSource
+    from prefrl.generation.base import Pending, SamplingParams, WeightSource
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -94,8 +95,15 @@ class ScriptedGenerator:
         ids = torch.randint(10, 100, (length,), generator=generator).tolist()
         return Completion(ids, "length", [-4.6] * length, [True] * length, [0] * length)
 
+    def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
+        """See `generate`."""
+        return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
+
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """No weights are used."""
+
+    def invalidate(self) -> None:
+        """As `sync`."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -50,7 +50,7 @@ def zero_for_questions(completions: list[str], prompts: list[str], **_: Any) -> 
         {"loss_type": "dr_grpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
         {"max_tokens_per_micro_batch": 60, "importance_sampling_level": "sequence"},
         {"beta": 0.0, "reward": zero_for_questions},
-        {"max_grad_norm": 0.01, "mask_truncated_completions": True},
+        {"max_grad_norm": 0.5, "mask_truncated_completions": True},
     ],
     ids=str,
 )

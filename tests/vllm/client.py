@@ -21,12 +21,14 @@ SEEDS = [2**63 - 1, 2, 3, 4]
 STOP_IDS = [1, *range(10, 128, 7)]  # many, so that completions stop at different lengths
 
 
-def policy(model_dir: Path, *, scale: float = 0.9) -> PreTrainedModel:
+def policy(model_dir: Path, *, seed: int = 1) -> PreTrainedModel:
     """A model like the server's with other weights, which it has to be sent."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.generation_config.eos_token_id = STOP_IDS
+    random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(scale)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.1)
     return model
 
 

@@ -55,8 +55,9 @@ def test_greedy_completions_are_those_of_local_generation(
     generator.sync(PolicyWeights(model), version=5)
     local.sync(PolicyWeights(model), version=5)
     how = sampling(temperature=0, max_tokens=8, num_samples=2)
-    completions = generator.generate(PROMPTS, how, seeds=SEEDS)
-    assert completions == local.generate(PROMPTS, how, seeds=SEEDS)
+    prompts = [*PROMPTS, *([number] for number in range(20, 60))]
+    completions = generator.generate(prompts, how, seeds=[0] * 44)
+    assert completions == local.generate(prompts, how, seeds=[0] * 44)
     assert {reason for group in completions for reason in reasons(group)} == {"stop", "length"}, "one way of ending"
 
 
@@ -150,7 +151,7 @@ def test_versions_follow_the_weights_and_equal_ones_are_not_sent_again(
         assert generate_with(generator, model, 7, how) == first
         first_salt = proxy.last_body[GENERATE]["cache_salt"]
         assert proxy.requests["/update_weights"] == 1
-        other = policy(server.model_dir, scale=0.5)
+        other = policy(server.model_dir, seed=2)
         second = generate_with(generator, other, 8, how)
         assert proxy.last_body[GENERATE]["cache_salt"] != first_salt, "may read what older weights computed"
         assert proxy.requests["/update_weights"] == 2

@@ -185,6 +185,23 @@ def test_a_healthy_server_that_always_fails_is_an_error_with_its_words(
         generator.generate(PROMPTS, DRAWN, seeds=SEEDS)
 
 
+def test_an_engine_that_dies_at_the_last_try_is_waited_for(
+    proxy: Proxy, model: PreTrainedModel, make: MakeGenerator, expected: list[list[Completion]]
+) -> None:
+    generator = synced(make([proxy.url]), model)
+    proxy.requests.clear()
+
+    def dies_third(handler: Any, forward: Any) -> None:
+        if proxy.requests["/health"] == 3:
+            status(503, "dead")(handler, forward)
+        else:
+            handler.answer(*forward())
+
+    proxy.fail("/health", dies_third)
+    proxy.fail(GENERATE, status(500, "engine trouble"), times=3)
+    assert generator.generate(PROMPTS[:1], GREEDY, seeds=SEEDS[:1]) == expected[:1]
+
+
 def test_connections_that_always_break_are_an_error(proxy: Proxy, model: PreTrainedModel, make: MakeGenerator) -> None:
     generator = synced(make([proxy.url]), model)
     proxy.fail(GENERATE, drop)
@@ -200,7 +217,7 @@ def test_prompts_that_wait_do_not_ask_a_server_that_is_gone(
     proxy.fail("/health", drop)
     with within(5), pytest.raises(GenerationError, match=f"{proxy.url} did not answer within 1 s"):
         generator.generate(PROMPTS, DRAWN, seeds=SEEDS)
-    assert generator.stats().requests == 3, "more than the tries of the first prompt"
+    assert generator.stats().requests == 1, "asked again although it is gone"
 
 
 def test_a_request_that_is_refused_is_not_tried_again(
@@ -334,6 +351,7 @@ def test_completions_by_other_weights_are_asked_for_again(
     proxy.fail(GENERATE, strange, times=1)
     assert generator.generate(PROMPTS, GREEDY, seeds=SEEDS) == expected
     assert proxy.requests[GENERATE] >= len(PROMPTS) + 1
+    assert generator.stats().retries == 0, "asked again before the server's weights were looked at"
 
 
 def test_a_server_that_lost_its_weights_gets_them_before_it_is_asked(
