@@ -49,7 +49,7 @@ class _Server:
     url: str
     info: ServerInfo
     group: wire.Group | None = None
-    has_base: bool = False
+    has_base: bool = False  # all weights were sent to it: by "adapter", those below the adapter
     adapter: Path | None = None  # what its requests read
     # Of one `send`:
     error: WeightSyncError | None = None
@@ -158,10 +158,11 @@ class WeightSync:
         try:
             self._each(chosen, "pausing", self._pause)
             if self._method == "adapter":
-                self._send_adapter(chosen, weights, version)
+                self._send_adapter(chosen, weights)
             else:
-                self._send_all(chosen, weights, version)
+                self._send_all(chosen, weights)
             self._each(chosen, "clearing the prefix cache", self._clear_cache)
+            self._each(chosen, "naming the version", partial(self._name, version=version))
         except BaseException as error:
             for server in chosen:
                 server.fail("broken off", error)
@@ -210,7 +211,7 @@ class WeightSync:
             server.is_paused = True  # perhaps
             raise
         server.is_paused = True
-        await self._post(server, "/update_weight_version", {"new_version": UPDATING})
+        await self._name(server, version=UPDATING)
 
     async def _resume(self, server: _Server) -> None:
         # With seconds of its own: a server must not stay paused because the weights took all.
@@ -225,6 +226,13 @@ class WeightSync:
             # A trainer died between its requests.
             await self._post(server, "/finish_weight_update")
             await self._post(server, "/start_weight_update")
+
+    async def _finish(self, server: _Server) -> None:
+        await self._post(server, "/finish_weight_update")
+        server.has_base = True
+
+    async def _name(self, server: _Server, *, version: str) -> None:
+        await self._post(server, "/update_weight_version", {"new_version": version})
 
     async def _clear_cache(self, server: _Server) -> None:
         path = "/reset_prefix_cache"
@@ -246,16 +254,12 @@ class WeightSync:
 
     # All weights.
 
-    def _send_all(self, servers: list[_Server], weights: WeightSource, version: str) -> None:
-        if self._method == "shm":
+    def _send_all(self, servers: list[_Server], weights: Iterable[wire.Named]) -> None:
+        if self._method in ("shm", "adapter"):
             self._send_files(servers, weights)
         else:
             self._send_through_groups(servers, weights)
-
-        async def finish(server: _Server) -> None:
-            await self._post(server, "/finish_weight_update", {"weight_version": version})
-
-        self._each(servers, "finishing", finish)
+        self._each(servers, "finishing", self._finish)
 
     def _send_files(self, servers: list[_Server], weights: Iterable[wire.Named]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=self._private_folder()))
@@ -381,15 +385,14 @@ class WeightSync:
 
     # Adapters.
 
-    def _send_adapter(self, servers: list[_Server], weights: WeightSource, version: str) -> None:
+    def _send_adapter(self, servers: list[_Server], weights: WeightSource) -> None:
         for server in servers:
             if server.info.max_lora_rank is None:
                 message = "the server takes no adapters; start it with a maximum LoRA rank, or send all weights"
                 server.fail("loading the adapter", ConfigError(message))
         new = [server for server in servers if not server.has_base]
         if new:
-            self._send_files(new, weights.base())
-            self._each(new, "finishing", lambda server: self._finish_base(server))
+            self._send_all(new, weights.base())
         folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._private_folder()))
         weights.save_adapter(folder)
         self.bytes_sent += sum(file.stat().st_size for file in folder.iterdir() if file.suffix == ".safetensors")
@@ -402,14 +405,9 @@ class WeightSync:
                 if error.status != 200:  # it says in words, not in JSON, that it did
                     raise
             server.adapter = folder
-            await self._post(server, "/update_weight_version", {"new_version": version})
 
         self._each(servers, "loading the adapter", load)
         self._remove_adapters()
-
-    async def _finish_base(self, server: _Server) -> None:
-        await self._post(server, "/finish_weight_update")
-        server.has_base = True
 
     def _remove_adapters(self) -> None:
         """Keep only those that a server may still read: it drops its copy when its base weights change."""

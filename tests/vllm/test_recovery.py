@@ -1,0 +1,105 @@
+"""Training goes on when its server is killed and started again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from prefrl.errors import GenerationError
+from prefrl.models.export import PolicyWeights
+from tests.vllm.server import Server
+from tests.vllm.test_training import check_agreement_after_sync, logged, online, policy
+
+pytestmark = pytest.mark.vllm
+
+
+class Killer:
+    """Kills a server with all its processes and starts another one in its place, in the background."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.struck: list[str] = []
+        self.starting: threading.Thread | None = None
+
+    def strike(self, when: str) -> None:
+        self.server.kill()
+        self.struck.append(when)
+        self.starting = threading.Thread(target=self.server.start)
+        self.starting.start()
+
+
+class BetweenSteps(TrainerCallback):
+    """Strikes after the first step."""
+
+    def __init__(self, killer: Killer) -> None:
+        self.killer = killer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            self.killer.strike("between steps")
+
+
+class InSync(PolicyWeights):
+    """Weights in the middle of whose fourth transfer the server dies."""
+
+    def __init__(self, model: torch.nn.Module, killer: Killer) -> None:
+        super().__init__(model)
+        self.killer = killer
+        self.num_transfers = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.num_transfers += 1
+        for number, weight in enumerate(super().__iter__()):
+            if (self.num_transfers, number) == (4, 5):
+                self.killer.strike("in a sync")
+            yield weight
+
+
+def test_a_server_that_is_killed_and_started_again_costs_no_step(
+    tmp_path: Path, tied_model: Path, start_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between steps, in a sync and in generation; and once more, for good."""
+    with start_server(tied_model) as server:
+        monkeypatch.setenv("VLLM_API_KEY", server.key)
+        killer = Killer(server)
+        model = policy(tied_model)
+        model.generation_config.eos_token_id = 1  # completions are long: there is time to strike
+        options: dict[str, Any] = {"max_completion_length": 200, "vllm_server_timeout": 300, "weight_sync": "gloo"}
+        options |= {"weight_sync_timeout": 60, "callbacks": [BetweenSteps(killer)]}
+        trainer = online(tmp_path, server, model=model, **options)
+        trainer.weights = weights = InSync(trainer.policy, killer)
+        start = trainer.generator.start
+
+        def start_and_strike(*args: Any, **kwargs: Any) -> Any:
+            pending = start(*args, **kwargs)
+            if trainer.state.global_step == 4 and "in generation" not in killer.struck:
+                time.sleep(0.3)
+                killer.strike("in generation")
+            return pending
+
+        trainer.generator.start = start_and_strike  # type: ignore[method-assign]
+        trainer.train()
+        assert killer.struck == ["between steps", "in a sync", "in generation"]
+        assert trainer.state.global_step == 6
+        assert sum(logged(trainer, "server/restarts")) == 3
+        # One for each step, and one more for each server that died with them.
+        assert weights.num_transfers == 6 + 2
+        assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+        check_agreement_after_sync(trainer)
+        trainer.generator.close()
+
+        last = online(tmp_path / "last", server, model=model, vllm_server_timeout=3)
+        last.train()
+        server.kill()
+        started = time.monotonic()
+        with pytest.raises(GenerationError, match=f"{server.url} did not answer within 3 s.*prefrl vllm-serve"):
+            last.train()
+        assert time.monotonic() - started < 3 + 10
+        last.generator.close()
