@@ -73,6 +73,11 @@ class WeightSource(Protocol):
         """Whether an adapter is trained on weights that do not move."""
         ...
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether nothing but the adapter can be read."""
+        ...
+
     def base(self) -> Iterable[tuple[str, Tensor]]:
         """As `__iter__`, without the adapter."""
         ...

@@ -391,7 +391,12 @@ class WeightSync:
                 message = "the server takes no adapters; start it with a maximum LoRA rank, or send all weights"
                 server.fail("loading the adapter", ConfigError(message))
         new = [server for server in servers if not server.has_base]
-        if new:
+        if weights.is_quantized:
+            if new:
+                logger.warning("the policy is quantised: its adapter is put on the weights that the servers loaded")
+            for server in new:
+                server.has_base = True
+        elif new:
             self._send_all(new, weights.base())
         folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._private_folder()))
         weights.save_adapter(folder)

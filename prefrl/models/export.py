@@ -58,6 +58,11 @@ class PolicyWeights:
         base = _base_model(self._model)
         return not any(tensor.requires_grad for _, tensor in _tensors(base, _original))
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights are rounded to few bits, so that only an adapter on them can be exported."""
+        return bool(getattr(_base_model(self._model), "is_quantized", False))
+
     def base(self) -> _Checkpoint:
         """As the policy itself, without its adapter: to be iterated any number of times.
 

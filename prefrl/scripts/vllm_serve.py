@@ -184,6 +184,9 @@ def serve_command(options: ServeArguments, forwarded: Sequence[str] = ()) -> lis
             command += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     if options.max_lora_rank is not None:
         command.append("--enable-lora")
+        if (options.data_parallel_size or 1) > 1:
+            # vLLM starts one front end for each replica, and refuses adapters at run time with several.
+            command += ["--api-server-count", "1"]
     return [*command, *CONTRACT, *forwarded]
 
 

@@ -49,6 +49,12 @@ def make_generator(
     if not args.use_vllm:
         return LocalGenerator(model, tokenizer=tokenizer, max_rows=max_rows)
     method = sync_method(args, has_adapter=weights.has_adapter)
+    if weights.is_quantized and method != "adapter":
+        raise ConfigError(
+            f"weight_sync={method!r}: the model is quantised, and only its adapter can be sent. Set "
+            "weight_sync='adapter', with weight_sync_folder where servers are on other hosts, and serve the same base "
+            "model."
+        )
     base: Any = model.get_base_model() if is_peft_model(model) else model
     http = Http(key=os.environ.get("VLLM_API_KEY"))
     folder = Path(args.shared_folder) if method in ("shm", "adapter") and args.shared_folder is not None else None

@@ -331,9 +331,14 @@ class OnlineTrainer(BaseTrainer):
         seen = sum(self.tokens_seen(batch) for batch in step)
         count, num_tokens = distributed.sum_over_ranks([step.num_items, seen], self.args.device)
         self.state.num_input_tokens_seen += int(num_tokens)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(max(count, 1.0))
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if step and not gradients:
+            raise ConfigError(
+                "generation_mode='overlap': the back-end keeps gradients where they cannot be divided. Use 'sync' or "
+                "'async' with it."
+            )
+        for gradient in gradients:
+            gradient.div_(max(count, 1.0))
         return total / max(count, 1.0)
 
     def _arriving_minibatches(self, step: ArrivingStep) -> Iterator[Minibatch]:

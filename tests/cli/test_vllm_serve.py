@@ -78,8 +78,17 @@ def test_each_option_is_passed_in_vllms_words(capsys: pytest.CaptureFixture[str]
         assert contains(command, [f"--{name.replace('_', '-')}", value])
     assert {"--enforce-eager", "--trust-remote-code", "--no-enable-prefix-caching", "--enable-lora"} <= {*command}
     assert contains(command, ["--uvicorn-log-level", "warning"])
+    assert contains(command, ["--api-server-count", "1"])
     assert variables == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     assert all(contains(command, part) for part in CONTRACT)
+
+
+@pytest.mark.parametrize("argv", [["--max_lora_rank", "8"], ["--data_parallel_size", "2"]])
+def test_only_replicas_that_take_adapters_are_held_to_one_front_end(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, command = dry_run(capsys, "--model", "m", *argv)
+    assert "--api-server-count" not in command
 
 
 def test_unknown_options_go_on_to_vllm_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def server(
     """The server of the whole run: tied head, LoRA up to rank 8, with a key. Leave it serving; do not kill it."""
     if "PYTEST_XDIST_WORKER" in os.environ:  # a second worker would start a second one
         (tmp_path_factory.getbasetemp().parent / "has-vllm-server").touch(exist_ok=False)
-    with start_server(tied_model, max_lora_rank=MAX_LORA_RANK, flags=["--max-loras", "2"]) as running:
+    with start_server(tied_model, max_lora_rank=MAX_LORA_RANK) as running:
         yield running
 
 

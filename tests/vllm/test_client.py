@@ -30,7 +30,7 @@ from tests.vllm.client import PROMPTS, SEEDS, MakeGenerator, generators, policy
 from tests.vllm.faults import GENERATE, proxy_of, second_door
 from tests.vllm.server import MAX_MODEL_LEN, Server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from tests.vllm.faults import (
 )
 from tests.vllm.server import ROOT, Server, free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.vllm
 
 GREEDY = SamplingParams(num_samples=1, max_tokens=8, temperature=0)
 DRAWN = SamplingParams(num_samples=2, max_tokens=8)

@@ -24,7 +24,7 @@ from prefrl.trainer.online_trainer import OnlineTrainer
 from tests.contract.cases import ROOT, dataset_of, make_trainer, relative_difference, update_of
 from tests.vllm.server import Server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.vllm
 
 PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55, 56], [60]]
 # Every fifth token ends a completion, so that lengths differ.
@@ -225,9 +225,10 @@ def test_two_servers_share_the_prompts(tmp_path: Path, server: Server, start_ser
 
 
 def test_an_untied_head_on_two_replicas(tmp_path: Path, untied_model: Path, start_server: Any) -> None:
-    with start_server(untied_model, data_parallel_size=2) as replicas:
-        for method in ("gloo", "shm"):
-            trainer = online(tmp_path / method, replicas, weight_sync=method, max_steps=3)
+    with start_server(untied_model, data_parallel_size=2, max_lora_rank=8) as replicas:
+        for method in ("gloo", "shm", "adapter"):
+            options: dict[str, Any] = {"peft_config": lora()} if method == "adapter" else {}
+            trainer = online(tmp_path / method, replicas, weight_sync=method, max_steps=3, **options)
             firsts = check_after_each_sync(trainer)
             trainer.train()
             assert len(firsts) == 3

@@ -9,13 +9,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from prefrl.errors import ConfigError, WeightSyncError
 from prefrl.generation.http import Http, Refused
@@ -25,7 +26,7 @@ from prefrl.models.export import PolicyWeights
 from tests.vllm.conftest import StartServer
 from tests.vllm.server import MAX_LORA_RANK, ROOT, Server, save_tiny_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.vllm
 
 Named = tuple[str, torch.Tensor]
 MakeSync = Callable[..., WeightSync]
@@ -155,6 +156,10 @@ class Altered:
     def has_adapter(self) -> bool:
         return False
 
+    @property
+    def is_quantized(self) -> bool:
+        return False
+
     def base(self) -> Iterable[Named]:
         return self
 
@@ -225,6 +230,22 @@ def test_a_server_reads_an_adapter_once_and_not_in_each_step(
     assert_serves(model, http, server, name=sync.model_name(info), version="run:1")
 
 
+def test_the_adapter_of_a_quantised_policy_goes_on_the_weights_of_the_server(
+    server: Server, http: Http, info: ServerInfo, make_sync: MakeSync, tmp_path: Path
+) -> None:
+    plain = with_adapter(server, seed=3)
+    plain.save_pretrained(str(tmp_path / "adapter"))
+    plain.get_base_model().save_pretrained(tmp_path / "base", state_dict=dict(PolicyWeights(plain).base()))
+    make_sync("shm").send({server.url: info}, PolicyWeights(policy(server, seed=99)), version="run:0")
+    quantised = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+    )
+    trained = peft.PeftModel.from_pretrained(quantised, str(tmp_path / "adapter"), is_trainable=True)
+    sync = make_sync("adapter")
+    sync.send({server.url: info}, PolicyWeights(trained), version="run:1")
+    assert_serves(plain, http, server, name=sync.model_name(info), version="run:1")
+
+
 def test_files_are_private_and_gone_at_the_end(
     server: Server, http: Http, info: ServerInfo, make_sync: MakeSync, tmp_path: Path
 ) -> None:
@@ -261,13 +282,16 @@ def test_requests_in_flight_go_on_and_know_which_weights_chose_each_token(
     prompts = [[first, 11, 12] for first in range(6, 14)]
     url = server.url + "/inference/v1/generate"
     name, max_tokens = sync.model_name(info), 240
-    running = [http.submit(http.send("POST", url, timeout=120, json=request(p, name, max_tokens))) for p in prompts]
+    running: list[tuple[list[int], Future[Any]]] = []
     for version in names[1:]:
-        time.sleep(0.2)
+        for prompt in prompts:
+            asked = http.send("POST", url, timeout=120, json=request(prompt, name, max_tokens))
+            running.append((prompt, http.submit(asked)))
+        time.sleep(0.1)
         sync.send({server.url: info}, PolicyWeights(models[version]), version=version)
-    answers = [read_answer(future.result(timeout=120)) for future in running]
-    assert max(len(answer.versions) for answer in answers) > 1  # some were cut by a sync
-    for prompt, answer in zip(prompts, answers, strict=True):
+    answers = [(prompt, read_answer(future.result(timeout=120))) for prompt, future in running]
+    assert max(len(answer.versions) for _, answer in answers) > 1  # some were cut by a sync
+    for prompt, answer in answers:
         assert len(answer.token_ids) == max_tokens
         assert [start for _, start, _ in answer.versions] == [0, *(end for _, _, end in answer.versions[:-1])]
         assert answer.versions[-1][2] == max_tokens

@@ -343,6 +343,8 @@ def test_a_quantised_policy_is_sent_as_an_adapter_alone(bits: int, tmp_path: Pat
     )
     weights = PolicyWeights(policy)
     assert weights.has_adapter
+    assert weights.is_quantized
+    assert not PolicyWeights(tiny_model("llama")).is_quantized
     for read in (weights.__iter__, weights.base):
         with pytest.raises(ConfigError, match=r"the policy is quantised: .* Set weight_sync='adapter'"):
             read()
