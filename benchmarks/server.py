@@ -231,10 +231,10 @@ def cpu_seconds(server: Server) -> float:
 
 
 def measure_modes(folder: Path) -> list[Mode]:
-    """12 steps in each mode; the completions of a prompt are held back for up to 1.5 s."""
+    """12 steps in each mode; the completions of a prompt are held back for up to 4 s, as by a slower server."""
     rows = []
-    sizes = SMALL | {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 6}
-    with served(folder, sizes) as (server, model), slowed(server, longest=1.5) as url:
+    sizes = SMALL | {"num_hidden_layers": 8}
+    with served(folder, sizes) as (server, model), slowed(server, longest=4.0) as url:
         for mode in ("sync", "overlap", "async"):
             config = GRPOConfig(
                 output_dir=str(folder / mode),
@@ -245,7 +245,7 @@ def measure_modes(folder: Path) -> list[Mode]:
                 **({"max_staleness": 2} if mode == "async" else {}),
                 per_device_train_batch_size=64,
                 num_generations=8,
-                max_completion_length=128,
+                max_completion_length=96,
                 temperature=1.0,
                 top_k=None,
                 beta=0.0,
@@ -312,7 +312,7 @@ def measure_demo(folder: Path) -> list[Learned]:
     path = folder / "demo"
     demo.make_model(0).save_pretrained(path)
     demo.make_tokenizer().save_pretrained(path)
-    server = Server(path, folder=folder)
+    server = Server(path, folder=folder, max_model_len=64)
     try:
         for seed in range(3):
             train, held_out = demo.make_questions(seed)

@@ -11,6 +11,7 @@ from prefrl.generation.http import Http
 from prefrl.generation.local import LocalGenerator, end_token_ids
 from prefrl.generation.transport import WeightSync
 from prefrl.generation.vllm_client import VLLMGenerator, VLLMStats
+from prefrl.generation.vllm_guard import KEY_VARIABLE
 from prefrl.generation.vllm_requests import Guided
 from prefrl.generation.vllm_servers import Requirements
 from prefrl.metrics import Max, Metric, Sum
@@ -56,7 +57,7 @@ def make_generator(
             "model."
         )
     base: Any = model.get_base_model() if is_peft_model(model) else model
-    http = Http(key=os.environ.get("VLLM_API_KEY"))
+    http = Http(key=os.environ.get(KEY_VARIABLE))
     folder = Path(args.shared_folder) if method in ("shm", "adapter") and args.shared_folder is not None else None
     return VLLMGenerator(
         args.server_urls,

@@ -70,11 +70,11 @@ class VLLMOptions:
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
         "sync: generate, then train. overlap: train on groups while others of the same step are still generated; the "
-        "update is the same. async: generate for later steps while training, with weights that are older by at most "
-        "max_staleness steps.",
+        "update is the same. async: generate for later steps while training, running ahead by at most max_staleness "
+        "steps.",
     )
     max_staleness: Annotated[int, Ge(1)] = opt(
-        4, "async: optimizer steps by which the weights that sampled may be older than those that learn."
+        4, "async: optimizer steps by which weights that sample may be older than those that first learn from it."
     )
 
     @property

@@ -141,6 +141,21 @@ def test_async_visits_the_prompts_of_sync_in_their_order_over_epochs(tmp_path: P
     assert seen["async"] == seen["sync"]
 
 
+def test_async_draws_the_completions_of_sync_from_equal_weights(tmp_path: Path) -> None:
+    """Seeds belong to the step that learns, not to the one that asks."""
+    seen: dict[str, list[str]] = {"sync": [], "async": []}
+    for mode, completions_seen in seen.items():
+
+        def remember(completions: list[str], seen: list[str] = completions_seen, **_: Any) -> list[float]:
+            seen.extend(completions)
+            return [float(len(text)) for text in completions]
+
+        options = {"generation_mode": mode, "per_device_train_batch_size": 8, "max_steps": 4, "learning_rate": 0.0}
+        online(tmp_path / mode, reward=remember, **options).train()
+    assert len(set(seen["sync"])) > 8
+    assert seen["async"] == seen["sync"]
+
+
 def test_async_with_the_newest_weights_is_sync(tmp_path: Path) -> None:
     """The first step has nothing older to learn from."""
     options = {"per_device_train_batch_size": 8, "max_steps": 1}

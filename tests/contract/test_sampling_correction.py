@@ -36,10 +36,12 @@ def shifted(completion: Completion) -> Completion:
 
 
 def trainer_of(tmp_path: Path, **options: Any) -> OnlineTrainer:
-    trainer = make_trainer("grpo", tmp_path, arrival=0, use_vllm=True, beta=0.0, **options)
+    trainer = make_trainer("grpo", tmp_path, arrival=0, use_vllm=True, beta=0.5, **options)
     assert isinstance(trainer, OnlineTrainer)
     assert isinstance(trainer.generator, ArrivingGenerator)
     trainer.generator = OtherSampler(trainer.generator.local, order_seed=0)
+    with torch.no_grad():  # away from the reference: the KL term, which is not weighed, has a gradient
+        trainer.policy.get_input_embeddings().weight.mul_(1.1)
     return trainer
 
 
