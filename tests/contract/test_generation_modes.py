@@ -52,7 +52,7 @@ def zero_for_questions(completions: list[str], prompts: list[str], **_: Any) -> 
         {"beta": 0.0, "reward": zero_for_questions},
         {"max_grad_norm": 0.5, "mask_truncated_completions": True},
     ],
-    ids=str,
+    ids=["dapo", "grpo", "two items", "sequence", "groups without signal", "clipped"],
 )
 def test_overlap_makes_the_update_of_sync_whatever_arrives_first(
     tmp_path: Path, options: dict[str, Any], arrival: int
