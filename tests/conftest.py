@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Generator
@@ -14,6 +15,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Before datasets is imported: nothing that an earlier run left in the cache is read.
 _CACHE = tempfile.TemporaryDirectory(prefix="prefrl-tests-")
 os.environ["HF_DATASETS_CACHE"] = _CACHE.name
+
+with contextlib.suppress(ImportError):  # `make gpu` runs where it may be missing
+    from hypothesis import settings
+
+    # How long an example takes is the machine's matter: others work on it, too.
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

@@ -62,11 +62,17 @@ def test_resumed_run_on_two_processes(name: str, tmp_path: Path) -> None:
     assert torch.equal(whole, resumed)
 
 
+class NoGeneration:
+    """Any generation would fail."""
+
+    def invalidate(self) -> None: ...
+
+
 def test_resumed_run_generates_nothing_while_rollouts_are_left(tmp_path: Path) -> None:
     settings = {**ADAM, "steps_per_generation": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     make_trainer("grpo", tmp_path, **settings).train()
     resumed = make_trainer("grpo", tmp_path, **settings)
-    resumed.generator = None  # type: ignore[attr-defined]  # any generation would fail
+    resumed.generator = NoGeneration()  # type: ignore[attr-defined]
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 4
 
