@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -282,16 +281,13 @@ def test_requests_in_flight_go_on_and_know_which_weights_chose_each_token(
     prompts = [[first, 11, 12] for first in range(6, 14)]
     url = server.url + "/inference/v1/generate"
     name, max_tokens = sync.model_name(info), 240
-    running: list[tuple[list[int], Future[Any]]] = []
+    running = [http.submit(http.send("POST", url, timeout=120, json=request(p, name, max_tokens))) for p in prompts]
     for version in names[1:]:
-        for prompt in prompts:
-            asked = http.send("POST", url, timeout=120, json=request(prompt, name, max_tokens))
-            running.append((prompt, http.submit(asked)))
         time.sleep(0.1)
         sync.send({server.url: info}, PolicyWeights(models[version]), version=version)
-    answers = [(prompt, read_answer(future.result(timeout=120))) for prompt, future in running]
-    assert max(len(answer.versions) for _, answer in answers) > 1  # some were cut by a sync
-    for prompt, answer in answers:
+    answers = [read_answer(future.result(timeout=120)) for future in running]
+    assert max(len(answer.versions) for answer in answers) > 1  # some were cut by a sync
+    for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer.token_ids) == max_tokens
         assert [start for _, start, _ in answer.versions] == [0, *(end for _, _, end in answer.versions[:-1])]
         assert answer.versions[-1][2] == max_tokens
