@@ -24,6 +24,7 @@ from prefrl.trainer.options import check_fields, opt, parse_json
 
 __all__ = [
     "CONTRACT",
+    "CPU_FLAGS",
     "FLAGS",
     "REFUSED",
     "REFUSED_SHORT",
@@ -46,6 +47,9 @@ CONTRACT = (
     "--disable-fastapi-docs",
     *("--disable-access-log-for-endpoints", "/health"),
 )
+# For a build of vLLM for the CPU. Its random generators cannot be wound back, so the engine dies when a request with a
+# seed is read in several parts: also one that a sync of weights makes it read again.
+CPU_FLAGS = ("--no-enable-chunked-prefill",)
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # pause, resume and weight transfer
 _LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
@@ -141,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         "the environment is the key that clients must send.",
     )
     (options,), forwarded = parser.parse_known(argv)
-    command = serve_command(options, forwarded)
+    command = serve_command(options, [*_flags_of_build(), *forwarded])
     added = serve_environment(options, os.environ)
     if options.dry_run:
         print(shlex.join([*(f"{name}={value}" for name, value in added.items()), *command]))
@@ -253,12 +257,23 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _flags_of_build() -> tuple[str, ...]:
+    """`CPU_FLAGS` if that is what vLLM was built for; it tells platforms by its version, too."""
+    return CPU_FLAGS if "cpu" in (_version_of_vllm() or "") else ()
+
+
+def _version_of_vllm() -> str | None:
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _check_vllm() -> None:
     remedy = "In an environment of the server's own: pip install 'prefrl[vllm]', with the prefrl that trains."
-    try:
-        found = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError(f"vLLM is not installed for {sys.executable}. {remedy}") from error
+    found = _version_of_vllm()
+    if found is None:
+        raise ConfigError(f"vLLM is not installed for {sys.executable}. {remedy}")
     if tuple(int(number) for number in found.split(".")[:2]) < _OLDEST_VLLM:
         oldest = ".".join(map(str, _OLDEST_VLLM))
         raise ConfigError(f"vLLM {found} is too old: prefrl needs at least {oldest}. {remedy}")

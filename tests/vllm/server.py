@@ -15,7 +15,7 @@ from typing import Any
 from prefrl.generation.http import Http, HttpError
 from prefrl.generation.server_info import INFO_PATH
 from prefrl.generation.vllm_guard import KEY_VARIABLE
-from prefrl.scripts.vllm_serve import ServeArguments, serve_command, serve_environment
+from prefrl.scripts.vllm_serve import CPU_FLAGS, ServeArguments, serve_command, serve_environment
 from tests.assets import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ class Server:
         inherited = environment(key=self.key)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [str(PYTHON), *serve_command(self._options, self._flags)[1:]],
+                [str(PYTHON), *serve_command(self._options, [*CPU_FLAGS, *self._flags])[1:]],
                 env=inherited | serve_environment(self._options, inherited),
                 cwd=self.log_path.parent,
                 stdout=log,

@@ -19,7 +19,7 @@ import pytest
 from prefrl import __version__
 from prefrl.generation.http import Http
 from prefrl.generation.server_info import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
-from prefrl.scripts.vllm_serve import CONTRACT, FLAGS, REFUSED, REFUSED_SHORT
+from prefrl.scripts.vllm_serve import CONTRACT, CPU_FLAGS, FLAGS, REFUSED, REFUSED_SHORT
 from tests.assets import tiny_tokenizer
 from tests.vllm.server import (
     KEY,
@@ -296,7 +296,8 @@ def test_vllm_knows_every_flag_that_is_refused_or_given() -> None:
     )
     done = subprocess.run([str(PYTHON), "-c", code], env=environment(key=None), capture_output=True, text=True)
     known = set(json.loads(done.stdout.splitlines()[-1]))
-    ours = {f"--{flag}" for flag in (*REFUSED, *FLAGS.values())} | {word for word in CONTRACT if word.startswith("--")}
+    ours = {f"--{flag}" for flag in (*REFUSED, *FLAGS.values())} | set(CPU_FLAGS)
+    ours |= {word for word in CONTRACT if word.startswith("--")}
     assert ours | REFUSED_SHORT | {"--enable-lora"} <= known
 
 
