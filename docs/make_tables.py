@@ -1,6 +1,7 @@
 """Write the option tables of the docs from the configs: `python docs/make_tables.py`.
 
-A page says where with a pair of markers, `<!-- options: prefrl.GRPOConfig -->` and `<!-- end of options -->`. What
+A page says where with a pair of markers, `<!-- options: prefrl.GRPOConfig -->` and `<!-- end of options -->`, or for
+the tables of losses, advantages, KL estimates and presets, `<!-- rows: losses -->` and `<!-- end of rows -->`. What
 stands between them is replaced.
 """
 
@@ -11,6 +12,7 @@ import importlib
 import inspect
 import re
 import typing
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,18 +20,68 @@ from annotated_types import Ge, Gt, Le, Lt
 
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
+ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 
 def render(page: str) -> str:
     """The page with its tables as they should be."""
-    return MARKERS.sub(lambda found: f"{found[1]}\n{tables(load(found[2]))}\n{found[3]}", page)
+    page = MARKERS.sub(lambda found: f"{found[1]}\n{tables(load(found[2]))}\n{found[3]}", page)
+    return ROWS.sub(lambda found: f"{found[1]}\n{rows_of(found[2])}\n\n{found[3]}", page)
 
 
-def load(path: str) -> type[Any]:
-    """The class at a dotted path."""
+def rows_of(name: str) -> str:
+    """A table of one of the library's dictionaries."""
+    titles, lines = {
+        "losses": (["`loss_type`", "averaged over", "`importance_sampling_level`", "options", "source"], _losses),
+        "advantages": (["`advantage_estimator`", "of", "options", "source"], _advantages),
+        "kl": (["`kl_estimator`", "value unbiased", "gradient unbiased", "source"], _kl),
+        "presets": (["preset", "options", "source"], _presets),
+    }[name]
+    head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines())])
+
+
+_AVERAGES = {
+    "token": "tokens",
+    "sequence_mean": "sequences, of means over tokens",
+    "sequence_sum": "sequences, of sums over tokens",
+    "constant": "sequences * max_completion_length",
+}
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _losses() -> Iterator[list[str]]:
+    for name, loss in load("prefrl.losses.policy.POLICY_LOSSES").items():
+        options = sorted(loss.hyperparameters | loss.selection_hyperparameters)
+        yield [f"`{name}`", _AVERAGES[loss.reduction], _code(loss.levels), _code(options), loss.source]
+
+
+def _advantages() -> Iterator[list[str]]:
+    for name, row in load("prefrl.losses.advantages.ADVANTAGES").items():
+        options = sorted(row.hyperparameters - {"advantage_epsilon"})
+        yield [f"`{name}`", {"row": "a completion", "token": "a token"}[row.level], _code(options), row.source]
+
+
+def _kl() -> Iterator[list[str]]:
+    says = {True: "yes", False: "no"}
+    for name, row in load("prefrl.losses.kl.KL_ESTIMATORS").items():
+        yield [f"`{name}`", says[row.unbiased_value], says[row.unbiased_gradient], row.source]
+
+
+def _presets() -> Iterator[list[str]]:
+    for name, preset in load("prefrl.trainer.presets.PRESETS").items():
+        options = _code(f"{key}={value!r}" for key, value in preset.options.items())
+        yield [f"`{name}`", options, f"{preset.source}. {preset.note}".removesuffix(". ")]
+
+
+def load(path: str) -> Any:
+    """What is at a dotted path."""
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), name)
 
 
 def tables(config: type[Any]) -> str:

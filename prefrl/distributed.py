@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "average_gradients",
     "full_params",
     "gather_objects",
     "is_main",
@@ -58,6 +59,25 @@ def gather_objects(value: T) -> list[T]:
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """Sums of host numbers over all ranks, in float64. All ranks must call it."""
     return _reduce(values, device, dist.ReduceOp.SUM)
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Replace gradients by their means over all ranks, as data-parallel back-ends do with those of a wrapped model.
+
+    A parameter without a gradient on this rank counts as one with a gradient of zeros if another rank has one. All
+    ranks must call it, with the same parameters.
+    """
+    if world_size() == 1:
+        return
+    trained = list(parameters)
+    has_any = any(parameter.grad is not None for parameter in trained)
+    if not trained or not max_over_ranks([float(has_any)], trained[0].device)[0]:
+        return
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size()
 
 
 def max_over_ranks(values: list[float], device: torch.device) -> list[float]:

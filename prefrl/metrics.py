@@ -12,7 +12,22 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Difference", "EffectiveShare", "Max", "Mean", "Metric", "Min", "Std", "Sum", "host", "merge"]
+__all__ = [
+    "Difference",
+    "EffectiveShare",
+    "ExplainedVariance",
+    "Max",
+    "Mean",
+    "Metric",
+    "Min",
+    "Std",
+    "Sum",
+    "host",
+    "merge",
+]
+
+# A variance below this share of the mean square is what float32 makes of equal numbers: eps^2 is 1.4e-14.
+_ROUNDING_SHARE = 1e-13
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +161,47 @@ class EffectiveShare:
         return float(self.total) ** 2 / denominator if denominator else float("nan")
 
 
-Metric = Mean | Difference | Sum | Max | Min | Std | EffectiveShare
+@dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """How much of the returns a critic foresees: 1 - Var(R - V) / Var(R).
+
+    1: all of it. 0: no more than a constant does. Below 0: less. NaN where the returns do not vary.
+    """
+
+    total: float | Tensor  # of R
+    total_of_squares: float | Tensor
+    error_total: float | Tensor  # of R - V
+    error_squares: float | Tensor
+    count: float | Tensor
+
+    @classmethod
+    def of(cls, returns: Tensor, values: Tensor, trainable: Tensor) -> ExplainedVariance:
+        """Of [N] returns R and values V, over the tokens of [N] bool `trainable`."""
+        # In float64, because the variance is the small difference of large sums.
+        r = returns.detach().double().where(trainable, 0.0)
+        e = (returns.detach().double() - values.detach().double()).where(trainable, 0.0)
+        return cls(r.sum(), r.square().sum(), e.sum(), e.square().sum(), trainable.sum())
+
+    def merge(self, other: ExplainedVariance) -> ExplainedVariance:
+        """Over both."""
+        return ExplainedVariance(
+            self.total + other.total,
+            self.total_of_squares + other.total_of_squares,
+            self.error_total + other.error_total,
+            self.error_squares + other.error_squares,
+            self.count + other.count,
+        )
+
+    def value(self) -> float:
+        """As a host number."""
+        count, squares = float(self.count), float(self.total_of_squares)
+        spread = squares - float(self.total) ** 2 / max(count, 1.0)
+        if not spread > _ROUNDING_SHARE * squares:
+            return float("nan")
+        return 1.0 - (float(self.error_squares) - float(self.error_total) ** 2 / count) / spread
+
+
+Metric = Mean | Difference | Sum | Max | Min | Std | EffectiveShare | ExplainedVariance
 
 
 def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:

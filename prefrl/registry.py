@@ -93,5 +93,33 @@ REGISTRY: dict[str, Algorithm] = {
             dataset="prompt-only, with the columns that the rewards read",
             docs="docs/trainers/grpo.md",
         ),
+        Algorithm(
+            name="rloo",
+            config="prefrl.trainer.rloo_config:RLOOConfig",
+            trainer="prefrl.trainer.rloo_trainer:RLOOTrainer",
+            dataset="prompt-only, with the columns that the rewards read",
+            docs="docs/trainers/rloo.md",
+        ),
+        Algorithm(
+            name="reinforce_plus_plus",
+            config="prefrl.trainer.reinforce_plus_plus_config:ReinforcePlusPlusConfig",
+            trainer="prefrl.trainer.reinforce_plus_plus_trainer:ReinforcePlusPlusTrainer",
+            dataset="prompt-only, with the columns that the rewards read",
+            docs="docs/trainers/reinforce_plus_plus.md",
+        ),
+        Algorithm(
+            name="ppo",
+            config="prefrl.trainer.ppo_config:PPOConfig",
+            trainer="prefrl.trainer.ppo_trainer:PPOTrainer",
+            dataset="prompt-only, with the columns that the rewards read",
+            docs="docs/trainers/ppo.md",
+        ),
+        Algorithm(
+            name="online_dpo",
+            config="prefrl.trainer.online_dpo_config:OnlineDPOConfig",
+            trainer="prefrl.trainer.online_dpo_trainer:OnlineDPOTrainer",
+            dataset="prompt-only, with the columns that the rewards read",
+            docs="docs/trainers/online_dpo.md",
+        ),
     )
 }

@@ -52,6 +52,7 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float = float("nan")
     advantage: float = float("nan")
+    greedy_reward: float = float("nan")  # total of the greedy completion of the same prompt, if there is one
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,15 @@ class TokenBatch:
     sampling_logprobs: Tensor | None = None  # [N] nats, of the distribution sampled from
     old_logprobs: Tensor | None = None  # [N] nats, of the policy before this generation's first update
     ref_logprobs: Tensor | None = None  # [N] nats, of the reference model
+    ref_hidden: Tensor | None = None  # [N, h] the reference model's last hidden states, for its whole distribution
+    entropies: Tensor | None = None  # [N] nats, of the policy before this generation's first update
+    log_collision: Tensor | None = None  # [N] nats, log sum p^2 of that policy
+    values: Tensor | None = None  # [N] of the critic before this generation's first update
+    returns: Tensor | None = None  # [N] what the critic learns
+    # [N] what a token's policy loss is multiplied by where tokens or rows are selected; its denominator stays.
+    selection: Tensor | None = None
+    nll_weights: Tensor | None = None  # [N] of the negative log-likelihood of good responses; 0 elsewhere
+    selected: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat apart
     is_idle: bool = False  # nothing to learn: only joins the forward and backward pass of other ranks
     # B entries: trainable tokens of each row, counted when the batch is made; they decide shapes of the forward pass.
     trainable_counts: tuple[int, ...] = ()

@@ -177,18 +177,21 @@ class GenerationBatchSampler(Sampler[list[int]]):
                 yield []
 
     def rows_of_generation(self, number: int) -> list[int]:
-        """The rank's prompts in the generation batch of this number, counted from the start of training."""
+        """The prompts of all ranks in the generation batch of this number, counted from the start of training."""
         epoch, window = divmod(number, self._num_windows)
-        return self._rows_of(epoch, window)
+        return self._window(epoch, window)
 
     @property
     def _num_windows(self) -> int:
         return self.num_rows // self.prompts_per_window
 
     def _rows_of(self, epoch: int, window: int) -> list[int]:
+        rows = self._window(epoch, window)
+        return [rows[position] for position in self.positions]
+
+    def _window(self, epoch: int, window: int) -> list[int]:
         order = _order(self.num_rows, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
-        start = window * self.prompts_per_window
-        return [order[start + position] for position in self.positions]
+        return order[window * self.prompts_per_window :][: self.prompts_per_window]
 
 
 class EpochDataLoader(DataLoader[Any]):

@@ -8,13 +8,28 @@ of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from prefrl.losses.chunks import (
+    Chunk,
+    ChunkPlan,
+    Head,
+    add_product,
+    chunks,
+    in_product_dtype,
+    product_dtype_of,
+    room_for_probs,
+    score_dtype,
+    slices_of,
+)
+from prefrl.losses.full_kl import ReferenceLogits, full_kl, reference_log_probs
+from prefrl.losses.shapes import check_same_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,21 +44,11 @@ __all__ = [
     "module_logprobs",
 ]
 
-# What can be computed beside log-probs: the optional fields of TokenScores.
-WantName = Literal["entropy", "correct", "mean_logit", "log_collision"]
+# What can be computed beside log-probs: optional fields of TokenScores. The other one, `full_kl`, needs a reference.
+WantName = Literal["entropy", "correct", "mean_logit", "log_collision", "hidden"]
 
 # Bytes of probabilities that may be kept for backward: little beside a model, and a quarter of the head's work.
 KEPT_BYTES = 128 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Logits = cap(scale * (x W^T + b)), with cap(z) = softcap * tanh(z / softcap)."""
-
-    weight: Tensor  # [V, h]
-    bias: Tensor | None = None  # [V]
-    scale: float = 1.0
-    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,13 @@ class TokenScores:
     correct: Tensor | None = None  # [M] bool: the token is the most likely one
     mean_logit: Tensor | None = None  # [M] mean over the vocabulary of the logits before temperature, constant
     log_collision: Tensor | None = None  # [M] nats, log sum p^2, constant
+    hidden: Tensor | None = None  # [M, h] last hidden states that predict the token, gradient flows
+    full_kl: Tensor | None = None  # [M] nats, KL(p || p of the reference) over the vocabulary, gradient flows
+
+    def to(self, device: torch.device) -> TokenScores:
+        """A copy on `device`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return TokenScores(**{name: value.to(device) for name, value in values.items() if value is not None})
 
 
 def default_chunk_size(device: torch.device) -> int:
@@ -72,6 +84,7 @@ def chunked_logprobs(
     *,
     temperature: float,
     want: Collection[WantName],
+    reference: ReferenceLogits | None = None,
     chunk_size: int | None = None,
     keep_bytes: int | None = None,
 ) -> TokenScores:
@@ -87,9 +100,10 @@ def chunked_logprobs(
         head: Output head, gradient flows.
         temperature: Logits are divided by it.
         want: What to compute beside log-probs, by its name in `TokenScores`.
+        reference: What `full_kl` is the divergence from; None: it is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
         keep_bytes: If the probabilities of all tokens are at most so large, they are kept for backward, instead of
-            logits being made again; None: `KEPT_BYTES`.
+            logits being made again; None: `KEPT_BYTES`. Of no use to `full_kl`.
 
     Returns:
         Scores of each token.
@@ -104,22 +118,25 @@ def chunked_logprobs(
         raise ValueError(f"head.weight {tuple(head.weight.shape)}: needs to be [V, {hidden.shape[1]}], as hidden is")
     if head.softcap is not None and head.softcap <= 0:
         raise ValueError(f"head.softcap={head.softcap}: needs to be positive, or None for no cap")
-    plan = _Plan(
+    plan = ChunkPlan(
         scale=head.scale,
         softcap=head.softcap,
         temperature=temperature,
-        want=frozenset(want),
         chunk_size=chunk_size,
-        keep_bytes=keep_bytes if torch.is_grad_enabled() else 0,
-        product_dtype=_product_dtype(hidden, head.weight),
+        # Other gradients than that of log-probs read the logits.
+        keep_bytes=keep_bytes if torch.is_grad_enabled() and reference is None else 0,
+        product_dtype=product_dtype_of(hidden, head.weight),
     )
-    scores = _ChunkedLogprobs.apply(hidden, head.weight, head.bias, targets, plan)  # type: ignore[no-untyped-call]
-    return TokenScores(*scores)
+    wanted = _Wanted(frozenset(want), _ref_log_probs(reference, hidden, temperature))
+    *columns, divergence = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, targets, plan, wanted
+    )
+    return replace(TokenScores(*columns), hidden=hidden if "hidden" in want else None, full_kl=divergence)
 
 
 def _mean_logit(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """[M] mean of scale * (x W^T + b) over the vocabulary: scale * (x . mean W + mean b)."""
-    dtype = _score_dtype(hidden)
+    dtype = score_dtype(hidden)
     mean: Tensor = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
     if bias is not None:
         mean += bias.mean(dtype=dtype)
@@ -133,6 +150,7 @@ def module_logprobs(
     *,
     temperature: float,
     want: Collection[WantName],
+    reference: ReferenceLogits | None = None,
     chunk_size: int | None = None,
 ) -> TokenScores:
     """`chunked_logprobs` for a head that is no plain matrix: with LoRA, quantised, or of a user's own making.
@@ -145,6 +163,7 @@ def module_logprobs(
         head_fn: [m, h] -> [m, V] logits as the model's own forward makes them; gradient flows to its parameters.
         temperature: Logits are divided by it.
         want: What to compute beside log-probs, by its name in `TokenScores`.
+        reference: What `full_kl` is the divergence from; None: it is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
 
     Returns:
@@ -155,10 +174,12 @@ def module_logprobs(
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     _check(hidden, targets, temperature, want, chunk_size)
+    ref_log_probs = _ref_log_probs(reference, hidden, temperature)
 
-    def score(rows: Tensor, row_targets: Tensor) -> tuple[Tensor | None, ...]:
-        logits = head_fn(rows)
-        logits = logits.to(_score_dtype(logits))
+    def score(rows: slice) -> tuple[Tensor | None, ...]:
+        row_targets = targets[rows]
+        logits = head_fn(hidden[rows])
+        logits = logits.to(score_dtype(logits))
         log_probs = (logits / temperature).log_softmax(1)
         constant = log_probs.detach()
         return (
@@ -167,27 +188,22 @@ def module_logprobs(
             logits.argmax(1) == row_targets if "correct" in want else None,
             logits.detach().mean(1) if "mean_logit" in want else None,
             _log_sum_of_squares(constant.exp()) if "log_collision" in want else None,
+            None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows)),
         )
 
-    # An empty batch is split into one empty chunk, so that the head's parameters get a gradient, of zeros.
-    parts = [
-        checkpoint(score, rows, row_targets, use_reentrant=False)
-        for rows, row_targets in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
-    ]
-    columns = zip(*parts, strict=True)
-    logprobs, *wanted = (None if column[0] is None else torch.cat(column) for column in columns)
+    # An empty batch is one empty chunk, so that the head's parameters get a gradient, of zeros.
+    slices = slices_of(hidden.shape[0], chunk_size) or [slice(0, 0)]
+    columns = zip(*(checkpoint(score, rows, use_reentrant=False) for rows in slices), strict=True)
+    logprobs, *wanted, divergence = (None if column[0] is None else torch.cat(column) for column in columns)
     assert logprobs is not None
-    return TokenScores(logprobs, *wanted)
+    scores = TokenScores(logprobs, *wanted)
+    return replace(scores, hidden=hidden if "hidden" in want else None, full_kl=divergence)
 
 
 def _log_sum_of_squares(probs: Tensor) -> Tensor:
     """[c] log sum p^2 from [c, V], without another tensor of that size. The sum is at least 1 / V: no underflow."""
     norms: Tensor = torch.linalg.vector_norm(probs, dim=1)
     return norms.log() * 2
-
-
-def _slices(num_rows: int, chunk_size: int) -> list[slice]:
-    return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]
 
 
 def _check(hidden: Tensor, targets: Tensor, temperature: float, want: Collection[WantName], chunk_size: int) -> None:
@@ -202,162 +218,99 @@ def _check(hidden: Tensor, targets: Tensor, temperature: float, want: Collection
         raise ValueError(f"chunk_size={chunk_size}: needs to be >= 1")
 
 
-def _score_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device_type)
-    return torch.promote_types(hidden.dtype, weight.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    scale: float
-    softcap: float | None
-    temperature: float
-    want: frozenset[WantName]
-    chunk_size: int
-    keep_bytes: int
-    product_dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    rows: slice
-    hidden: Tensor  # [c, h] in the dtype of the product
-    product: Tensor  # [c, V] in the dtype of the product; the memory of `logits` if that is the same dtype
-    logits: Tensor  # [c, V] in the dtype of scores, after `_transform`; whoever reads it may overwrite it
-    scratch: Tensor  # [c, V] in the dtype of scores; the memory of `logits` unless asked for
-    probs: Tensor | None  # [c, V] softmax(logits) if it was kept: `logits` is not filled then
-
-
-def _chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: _Plan,
-    *,
-    with_scratch: bool,
-    kept: Tensor | None = None,
-) -> Iterator[_Chunk]:
-    """Chunks in order, all in the same buffers. `weight` and `bias` are in the dtype of the product."""
-    dtype = _score_dtype(hidden)
-    logits = hidden.new_empty(min(plan.chunk_size, hidden.shape[0]), weight.shape[0], dtype=dtype)
-    product = logits if plan.product_dtype == dtype else torch.empty_like(logits, dtype=plan.product_dtype)
-    scratch = torch.empty_like(logits) if with_scratch else logits
-    for rows in _slices(hidden.shape[0], plan.chunk_size):
-        n = rows.stop - rows.start
-        probs = None if kept is None else kept[rows]
-        chunk = _Chunk(rows, hidden[rows].to(plan.product_dtype), product[:n], logits[:n], scratch[:n], probs)
-        if probs is None:
-            _fill(chunk, weight, bias, plan)
-        yield chunk
-
-
-def _fill(chunk: _Chunk, weight: Tensor, bias: Tensor | None, plan: _Plan) -> None:
-    """Make the chunk's logits."""
-    if bias is None:
-        torch.mm(chunk.hidden, weight.t(), out=chunk.product)
-    else:
-        torch.addmm(bias, chunk.hidden, weight.t(), out=chunk.product)
-    if chunk.product.dtype != chunk.logits.dtype:
-        chunk.logits.copy_(chunk.product)
-    _transform(chunk.logits, plan)
-
-
-def _room_for_probs(hidden: Tensor, weight: Tensor, plan: _Plan) -> Tensor | None:
-    """[M, V] if that is small. The gradient of a capped logit is not made of its probability alone."""
-    dtype = _score_dtype(hidden)
-    if plan.softcap is not None or len(hidden) * len(weight) * dtype.itemsize > plan.keep_bytes:
+def _ref_log_probs(
+    reference: ReferenceLogits | None, hidden: Tensor, temperature: float
+) -> Callable[[slice], Tensor] | None:
+    if reference is None:
         return None
-    return hidden.new_empty(len(hidden), len(weight), dtype=dtype)
+    if reference.hidden.shape[:-1] != hidden.shape[:1]:
+        raise ValueError(
+            f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}: need to be [M, h] each"
+        )
+    return reference_log_probs(reference, temperature=temperature, dtype=score_dtype(hidden))
 
 
-def _transform(logits: Tensor, plan: _Plan) -> None:
-    """cap(scale * z) / temperature, in place."""
-    if plan.softcap is not None:
-        logits.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
-    elif plan.scale != plan.temperature:
-        logits.mul_(plan.scale / plan.temperature)
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    names: frozenset[WantName]
+    ref_log_probs: Callable[[slice], Tensor] | None  # [c, V] log q of some rows
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z) and t the target, in each row:
+    """With z = logits / temperature, p = softmax(z), t the target and q the reference's p, in each row:
 
     log p_t = z_t - log sum exp z        d log p_t / d z_j = [j = t] - p_j
     H = log sum exp z - sum p z          d H / d z_j = -p_j (log p_j + H) = p_j (sum p z - z_j)
+    KL = sum p (log p - log q)           d KL / d z_j = p_j (z_j - log q_j - sum p (z - log q))
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        plan: ChunkPlan,
+        wanted: _Wanted,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        want = plan.want
-        logprobs = hidden.new_empty(hidden.shape[0], dtype=_score_dtype(hidden))
-        entropy = torch.empty_like(logprobs) if "entropy" in want else None
-        expected_logits = torch.empty_like(logprobs) if "entropy" in want else None  # sum p z
-        correct = torch.empty_like(targets, dtype=torch.bool) if "correct" in want else None
-        mean_logit = torch.empty_like(logprobs) if "mean_logit" in want else None
-        log_collision = torch.empty_like(logprobs) if "log_collision" in want else None
-        kept = _room_for_probs(hidden, weight, plan)
+        columns = _Columns.empty(hidden, targets, wanted)
+        kept = room_for_probs(hidden, weight, plan)
         with torch.autocast(hidden.device.type, enabled=False):
-            product_weight, product_bias = _in_product_dtype(weight, bias, plan)
-            with_scratch = "entropy" in want and kept is None
-            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch):
-                rows, logits = chunk.rows, chunk.logits
-                target_logits = logits.gather(1, targets[rows, None]).squeeze(1)
-                if correct is not None:
-                    correct[rows] = logits.argmax(1) == targets[rows]
-                if mean_logit is not None and plan.softcap is not None:
-                    mean_logit[rows] = logits.mean(1) * plan.temperature
-                largest = logits.amax(1)
-                probs = torch.softmax(logits, 1, out=chunk.scratch if kept is None else kept[rows])
-                # p = exp(z - log sum exp z) at the largest logit, where it cannot underflow: p >= 1 / V.
-                log_normalizers = largest - probs.amax(1).log()
-                logprobs[rows] = target_logits - log_normalizers
-                if log_collision is not None:
-                    log_collision[rows] = _log_sum_of_squares(probs)
-                if entropy is not None and expected_logits is not None:
-                    expected_logits[rows] = logits.mul_(probs).sum(1)
-                    entropy[rows] = log_normalizers - expected_logits[rows]
+            product_weight, product_bias = in_product_dtype(weight, bias, plan)
+            # The divergence reads logits beside probabilities, as the entropy does.
+            with_scratch = kept is None and (columns.entropy is not None or columns.full_kl is not None)
+            for chunk in chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch):
+                columns.fill(
+                    chunk, targets[chunk.rows], chunk.scratch if kept is None else kept[chunk.rows], plan, wanted
+                )
+            mean_logit = columns.mean_logit
             if mean_logit is not None and plan.softcap is None:
                 mean_logit = _mean_logit(hidden, weight, bias, plan.scale)
-        ctx.mark_non_differentiable(*(x for x in (correct, mean_logit, log_collision) if x is not None))
-        ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias, targets, expected_logits, kept)
-        return logprobs, entropy, correct, mean_logit, log_collision
+        ctx.mark_non_differentiable(
+            *(x for x in (columns.correct, mean_logit, columns.log_collision) if x is not None)
+        )
+        ctx.plan, ctx.wanted = plan, wanted
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, columns.expected_logits, columns.expected_differences, kept
+        )
+        return (
+            columns.logprobs,
+            columns.entropy,
+            columns.correct,
+            mean_logit,
+            columns.log_collision,
+            columns.full_kl,
+        )
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, targets, expected_logits, kept = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        dtype = _score_dtype(hidden)
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *others: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, bias, targets, expected_logits, expected_differences, kept = ctx.saved_tensors
+        plan: ChunkPlan = ctx.plan
+        wanted: _Wanted = ctx.wanted
+        dtype = score_dtype(hidden)
         grad_hidden, grad_weight, grad_bias = (
             # Sums over tokens: kept in the dtype of scores however many chunks there are.
             torch.zeros_like(tensor, dtype=dtype) if is_needed else None
             for tensor, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
         )
-        if grad_logprobs is None:
-            grad_logprobs = hidden.new_zeros(hidden.shape[0], dtype=dtype)
-        offsets = -grad_logprobs if grad_entropy is None else grad_entropy * expected_logits - grad_logprobs
+        grads = _RowGrads.of(
+            hidden.new_zeros(hidden.shape[0], dtype=dtype) if grad_logprobs is None else grad_logprobs,
+            (grad_entropy, expected_logits),
+            (others[-1], expected_differences),
+        )
         with torch.autocast(hidden.device.type, enabled=False):
-            product_weight, product_bias = _in_product_dtype(weight, bias, plan)
-            if grad_entropy is not None:
-                kept = None  # its gradient reads the logits
-            with_scratch = grad_entropy is not None
-            for chunk in _chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch, kept=kept):
+            product_weight, product_bias = in_product_dtype(weight, bias, plan)
+            with_scratch = grads.logits is not None
+            if with_scratch:
+                kept = None  # that gradient reads the logits
+            for chunk in chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch, kept=kept):
                 rows = chunk.rows
-                grads = _RowGrads(
-                    grad_logprobs[rows], offsets[rows], None if grad_entropy is None else grad_entropy[rows]
-                )
-                _logits_to_grad(chunk, targets[rows], grads, plan)
+                _logits_to_grad(chunk, targets[rows], grads[rows], plan, wanted)
                 if grad_bias is not None:
                     grad_bias += chunk.logits.sum(0)
                 if chunk.product.dtype != dtype:
@@ -365,46 +318,122 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[rows] = chunk.product @ product_weight
                 if grad_weight is not None:
-                    _add_product(grad_weight, chunk.product.t(), chunk.hidden)
+                    add_product(grad_weight, chunk.product.t(), chunk.hidden)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             None,
+            None,
         )
 
 
-def _in_product_dtype(weight: Tensor, bias: Tensor | None, plan: _Plan) -> tuple[Tensor, Tensor | None]:
-    return weight.to(plan.product_dtype), None if bias is None else bias.to(plan.product_dtype)
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """[M] results, filled chunk by chunk; None: not wanted."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    expected_logits: Tensor | None  # sum p z, for the gradient of entropy
+    correct: Tensor | None
+    mean_logit: Tensor | None
+    log_collision: Tensor | None
+    full_kl: Tensor | None
+    expected_differences: Tensor | None  # sum p (z - log q), for the gradient of full_kl
+
+    @classmethod
+    def empty(cls, hidden: Tensor, targets: Tensor, wanted: _Wanted) -> Self:
+        def column(is_wanted: bool) -> Tensor | None:
+            return hidden.new_empty(hidden.shape[0], dtype=score_dtype(hidden)) if is_wanted else None
+
+        want, has_reference = wanted.names, wanted.ref_log_probs is not None
+        logprobs = column(True)
+        assert logprobs is not None
+        return cls(
+            logprobs=logprobs,
+            entropy=column("entropy" in want),
+            expected_logits=column("entropy" in want),
+            correct=torch.empty_like(targets, dtype=torch.bool) if "correct" in want else None,
+            mean_logit=column("mean_logit" in want),
+            log_collision=column("log_collision" in want),
+            full_kl=column(has_reference),
+            expected_differences=column(has_reference),
+        )
+
+    def fill(self, chunk: Chunk, targets: Tensor, room: Tensor, plan: ChunkPlan, wanted: _Wanted) -> None:
+        """The rows of a chunk, whose probabilities go to `room`; its logits are overwritten."""
+        rows, logits = chunk.rows, chunk.logits
+        target_logits = logits.gather(1, targets[:, None]).squeeze(1)
+        if self.correct is not None:
+            self.correct[rows] = logits.argmax(1) == targets
+        if self.mean_logit is not None and plan.softcap is not None:
+            self.mean_logit[rows] = logits.mean(1) * plan.temperature
+        largest = logits.amax(1)
+        probs = torch.softmax(logits, 1, out=room)
+        # p = exp(z - log sum exp z) at the largest logit, where it cannot underflow: p >= 1 / V.
+        log_normalizers = largest - probs.amax(1).log()
+        self.logprobs[rows] = target_logits - log_normalizers
+        if self.log_collision is not None:
+            self.log_collision[rows] = _log_sum_of_squares(probs)
+        if self.full_kl is not None and self.expected_differences is not None and wanted.ref_log_probs is not None:
+            log_ref = wanted.ref_log_probs(rows)
+            check_same_shape(logits=logits, reference_logits=log_ref)
+            # log p - log q before the sum: small where the two are close, so that no digits are lost.
+            differences = log_ref.neg_().add_(logits).sub_(log_normalizers[:, None])
+            self.full_kl[rows] = differences.mul_(probs).sum(1)
+            self.expected_differences[rows] = self.full_kl[rows] + log_normalizers
+        if self.entropy is not None and self.expected_logits is not None:
+            self.expected_logits[rows] = logits.mul_(probs).sum(1)
+            self.entropy[rows] = log_normalizers - self.expected_logits[rows]
 
 
 @dataclass(frozen=True, slots=True)
 class _RowGrads:
+    """Gradients of some rows; that of z_j: p_j (logits z_j - differences log q_j + offsets) + [j = t] logprobs."""
+
     logprobs: Tensor  # [c]
-    offsets: Tensor  # [c], entropy * sum p z - logprobs
-    entropy: Tensor | None  # [c]
+    offsets: Tensor  # [c]
+    logits: Tensor | None  # [c]; None: 0
+    differences: Tensor | None  # [c], of full_kl; None: 0
+
+    @classmethod
+    def of(
+        cls, logprobs: Tensor, entropy: tuple[Tensor | None, Tensor], full_kl: tuple[Tensor | None, Tensor]
+    ) -> Self:
+        """From the gradients of the results, and what those of the last two need; see `_ChunkedLogprobs`."""
+        (grad_entropy, expected_logits), (grad_kl, expected_differences) = entropy, full_kl
+        offsets, logits = -logprobs, None
+        if grad_entropy is not None:
+            offsets, logits = offsets + grad_entropy * expected_logits, -grad_entropy
+        if grad_kl is not None:
+            offsets = offsets - grad_kl * expected_differences
+            logits = grad_kl if logits is None else logits + grad_kl
+        return cls(logprobs, offsets, logits, grad_kl)
+
+    def __getitem__(self, rows: slice) -> Self:
+        return type(self)(
+            self.logprobs[rows],
+            self.offsets[rows],
+            None if self.logits is None else self.logits[rows],
+            None if self.differences is None else self.differences[rows],
+        )
 
 
-def _logits_to_grad(chunk: _Chunk, targets: Tensor, grads: _RowGrads, plan: _Plan) -> None:
+def _logits_to_grad(chunk: Chunk, targets: Tensor, grads: _RowGrads, plan: ChunkPlan, wanted: _Wanted) -> None:
     """Replace the chunk's logits by the gradient of what they were before `_transform`."""
     logits = chunk.logits
     slope = None if plan.softcap is None else 1 - (logits * (plan.temperature / plan.softcap)).square_()
     probs = torch.softmax(logits, 1, out=chunk.scratch) if chunk.probs is None else chunk.probs
-    if grads.entropy is None:
+    if grads.logits is None:
         torch.mul(probs, grads.offsets[:, None], out=logits)
     else:
-        logits.mul_(-grads.entropy[:, None]).add_(grads.offsets[:, None]).mul_(probs)
+        logits.mul_(grads.logits[:, None])
+        if grads.differences is not None and wanted.ref_log_probs is not None:
+            logits.addcmul_(wanted.ref_log_probs(chunk.rows), grads.differences[:, None], value=-1)
+        logits.add_(grads.offsets[:, None]).mul_(probs)
     logits.scatter_add_(1, targets[:, None], grads.logprobs[:, None])
     if slope is not None:
         logits.mul_(slope)
     if plan.scale != plan.temperature:
         logits.mul_(plan.scale / plan.temperature)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to a total that may have a wider dtype."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ def token_logprobs(
     temperature: float = 1.0,
     want: Collection[WantName] = (),
     plan: Plan = "auto",
+    reference_logits: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenScores:
     """Log softmax(logits / temperature) at every trainable response token, with gradients.
 
@@ -51,12 +52,15 @@ def token_logprobs(
         temperature: > 0, divides the logits.
         want: What to compute beside log-probs, by its name in `TokenScores`.
         plan: How the rows are laid out.
+        reference_logits: `Reference.logits`, for `full_kl` from the reference whose hidden states the batch carries.
     Returns:
         [N] float32 nats, and what is wanted, aligned with `batch.response_ids`; 0 or False where `batch.trainable` is
-        False. Connected to every parameter that the pass uses, even if nothing is trainable.
+        False. Hidden states are [N, h] in the model's dtype. Connected to every parameter that the pass uses, even if
+        nothing is trainable.
     Raises:
-        ConfigError: The plan asked for does not work for this model, or the model is no causal language model.
-        ValueError: The batch has no rows.
+        ConfigError: The plan asked for does not work for this model, the model is no causal language model, or its
+            hidden states are wanted and cannot be read.
+        ValueError: The batch has no rows, or no `ref_hidden` that `reference_logits` could read.
     """
     if is_classifier(inner_model(model)):
         raise ConfigError(
@@ -71,15 +75,16 @@ def token_logprobs(
         temperature=temperature,
         want=want,
         own_logits=verdict.own_logits,
+        reference_logits=reference_logits,
     )
     return _spread(scored, batch.num_tokens)
 
 
 def _spread(scored: ScoredTokens, num_tokens: int) -> TokenScores:
-    """[N] from [M], with 0 or False at the other tokens."""
+    """[N, ...] from [M, ...], with 0 or False at the other tokens."""
 
     def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(num_tokens).index_copy(0, scored.positions, values)
+        return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, scored.positions, values)
 
     values = {field.name: getattr(scored.scores, field.name) for field in fields(TokenScores)}
     return TokenScores(**{name: spread(tensor) for name, tensor in values.items() if tensor is not None})

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.func import functional_call
 
 from prefrl.errors import ConfigError
+from prefrl.losses.logprobs import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.modes import eval_mode
-from prefrl.models.scoring import inner_model
+from prefrl.models.scoring import head_logits, inner_model, output_head
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,14 +32,29 @@ if TYPE_CHECKING:
     from prefrl.models.forward import Plan
     from prefrl.types import TokenBatch
 
-__all__ = ["Reference", "logprobs_in_pieces", "make_reference"]
+__all__ = ["Reference", "logprobs_in_pieces", "make_reference", "scores_in_pieces"]
 
 
 class Reference(Protocol):
     """Scores tokens under the reference weights."""
 
     def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
-        """[N] float32 nats, no gradient, see `logprobs_in_pieces`; the policy is as before afterwards."""
+        """[N] float32 nats, no gradient, see `scores_in_pieces`; the policy is as before afterwards."""
+        ...
+
+    def scores(
+        self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None, want: Collection[WantName] = ()
+    ) -> TokenScores:
+        """`logprobs`, and what is wanted beside them in the same pass, such as the hidden states for `logits`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[m, V] logits before temperature, no gradient, of [m, h] hidden states that `scores` gave.
+
+        It reads the head alone, and may be called inside the policy's own forward and backward pass; for
+        `token_logprobs(..., reference_logits=reference.logits)`. The hidden states and the head belong together: what
+        was stored before a `mix` is of no use after it.
+        """
         ...
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
@@ -98,10 +117,16 @@ def make_reference(
     return kind(model, plan)
 
 
-def logprobs_in_pieces(
-    model: nn.Module, batch: TokenBatch, *, temperature: float, max_tokens: int | None, plan: Plan = "auto"
-) -> Tensor:
-    """Log-probs of the response tokens without gradient, in passes of at most `max_tokens` forward tokens.
+def scores_in_pieces(
+    model: nn.Module,
+    batch: TokenBatch,
+    *,
+    temperature: float,
+    max_tokens: int | None,
+    plan: Plan = "auto",
+    want: Collection[WantName] = (),
+) -> TokenScores:
+    """Scores of the response tokens without gradient, in passes of at most `max_tokens` forward tokens.
 
     Args:
         model: Scored in the mode that it is in.
@@ -109,26 +134,43 @@ def logprobs_in_pieces(
         temperature: Of the distribution scored.
         max_tokens: In one pass; a longer row is a pass of its own. None: one pass.
         plan: How a pass lays out its rows.
+        want: What to compute beside log-probs, by its name in `TokenScores`.
 
     Returns:
-        [N] float32 nats, in the batch's order; 0 where `batch.trainable` is False.
+        [N] float32 nats, and what is wanted, in the batch's order; 0 where `batch.trainable` is False.
+
+    Raises:
+        ConfigError: Hidden states are wanted, and the model's cannot be read.
     """
+    # Rows travel with their number, so that they can be put back in order.
+    numbered = batch.replace(group_index=tuple(range(batch.num_rows)))
+    pieces = [numbered] if max_tokens is None else numbered.split(max_tokens)
     with torch.no_grad():
-        if max_tokens is None:
-            return token_logprobs(model, batch, temperature=temperature, plan=plan).logprobs
-        # Rows travel with their number, so that they can be put back in order.
-        numbered = batch.replace(group_index=tuple(range(batch.num_rows)))
-        rows: dict[int, Tensor] = {}
-        for piece in numbered.split(max_tokens):
-            scores = token_logprobs(model, piece, temperature=temperature, plan=plan).logprobs
-            rows.update(zip(piece.group_index, torch.split(scores, list(piece.response_lengths)), strict=True))
-        return torch.cat([rows[row] for row in range(batch.num_rows)])
+        scores = [token_logprobs(model, piece, temperature=temperature, want=want, plan=plan) for piece in pieces]
+    columns = {field.name: [getattr(each, field.name) for each in scores] for field in fields(TokenScores)}
+    return TokenScores(**{name: _in_order(pieces, parts) for name, parts in columns.items() if parts[0] is not None})
+
+
+def _in_order(pieces: list[TokenBatch], parts: list[Tensor]) -> Tensor:
+    """[N, ...] from what belongs to each piece, whose `group_index` numbers the rows."""
+    rows: dict[int, Tensor] = {}
+    for piece, part in zip(pieces, parts, strict=True):
+        rows.update(zip(piece.group_index, torch.split(part, list(piece.response_lengths)), strict=True))
+    return torch.cat([rows[row] for row in range(len(rows))])
+
+
+def logprobs_in_pieces(
+    model: nn.Module, batch: TokenBatch, *, temperature: float, max_tokens: int | None, plan: Plan = "auto"
+) -> Tensor:
+    """The log-probs of `scores_in_pieces`, [N]."""
+    return scores_in_pieces(model, batch, temperature=temperature, max_tokens=max_tokens, plan=plan).logprobs
 
 
 class _Base(ABC):
     """What references have in common, wherever they keep their weights."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        self._model = model
         self._plan = plan
         self._fingerprint: str | None = None
 
@@ -137,11 +179,29 @@ class _Base(ABC):
         """A model with the reference weights; whatever was changed for that is put back at the end."""
 
     @abstractmethod
+    def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        """What `head`, that of the model, gives with the reference weights; nothing is changed for that."""
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Tensor]: ...
 
     def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
+        return self.scores(batch, temperature=temperature, max_tokens=max_tokens).logprobs
+
+    def scores(
+        self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None, want: Collection[WantName] = ()
+    ) -> TokenScores:
         with self._in_place() as model, eval_mode(model):
-            return logprobs_in_pieces(model, batch, temperature=temperature, max_tokens=max_tokens, plan=self._plan)
+            return scores_in_pieces(
+                model, batch, temperature=temperature, max_tokens=max_tokens, plan=self._plan, want=want
+            )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        inner = inner_model(self._model)
+        head = output_head(inner)
+        assert head is not None, "a model without a head does not score tokens"
+        with torch.no_grad(), eval_mode(head):
+            return head_logits(inner, partial(self._head, head), hidden)
 
     def fingerprint(self) -> str:
         if self._fingerprint is None:
@@ -161,18 +221,27 @@ class _Base(ABC):
 class _Separate(_Base):
     """A model of its own: a copy of the policy, or one that the user gave."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
-        super().__init__(plan)
-        self._model = model
+    def scores(
+        self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None, want: Collection[WantName] = ()
+    ) -> TokenScores:
+        self._go_to(batch.device)
+        return super().scores(batch, temperature=temperature, max_tokens=max_tokens, want=want)
 
-    def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
-        # Models that are spread over devices or quantised refuse to be moved, also to where they are.
-        if self._model.device != batch.device:
-            self._model.to(batch.device)
-        return super().logprobs(batch, temperature=temperature, max_tokens=max_tokens)
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._go_to(hidden.device)
+        return super().logits(hidden)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def _go_to(self, device: torch.device) -> None:
+        # Models that are spread over devices or quantised refuse to be moved, also to where they are.
+        if self._model.device != device:
+            self._model.to(device)
+
+    def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        logits: Tensor = head(hidden)
+        return logits
 
     @contextmanager
     def _in_place(self) -> Iterator[PreTrainedModel]:
@@ -182,10 +251,6 @@ class _Separate(_Base):
 class _AdapterOff(_Base):
     """The policy with its adapter off; right for an adapter that changed nothing at construction."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
-        super().__init__(plan)
-        self._model = model
-
     def mix(self, policy: nn.Module, alpha: float) -> None:
         raise ConfigError(
             "sync_ref_model=True: this reference is the model with its adapter off, which cannot move. Make it with "
@@ -194,6 +259,10 @@ class _AdapterOff(_Base):
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}
+
+    def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        logits: Tensor = _without_adapter(head)(hidden)
+        return logits
 
     @contextmanager
     def _in_place(self) -> Iterator[PreTrainedModel]:
@@ -214,14 +283,26 @@ class _Swapped(_Base):
     """
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
-        super().__init__(plan)
-        self._model = model
+        super().__init__(model, plan)
         self._weights = {
             name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad
         }
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._weights)
+
+    def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        weights = {own: self._weights[name].to(hidden.device) for own, name in self._names_in_head.items()}
+        logits: Tensor = functional_call(head, weights, (hidden,))
+        return logits
+
+    @cached_property
+    def _names_in_head(self) -> dict[str, str]:
+        """The weights that the head has, also if it shares them: their names there and here."""
+        head = output_head(inner_model(self._model))
+        assert head is not None, "a model without a head does not score tokens"
+        names = {id(parameter): name for name, parameter in self._model.named_parameters() if name in self._weights}
+        return {own: names[id(p)] for own, p in head.named_parameters() if id(p) in names}
 
     @contextmanager
     def _in_place(self) -> Iterator[PreTrainedModel]:
@@ -234,6 +315,12 @@ class _Swapped(_Base):
         finally:
             for name, data in current.items():
                 parameters[name].data = data
+
+
+def _without_adapter(module: nn.Module) -> nn.Module:
+    """The base model's own module in a layer of an adapter that changes nothing: peft wraps it in no other way."""
+    inner = module._modules.get("base_layer")
+    return module if inner is None else _without_adapter(inner)
 
 
 def _check_given(model: PreTrainedModel, given: PreTrainedModel, *, beta: float, moves: bool) -> None:

@@ -12,6 +12,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
+from prefrl.losses.full_kl import ReferenceLogits
 from prefrl.losses.logprobs import Head, TokenScores, WantName, chunked_logprobs, module_logprobs
 from prefrl.models.attention import LAYOUT_KWARG, Layout, mask_placeholder
 
@@ -36,12 +38,15 @@ __all__ = [
     "ScoredSequences",
     "ScoredTokens",
     "ScoringState",
+    "head_logits",
     "inner_model",
     "is_classifier",
     "logit_transform",
     "output_head",
     "pad_token_id",
+    "predicting",
     "prepare_for_scoring",
+    "read_out",
     "score_sequences",
     "score_tokens",
     "user_model",
@@ -197,13 +202,40 @@ def score_tokens(
     temperature: float,
     want: Collection[WantName],
     own_logits: bool,
+    reference_logits: Callable[[Tensor], Tensor] | None = None,
 ) -> ScoredTokens:
-    """Score the trainable tokens of `batch`, laid out as `inputs`, with a causal language model."""
+    """Score the trainable tokens of `batch`, laid out as `inputs`, with a causal language model.
+
+    Raises:
+        ConfigError: Hidden states are wanted, and the model's log-probs come from its own logits.
+        ValueError: `reference_logits` is given, and the batch has no `ref_hidden` that it could read.
+    """
+    if own_logits and "hidden" in want:
+        raise ConfigError(
+            f"hidden states of {type(inner_model(model)).__name__} cannot be read: its log-probs come from its own "
+            "logits, because its head does more than its config tells. What reads hidden states, a critic on the "
+            'policy\'s trunk or the reference of a KL divergence over the vocabulary ("full"), needs another model.'
+        )
     positions = batch.trainable_positions
-    readout = _TokenReadout(batch.response_ids[positions], temperature, want)
-    output = _read_out(model, inputs, inputs.predictors[positions], readout, own_logits=own_logits)
+    reference = _reference_of(batch, reference_logits)
+    readout = _TokenReadout(batch.response_ids[positions], temperature, want, reference)
+    output = read_out(model, inputs, inputs.predictors[positions], readout, own_logits=own_logits)
     scores = TokenScores(**{field.name: output[field.name] for field in fields(TokenScores) if field.name in output})
+    if reference_logits is not None and reference is None:
+        scores = replace(scores, full_kl=scores.logprobs)  # of no token
     return ScoredTokens(scores, positions, output["compute_dtype"])
+
+
+def _reference_of(batch: TokenBatch, head: Callable[[Tensor], Tensor] | None) -> ReferenceLogits | None:
+    """What the policy is compared with at the batch's trainable tokens; None: nothing, or an idle batch."""
+    if head is None or (batch.ref_hidden is None and batch.num_trainable == 0):
+        return None
+    if batch.ref_hidden is None:
+        raise ValueError(
+            "ref_hidden=None: the divergence from the reference needs its hidden states. Store those that "
+            'Reference.scores(batch, want=("hidden",)) gives.'
+        )
+    return ReferenceLogits(batch.ref_hidden[batch.trainable_positions], head)
 
 
 def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *, own_logits: bool) -> ScoredSequences:
@@ -213,7 +245,7 @@ def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *,
     # No response's last token is fed: what would predict it is the last token that is.
     markers = torch.tensor([stop - 1 for stop in accumulate(batch.response_lengths)])
     predictors = inputs.predictors[markers.to(batch.device, non_blocking=True)]
-    output = _read_out(model, inputs, predictors, _sequence_readout, own_logits=own_logits)
+    output = read_out(model, inputs, predictors, _sequence_readout, own_logits=own_logits)
     return ScoredSequences(output["scores"], output["compute_dtype"])
 
 
@@ -224,7 +256,7 @@ def _with_own_padding(inputs: ModelInputs, token: int | None) -> ModelInputs:
     return replace(inputs, input_ids=inputs.input_ids.masked_fill(inputs.attention_mask == 0, token))
 
 
-def _read_out(
+def read_out(
     model: nn.Module, inputs: ModelInputs, predictors: Tensor, readout: Readout, *, own_logits: bool
 ) -> dict[str, Any]:
     """Run the (prepared, possibly wrapped) model on `inputs`: what `readout` gives, and `compute_dtype`."""
@@ -254,7 +286,7 @@ def _hidden_states(model: PreTrainedModel, request: ScoringRequest, inputs: dict
     return hidden
 
 
-def _predicting(output: Tensor, request: ScoringRequest) -> Tensor:
+def predicting(output: Tensor, request: ScoringRequest) -> Tensor:
     """[M, ...] outputs at the predicting positions. PEFT may have put virtual tokens in front of each row."""
     return output[:, -request.width :].flatten(0, 1)[request.predictors]
 
@@ -266,27 +298,36 @@ class _TokenReadout:
     targets: Tensor  # [M] int64
     temperature: float
     want: Collection[WantName]
+    reference: ReferenceLogits | None
 
     def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
-        rows = _predicting(output, request)
+        rows = predicting(output, request)
         scores = self._scores(model, None if request.own_logits else output_head(model), rows)
         values = {field.name: getattr(scores, field.name) for field in fields(TokenScores)}
         return {name: tensor for name, tensor in values.items() if tensor is not None}
 
     def _scores(self, model: PreTrainedModel, head: nn.Module | None, rows: Tensor) -> TokenScores:
-        options: dict[str, Any] = {"temperature": self.temperature, "want": self.want}
+        options: dict[str, Any] = {
+            "temperature": self.temperature,
+            "want": self.want,
+            "reference": self.reference,
+        }
         if head is None:
             return module_logprobs(rows, self.targets, _identity, **options)
-        scale, softcap = logit_transform(model)
         if _is_bare_linear(head):
+            scale, softcap = logit_transform(model)
             linear = Head(head.weight, head.bias, scale=scale, softcap=softcap)
             return chunked_logprobs(rows, self.targets, linear, **options)
+        return module_logprobs(rows, self.targets, partial(head_logits, model, head), **options)
 
-        def transformed_head(hidden: Tensor) -> Tensor:
-            logits: Tensor = head(hidden) * scale
-            return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-        return module_logprobs(rows, self.targets, transformed_head, **options)
+def head_logits(model: PreTrainedModel, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """[m, V] logits before temperature: `head` in the place of the model's own, and what its forward does after it."""
+    scale, softcap = logit_transform(model)
+    logits = head(hidden)
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _sequence_readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
@@ -294,7 +335,7 @@ def _sequence_readout(model: PreTrainedModel, output: Tensor, request: ScoringRe
     head = output_head(model)
     if request.own_logits or head is None:
         return {"scores": output.float()}
-    return {"scores": head(_predicting(output, request)).float()}
+    return {"scores": head(predicting(output, request)).float()}
 
 
 def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from prefrl.rewards.answers import numeric_reward
 from prefrl.rewards.base import RewardFunction, RewardSource
+from prefrl.rewards.judge import PairwiseJudge, get_judge_reward
 from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from prefrl.rewards.model import ModelReward
 from prefrl.rewards.runner import RewardRunner, RewardScores
@@ -18,6 +19,7 @@ from prefrl.rewards.shape import (
 __all__ = [
     "REWARD_FUNCTIONS",
     "ModelReward",
+    "PairwiseJudge",
     "RewardFunction",
     "RewardRunner",
     "RewardScores",
@@ -25,6 +27,7 @@ __all__ = [
     "accuracy_reward",
     "format_reward",
     "get_cosine_scaled_reward",
+    "get_judge_reward",
     "get_length_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",

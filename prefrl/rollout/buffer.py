@@ -80,7 +80,8 @@ class RolloutBuffer:
             batches = []
             for j, batch in enumerate(minibatch.micro_batches):
                 tensors |= {f"{i}.{j}.{name}": tensor.contiguous() for name, tensor in batch.tensors().items()}
-                batches.append({name: list(getattr(batch, name)) for name in _HOST_FIELDS})
+                host = {name: getattr(batch, name) for name in _HOST_FIELDS}
+                batches.append({name: list(values) for name, values in host.items() if values is not None})
             layout.append({"micro_batches": batches, "num_items": minibatch.num_items})
         state = {"position": self.position if layout else 0, "num_iterations": self.num_iterations}
         save_file(tensors, path, metadata={"layout": json.dumps(layout), "state": json.dumps(state)})
@@ -115,4 +116,4 @@ def _batch(host: dict[str, list[int]], tensors: dict[str, Tensor], prefix: str) 
     return TokenBatch(**values)
 
 
-_HOST_FIELDS = tuple(f.name for f in fields(TokenBatch) if f.type == "tuple[int, ...]")
+_HOST_FIELDS = (*(f.name for f in fields(TokenBatch) if f.type == "tuple[int, ...]"), "is_preferred")

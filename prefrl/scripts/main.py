@@ -18,6 +18,7 @@ __all__ = ["main"]
 _OTHERS = {
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
     "soup": "average checkpoints",
+    "verify": "what a loss, an advantage or a KL estimate of your own does on average, computed exactly",
     "vllm-serve": "serve a model for trainers, with vLLM in an environment of its own",
 }
 

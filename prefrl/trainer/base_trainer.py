@@ -22,7 +22,7 @@ from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_o
 from prefrl.models.load import load_model, load_tokenizer
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
-from prefrl.models.reference import logprobs_in_pieces, make_reference
+from prefrl.models.reference import make_reference, scores_in_pieces
 from prefrl.trainer.callbacks.sync_reference import SyncReference
 from prefrl.trainer.model_card import write_model_card
 from prefrl.trainer.step_account import EndOfOptimizerPhase, StepAccount, StepFlops
@@ -166,34 +166,48 @@ class BaseTrainer(Trainer):
         if self.reference is not None and self.account.flops is not None:
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
             self.account.flops.reference = cost
-            self.reference_logprobs(self._idle_batch())  # as for the policy: the check of the first use
+            self.reference_logprobs(self.idle_batch())  # as for the policy: the check of the first use
         if options.sync_ref_model and self.reference is not None:
             alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
             self.add_callback(SyncReference(self.reference, alpha=alpha, steps=steps))
             self._reference_moves = True
 
-    def reference_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
-        """[N] log-probs under the reference, in passes of at most `max_tokens`; None: the budget of a micro-batch."""
+    def reference_scores(
+        self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
+    ) -> TokenScores:
+        """[N] scores under the reference, in passes of at most `max_tokens`; None: the budget of a micro-batch."""
         assert self.reference is not None
         with self.account.scoring("reference", batch), self.accelerator.autocast():
-            logprobs = self.reference.logprobs(
+            scores = self.reference.scores(
                 batch.to(self.args.device),
                 temperature=self.scoring_temperature,
                 max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
+                want=want,
             )
-        return logprobs.to(batch.device)
+        return scores.to(batch.device)
 
-    def frozen_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
-        """[N] log-probs under the policy as it is now, without gradient or dropout; see `reference_logprobs`."""
+    def reference_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
+        """[N] log-probs of `reference_scores`."""
+        return self.reference_scores(batch, max_tokens=max_tokens).logprobs
+
+    def frozen_scores(
+        self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
+    ) -> TokenScores:
+        """[N] scores under the policy as it is now, without gradient or dropout; see `reference_scores`."""
         with self.account.scoring("old_policy", batch), eval_mode(self.policy), self.accelerator.autocast():
-            logprobs = logprobs_in_pieces(
+            scores = scores_in_pieces(
                 self.policy,
                 batch.to(self.args.device),
                 temperature=self.scoring_temperature,
                 max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
                 plan=self.args.forward_plan,
+                want=want,
             )
-        return logprobs.to(batch.device)
+        return scores.to(batch.device)
+
+    def frozen_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
+        """[N] log-probs of `frozen_scores`."""
+        return self.frozen_scores(batch, max_tokens=max_tokens).logprobs
 
     def no_grad_budget(self, micro_batches: Sequence[TokenBatch]) -> int:
         """Forward tokens that a pass without gradients may hold where these are the passes with gradients."""
@@ -208,7 +222,12 @@ class BaseTrainer(Trainer):
     def score(self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName]) -> TokenScores:
         """[N] log-probs of the response tokens, at the temperature that they were sampled with."""
         return token_logprobs(
-            model, batch, temperature=self.scoring_temperature, want=want, plan=self.args.forward_plan
+            model,
+            batch,
+            temperature=self.scoring_temperature,
+            want=want,
+            plan=self.args.forward_plan,
+            reference_logits=None if self.reference is None or batch.ref_hidden is None else self.reference.logits,
         )
 
     @property
@@ -231,14 +250,14 @@ class BaseTrainer(Trainer):
         self.state.num_input_tokens_seen += int(num_tokens)
         # ZeRO and FSDP gather weights in every forward: all ranks run the same number of them.
         (num_forwards,) = distributed.max_over_ranks([max(len(micro_batches), 1)], device)
-        micro_batches += [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
+        micro_batches += [self.idle_batch()] * (int(num_forwards) - len(micro_batches))
         return [[] for _ in items[1:]] + [micro_batches], total_count
 
     def tokens_seen(self, batch: TokenBatch) -> int:
         """Tokens of all rows, each with its prompt."""
         return batch.num_tokens + sum(batch.prompt_lengths[i] for i in batch.prompt_index)
 
-    def _idle_batch(self) -> TokenBatch:
+    def idle_batch(self) -> TokenBatch:
         """One token without a loss: a forward and backward pass with zero gradients for every parameter."""
         token = self.processing_class.pad_token_id
         return flat_batch([[token]], [[token]], trainable=[[False]]).replace(is_idle=True)

@@ -3,92 +3,104 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from annotated_types import Gt
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.online_config import OnlineConfig, PolicyLossOptions, RewardOptions, SamplingOptions
-from prefrl.trainer.reference_config import ReferenceOptions
-from prefrl.trainer.vllm_options import VLLMOptions
+from prefrl.losses.advantages import ADVANTAGES
+from prefrl.trainer.options import opt
+from prefrl.trainer.policy_gradient_config import GroupOptions, PolicyGradientConfig
+from prefrl.trainer.presets import PRESETS
+from prefrl.trainer.rollout_options import refuse_unless
 
 __all__ = ["GRPOConfig"]
 
-# Aggregations whose advantages depend on their own group alone.
-_BY_GROUP = ("sum_then_normalize",)
-
 
 @dataclass
-class GRPOConfig(PolicyLossOptions, SamplingOptions, VLLMOptions, RewardOptions, ReferenceOptions, OnlineConfig):
+class GRPOConfig(GroupOptions, PolicyGradientConfig):
     """Options of `GRPOTrainer`."""
+
+    advantage_estimator: Literal[
+        "grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "maxrl", "optimal_token_baseline"
+    ] = opt(
+        "grpo", "How much better than others a completion is: what is subtracted from its reward, see docs/losses.md."
+    )
+
+    f_norm: Annotated[float, Gt(0)] = opt(1.0, "gpg: what advantages are divided by.")
+    zero_tail: bool = opt(
+        True, "optimal_token_baseline: tokens that one completion of a prompt alone has reached have no baseline."
+    )
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> Self:
+        """The options of a paper's algorithm, and others of the user's, which win.
+
+        Args:
+            name: In `PRESETS`: "deepseekmath", "dr_grpo", "dapo", "gspo", "cispo", ...
+            options: Any options of the config.
+
+        Raises:
+            ConfigError: There is no preset of this name, or options that cannot work together.
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"preset {name!r}: must be one of {', '.join(map(repr, PRESETS))}")
+        return cls(**{**PRESETS[name].options, **options})
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         if isinstance(self.scale_rewards, bool):  # the names before there was "batch"
             self.scale_rewards = "group" if self.scale_rewards else "none"
         super().validate()
-        self._validate_groups()
-        self._validate_clipping()
-        self.validate_reference()
-        self.validate_vllm()
-        self._validate_generation_mode()
+        self._validate_estimator()
+        if self.multi_objective_aggregation == "normalize_then_sum" and (
+            self.shapes_rewards or self.kl_in == "reward"
+        ):
+            raise ConfigError(
+                "multi_objective_aggregation='normalize_then_sum' normalises each reward, and kl_in='reward', "
+                "reward_clip_range, missing_eos_penalty, normalize_rewards and stop_properly_penalty_coef change "
+                "their total. Use 'sum_then_normalize', or leave these out."
+            )
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
             raise ConfigError(
                 f"scale_rewards={self.scale_rewards!r} has no effect with "
                 "multi_objective_aggregation='normalize_then_sum', which normalises by group and then by batch. Use "
                 "scale_rewards='group'."
             )
-        if self.filter_overlong_prompts and self.max_prompt_length is None:
-            raise ConfigError(
-                "filter_overlong_prompts=True with max_prompt_length=None: no prompt is too long. Set it."
-            )
 
-    def _validate_groups(self) -> None:
-        if self.num_generations < 2:
+    def _validate_estimator(self) -> None:
+        if self.num_generations < 2 and self.advantage_estimator != "remax":
             raise ConfigError(
                 f"num_generations={self.num_generations}: group advantages need at least 2 completions of a prompt. "
                 "Set num_generations>=2."
             )
-        if self.completions_per_rank % self.num_generations:
-            nearest = max(1, round(self.completions_per_rank / self.num_generations)) * self.num_generations
+        read = {name: ADVANTAGES[name].hyperparameters for name in ADVANTAGES}
+        for name in ("scale_rewards", "multi_objective_aggregation", "f_norm", "zero_tail"):
+            if name not in read[self.advantage_estimator]:
+                users = ", ".join(repr(estimator) for estimator, names in read.items() if name in names)
+                remedy = f"It goes with advantage_estimator {users}."
+                refuse_unless(self, name, switch="advantage_estimator", remedy=remedy)
+        if self.advantage_estimator == "remax" and self.generation_mode != "sync":
             raise ConfigError(
-                f"per_device_train_batch_size {self.per_device_train_batch_size} * steps_per_generation "
-                f"{self.micro_batches_per_generation} = {self.completions_per_rank} completions on each process: must "
-                f"be a multiple of num_generations={self.num_generations}, because a group stays on one process. The "
-                f"nearest that works is {nearest}."
-            )
-
-    def _validate_clipping(self) -> None:
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.delta is not None and self.delta <= 1 + high:
-            raise ConfigError(
-                f"delta={self.delta}: must be above 1 + epsilon_high = {1 + high}, or the clipping never takes effect"
+                f"generation_mode={self.generation_mode!r} with advantage_estimator='remax': its greedy completions "
+                "are asked for together with the others. Use generation_mode='sync'."
             )
 
     @property
-    def steps_of_a_generation(self) -> int:
-        """Optimizer steps that learn from one generation batch."""
-        return self.updates_per_generation * self.num_iterations
+    def estimator(self) -> str:
+        """See `PolicyGradientConfig.estimator`."""
+        return self.advantage_estimator
 
     @property
-    def generations_ahead(self) -> int:
-        """Generation batches that may be under way besides the one that training needs."""
-        return self.max_staleness // self.steps_of_a_generation if self.generation_mode == "async" else 0
-
-    def _validate_generation_mode(self) -> None:
-        steps = self.steps_of_a_generation
-        if self.generation_mode == "overlap":
-            if steps > 1:
-                raise ConfigError(
-                    f"generation_mode='overlap' with {steps} optimizer steps for each generation: the first would be "
-                    "taken while completions of the others are still sampled. Set num_iterations=1 and "
-                    "steps_per_generation=gradient_accumulation_steps, or use generation_mode='async'."
-                )
-            for name, allowed in (("scale_rewards", ("group", "none")), ("multi_objective_aggregation", _BY_GROUP)):
-                if getattr(self, name) not in allowed:
-                    raise ConfigError(
-                        f"generation_mode='overlap' with {name}={getattr(self, name)!r}: advantages then depend on "
-                        f"the whole batch, and groups are trained before it is complete. Use {name}={allowed[0]!r}."
-                    )
-        if self.generation_mode == "async" and self.max_staleness < steps:
-            raise ConfigError(
-                f"max_staleness={self.max_staleness}: must be at least {steps}, the optimizer steps of one "
-                "generation, or nothing can be generated ahead."
+    def needs_whole_batch(self) -> dict[str, str]:
+        """See `OnlineConfig.needs_whole_batch`."""
+        needs = super().needs_whole_batch
+        if self.scale_rewards == "batch":
+            needs["scale_rewards='batch'"] = "Use scale_rewards='group'."
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            needs["multi_objective_aggregation='normalize_then_sum'"] = (
+                "Use multi_objective_aggregation='sum_then_normalize'."
             )
+        if self.advantage_estimator == "gpg":
+            needs["advantage_estimator='gpg'"] = "Use another estimator."
+        return needs

@@ -22,6 +22,10 @@ _PAPERS = {
     "bco": "Binary classifier optimisation: [arXiv 2404.04656](https://arxiv.org/abs/2404.04656).",
     "reward": "Reward modelling: the Bradley-Terry likelihood of preferences.",
     "grpo": "Group relative policy optimisation: DeepSeekMath, [arXiv 2402.03300](https://arxiv.org/abs/2402.03300).",
+    "rloo": "REINFORCE with a leave-one-out baseline: [arXiv 2402.14740](https://arxiv.org/abs/2402.14740).",
+    "reinforce_plus_plus": "REINFORCE++: [arXiv 2501.03262](https://arxiv.org/abs/2501.03262).",
+    "ppo": "Proximal policy optimisation: [arXiv 1707.06347](https://arxiv.org/abs/1707.06347).",
+    "online_dpo": "Online direct preference optimisation: [arXiv 2402.04792](https://arxiv.org/abs/2402.04792).",
 }
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
@@ -11,8 +11,10 @@ from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.trainer.base_config import BaseConfig, TruncationMode
 from prefrl.trainer.options import check_no_effect, opt, parse_json
+from prefrl.trainer.rollout_options import PromptOptions, ShapingOptions
+from prefrl.trainer.vllm_options import VLLMOptions
 
-__all__ = ["OnlineConfig", "PolicyLossOptions", "RewardOptions", "SamplingOptions"]
+__all__ = ["OnlineConfig", "RewardOptions", "SamplingOptions"]
 
 
 @dataclass
@@ -65,41 +67,11 @@ class RewardOptions:
     reward_timeout: Annotated[float, Gt(0)] | None = opt(
         None, "Seconds that a reward function may take for a batch; None: no limit."
     )
-    scale_rewards: Literal["group", "batch", "none"] = opt(
-        "group",
-        "What centred rewards are divided by: the standard deviation of their group, of the whole batch, or nothing "
-        "(Dr. GRPO). True and False mean group and none.",
-    )
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
-        "sum_then_normalize", "Several rewards: weighted sum first, or each normalised first (GDPO)."
-    )
     mask_truncated_completions: bool = opt(False, "Completions that hit max_completion_length have no loss (DAPO).")
 
 
 @dataclass
-class PolicyLossOptions:
-    """The clipped surrogate."""
-
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = opt(
-        "dapo",
-        "How token losses are averaged. grpo: mean over sequences of token means. dapo, bnpo: mean over all tokens of "
-        "the step. dr_grpo: sum over sequences / (number of sequences * max_completion_length).",
-    )
-    importance_sampling_level: Literal["token", "sequence"] = opt(
-        "token", "Ratio for each token, or one for each sequence from its mean log-ratio (GSPO)."
-    )
-    epsilon: Annotated[float, Ge(0), Le(1)] = opt(0.2, "The ratio is clipped to >= 1 - epsilon.")
-    epsilon_high: Annotated[float, Ge(0)] | None = opt(
-        None, "The ratio is clipped to <= 1 + epsilon_high; None: as epsilon. DAPO: 0.28."
-    )
-    delta: Annotated[float, Gt(0)] | None = opt(
-        None, "Upper bound of the ratio on the side that is not clipped (two-sided clipping); above 1 + epsilon."
-    )
-    num_iterations: Annotated[int, Ge(1)] = opt(1, "How often each generation batch is learned from.")
-
-
-@dataclass
-class OnlineConfig(BaseConfig):
+class OnlineConfig(SamplingOptions, VLLMOptions, PromptOptions, RewardOptions, ShapingOptions, BaseConfig):
     """Options of the rollout loop."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
@@ -112,6 +84,7 @@ class OnlineConfig(BaseConfig):
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for the chat template; JSON on the command line."
     )
+    num_iterations: Annotated[int, Ge(1)] = opt(1, "How often each generation batch is learned from.")
     shuffle_dataset: bool = opt(True, "Visit prompts in a new order each epoch.")
     log_completions: bool = opt(False, "Print a table of completions and write them to parquet at every generation.")
     num_completions_to_print: Annotated[int, Ge(1)] | None = opt(None, "Rows of that table; None: all.")
@@ -121,7 +94,16 @@ class OnlineConfig(BaseConfig):
         super().validate()
         parse_json(self, "chat_template_kwargs")
         self._validate_generation_size()
+        self._validate_groups()
         self._validate_prompt_loading()
+        self.validate_vllm()
+        self.validate_shaping()
+        self.validate_prompts()
+        self._validate_generation_mode()
+        if self.filter_overlong_prompts and self.max_prompt_length is None:
+            raise ConfigError(
+                "filter_overlong_prompts=True with max_prompt_length=None: no prompt is too long. Set it."
+            )
         if not self.log_completions:
             check_no_effect(
                 name="num_completions_to_print",
@@ -184,3 +166,66 @@ class OnlineConfig(BaseConfig):
     def completions_per_rank(self) -> int:
         """Completions of one generation on this process."""
         return int(self.per_device_train_batch_size) * self.micro_batches_per_generation
+
+    def _validate_groups(self) -> None:
+        if self.completions_per_rank % self.num_generations:
+            nearest = max(1, round(self.completions_per_rank / self.num_generations)) * self.num_generations
+            raise ConfigError(
+                f"per_device_train_batch_size {self.per_device_train_batch_size} * steps_per_generation "
+                f"{self.micro_batches_per_generation} = {self.completions_per_rank} completions on each process: must "
+                f"be a multiple of num_generations={self.num_generations}, because a group stays on one process. The "
+                f"nearest that works is {nearest}."
+            )
+
+    @property
+    def steps_of_a_generation(self) -> int:
+        """Optimizer steps that learn from one generation batch."""
+        return self.updates_per_generation * self.num_iterations
+
+    @property
+    def generations_ahead(self) -> int:
+        """Generation batches that may be under way besides the one that training needs."""
+        return self.max_staleness // self.steps_of_a_generation if self.generation_mode == "async" else 0
+
+    @property
+    def needs_whole_batch(self) -> dict[str, str]:
+        """Options because of which a group cannot be learned from before all completions are there: what to set."""
+        names = ("normalize_rewards", "dynamic_sampling", "curriculum")
+        given = {name: getattr(self, name) for name in names}
+        return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether each prompt also gets a completion that is decoded without randomness."""
+        return False
+
+    @property
+    def needs_scores_first(self) -> bool:
+        """Whether what is learned depends on log-probs of the policy before it learns."""
+        return False
+
+    def _validate_generation_mode(self) -> None:
+        steps = self.steps_of_a_generation
+        if self.generation_mode == "overlap":
+            if steps > 1:
+                raise ConfigError(
+                    f"generation_mode='overlap' with {steps} optimizer steps for each generation: the first would be "
+                    "taken while completions of the others are still sampled. Set num_iterations=1 and "
+                    "steps_per_generation=gradient_accumulation_steps, or use generation_mode='async'."
+                )
+            for given, remedy in self.needs_whole_batch.items():
+                raise ConfigError(
+                    f"generation_mode='overlap' with {given}: what is learned from a group then depends on the whole "
+                    f"batch, and groups are trained before it is complete. {remedy}"
+                )
+        for name in ("dynamic_sampling", "curriculum"):
+            if self.generation_mode == "async" and getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} with generation_mode='async': prompts are asked before it is "
+                    "known what became of the last ones. Use generation_mode='sync'."
+                )
+        if self.generation_mode == "async" and self.max_staleness < steps:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness}: must be at least {steps}, the optimizer steps of one "
+                "generation, or nothing can be generated ahead."
+            )

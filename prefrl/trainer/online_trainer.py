@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import zlib
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,23 +13,27 @@ import torch
 from rich.console import Console
 
 from prefrl import distributed
-from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
+from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.vllm_client import VLLMGenerator
-from prefrl.losses.reduce import token_weights
-from prefrl.metrics import Max, Mean, Metric, Min, merge
+from prefrl.losses.advantages import ADVANTAGES, row_totals
+from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
-from prefrl.rollout.ahead import GenerationsAhead
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
-from prefrl.rollout.collect import Collected, Collector, Request, ask, prompt_seed, to_token_batch
+from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
 from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
+from prefrl.trainer.arrival import ArrivingStep, train_on_arrival
 from prefrl.trainer.base_config import TRUNCATION_SIDES
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers
 from prefrl.trainer.callbacks.new_training import NewTraining
+from prefrl.trainer.experience import Experience, ExperienceMaker
 from prefrl.trainer.generators import make_generator, server_metrics
-from prefrl.types import TokenBatch
+from prefrl.trainer.objective import Objective, PolicyObjective
+from prefrl.trainer.options import default_output_dir
+from prefrl.trainer.rollouts import Rollouts
+from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,38 +43,63 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
 
     from prefrl.generation.base import Generator
-    from prefrl.losses.advantages import Advantages
-    from prefrl.losses.logprobs import TokenScores
+    from prefrl.losses.logprobs import TokenScores, WantName
     from prefrl.rewards.base import RewardSource
-    from prefrl.trainer.grpo_config import GRPOConfig
+    from prefrl.rollout.collect import Request
+    from prefrl.trainer.policy_gradient_config import PolicyGradientConfig
     from prefrl.types import Rollout
 
-__all__ = ["OnlineTrainer", "clip_metrics", "token_mean"]
+__all__ = ["OnlineTrainer"]
+
+# Weights that move and running moments, in a checkpoint.
+_STATE_FILE = "learning_state.json"
 
 
 class OnlineTrainer(BaseTrainer):
     """Prompts in; completions, rewards and advantages of our own; one normalised update for each optimizer step out.
 
-    A leaf gives `loss`, `num_items` and `advantages`.
+    A leaf names its config; the config names the advantages and the loss. One that is no policy gradient gives
+    `loss`, `num_items` and `minibatches` of its own.
+
+    Args:
+        model: Name, path or instance; trained in place.
+        reward_funcs: One or several of: a function `f(prompts, completions, completion_ids, **columns)`, the name or
+            instance of a sequence-classification model.
+        args: Options; None: the defaults, in `<model name>-<algorithm>`.
+        train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read.
+        eval_dataset: One dataset, or several by name.
+        processing_class: Tokenizer; None: the model's.
+        reward_processing_classes: Tokenizers of reward models; None: their own.
+        callbacks: HuggingFace callbacks.
+        optimizers: Optimizer and scheduler to use instead of those that `args` describes.
+        peft_config: Train an adapter of this kind instead of the model.
+        quantization_config: Load the model, given by name, quantised; needs an adapter.
+
+    Raises:
+        ConfigError: Options that cannot work together.
+        DataError: A dataset that cannot be used; names the row and the column.
+        RewardError: A reward failed, during training.
     """
 
-    args: GRPOConfig
+    args: PolicyGradientConfig
+    config_class: type[PolicyGradientConfig]
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel | nn.Module,
         reward_funcs: RewardSource | list[RewardSource],
-        args: GRPOConfig,
-        *,
-        train_dataset: Dataset | None,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None,
-        processing_class: PreTrainedTokenizerBase | None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None,
-        callbacks: list[TrainerCallback] | None,
-        optimizers: Optimizers,
-        peft_config: PeftConfig | None,
-        quantization_config: BitsAndBytesConfig | None,
+        args: PolicyGradientConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: PeftConfig | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
+        if args is None:
+            args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
         self.rewards = RewardRunner(
             reward_funcs,
             weights=args.reward_weights,
@@ -96,23 +125,40 @@ class OnlineTrainer(BaseTrainer):
             args, self.policy, self.processing_class, weights=self.weights, max_rows=args.completions_per_rank
         )
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
-        self.ahead = GenerationsAhead(self._ask_for, num_ahead=args.generations_ahead)
+        self.rollouts = Rollouts(self, args)
         self._fresh_logprobs: list[Tensor] = []
-        self.add_callback(NewTraining(begin=self._start_over, end=self.ahead.drop))
+        self.prepare_learning()
+        self.add_callback(NewTraining(begin=self._start_over, end=self.rollouts.ahead.drop))
 
-    @abstractmethod
-    def advantages(self, rewards: Tensor, groups: Tensor) -> Advantages:
-        """Advantages of the whole generation batch.
-
-        Args:
-            rewards: [B, K] of all ranks; NaN where a reward has nothing to say.
-            groups: [B] int64, the group of each row.
-        """
+    def prepare_learning(self) -> None:
+        """Make what turns rollouts into minibatches, and those into a loss."""
+        objective = PolicyObjective(self.args)
+        self.objective: Objective = objective
+        self.experience: ExperienceMaker = Experience(self, self.args, objective)
 
     @property
-    @abstractmethod
     def learns_from_zero_advantage(self) -> bool:
-        """Whether a row without an advantage still has a gradient, from a KL or entropy term."""
+        """Whether a row without an advantage still has a gradient."""
+        return self.objective.learns_from_zero_advantage
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Tokens, sequences or a constant, as the loss asks."""
+        return self.objective.num_items(batch)
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """See `PolicyObjective`."""
+        scores = self.score(model, batch, want=self.objective.want)
+        return self.objective(batch, scores, self.old_logprobs(batch, scores))
+
+    def minibatches(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> list[Minibatch]:
+        """What the optimizer steps of one pass over some rollouts learn from; sets their `reward` and `advantage`.
+
+        Args:
+            rollouts: This rank's, whole groups.
+            num_parts: Optimizer steps.
+            over_ranks: Whether all ranks are here with theirs, and statistics are over all of them.
+        """
+        return self.experience.minibatches(rollouts, num_parts=num_parts, over_ranks=over_ranks)
 
     @property
     def scoring_temperature(self) -> float:
@@ -155,10 +201,11 @@ class OnlineTrainer(BaseTrainer):
         """Prompts of this rank, see `GenerationBatchSampler`."""
         if self.train_dataset is None:
             raise ConfigError("train_dataset=None: training needs a dataset")
-        return EpochDataLoader(self.train_dataset, self._train_sampler, collate_fn=self.collate)
+        return EpochDataLoader(self.train_dataset, self.train_sampler, collate_fn=self.collate)
 
     @property
-    def _train_sampler(self) -> GenerationBatchSampler:
+    def train_sampler(self) -> GenerationBatchSampler:
+        """Which prompts are asked when."""
         assert self.train_dataset is not None
         return GenerationBatchSampler(
             len(self.train_dataset),
@@ -197,43 +244,40 @@ class OnlineTrainer(BaseTrainer):
         items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
         if not items:
             return [], 0.0
-        step = ArrivingStep(self._request([row for item in items for row in item]))
-        return [[] for _ in items[1:]] + [step], 1.0
+        return [[] for _ in items[1:]] + [ArrivingStep(self._request())], 1.0
 
     def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[TokenBatch], float]:
         """The next minibatch of the buffer; new rollouts when it is spent."""
         if self.buffer.is_spent:
-            self.buffer.fill(self._roll_out([row for item in items for row in item]))
+            self.buffer.fill(self._roll_out())
         minibatch = self.buffer.next()
         return list(minibatch.micro_batches), minibatch.num_items
 
-    def _roll_out(self, rows: list[dict[str, Any]]) -> list[Minibatch]:
-        request = self._request(rows)
+    def _roll_out(self) -> list[Minibatch]:
+        request = self._request()
         with self.account.phase("generation"):
-            collected = self._collector.collect(request)
+            collected = self.rollouts.collect(request, self._generation_at(self.state.global_step))
             self.account.move("reward", collected.reward_s)
-        self._assign_advantages(collected.rollouts)
-        self._report(collected)
-        size = self.args.completions_per_rank // self.args.updates_per_generation
-        parts = [collected.rollouts[i : i + size] for i in range(0, len(collected.rollouts), size)]
-        return [self._minibatch(part, is_first=i == 0) for i, part in enumerate(parts)]
+        minibatches = self.minibatches(collected.rollouts, num_parts=self.args.updates_per_generation)
+        self.report(collected)
+        return minibatches
 
-    def _request(self, rows: list[dict[str, Any]]) -> Request:
+    def _request(self) -> Request:
         """The completions of this step, asked for now or in an earlier one."""
         self._sync_generator()
-        number = self._generation_at(self.state.global_step)
         with self.account.phase("generation"):
-            if self.args.generation_mode != "async":
-                return self._ask(rows, number)
-            return self.ahead.take(number, last=self._generation_at(self.state.max_steps - 1))
+            return self.rollouts.request(
+                self._generation_at(self.state.global_step), last=self._generation_at(self.state.max_steps - 1)
+            )
 
     def _start_over(self) -> None:
         """Optimizer steps are counted anew, so their numbers do not tell the weights of two trainings apart."""
-        self.ahead.drop()
+        self.rollouts.ahead.drop()
         self.generator.invalidate()
 
     @property
-    def _collector(self) -> Collector:
+    def collector(self) -> Collector:
+        """Makes scored rollouts of completions."""
         # HuggingFace makes a new state for each training.
         return Collector(self.rewards, self.processing_class, self.state, self.account.clock)
 
@@ -241,64 +285,51 @@ class OnlineTrainer(BaseTrainer):
         """Number of the generation batch that an optimizer step learns from."""
         return step // self.args.steps_of_a_generation
 
-    def _ask_for(self, number: int) -> Request:
-        """Ask for the completions of a generation batch before the loop brings its prompts."""
-        assert self.train_dataset is not None
-        return self._ask([self.train_dataset[i] for i in self._train_sampler.rows_of_generation(number)], number)
-
-    def _ask(self, rows: Sequence[Mapping[str, Any]], number: int) -> Request:
-        # A group's number is its prompt's position in the generation batch of all ranks.
-        groups = positions_of_rank(
-            self._prompts_per_generation,
-            num_updates=self.args.updates_per_generation,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-        )
-        step = number * self.args.steps_of_a_generation
-        seeds = {group: prompt_seed(self.args.seed, step, group) for group in groups}
-        return ask(rows, generator=self.generator, sampling=self.args.sampling_params(), seeds=seeds)
-
     def _sync_generator(self) -> None:
         """Give the generator the weights as they are now."""
         with self.account.phase("weight_sync" if self.args.use_vllm else "generation"):
             self.generator.sync(self.weights, version=self.state.global_step)
 
-    def _assign_advantages(self, rollouts: list[Rollout], *, over_ranks: bool = True) -> None:
-        """Set `reward` and `advantage` of this rank's rollouts, from the rewards of all ranks or of this one."""
-        mine = [([_nan_if_none(v) for v in rollout.rewards.values()], rollout.group) for rollout in rollouts]
-        parts = distributed.gather_objects(mine) if over_ranks else [mine]
-        everyone = [row for part in parts for row in part]
-        rewards = torch.tensor([values for values, _ in everyone], dtype=torch.float32)
-        groups = torch.tensor([group for _, group in everyone], dtype=torch.long)
-        result = self.advantages(rewards, groups)
-        start = sum(len(part) for part in parts[: distributed.rank()]) if over_ranks else 0
-        for i, rollout in enumerate(rollouts, start):
-            rollout.reward = float(result.totals[i])
-            rollout.advantage = float(result.values[i])
+    def set_totals(self, rollouts: Sequence[Rollout]) -> None:
+        """Set `reward`, the weighted sum of the rewards of each rollout; NaN where none has a word on it."""
+        if not rollouts:
+            return
+        rewards = [[_nan_if_none(value) for value in rollout.rewards.values()] for rollout in rollouts]
+        totals = row_totals(torch.tensor(rewards, dtype=torch.float32), torch.tensor(self.rewards.weights))
+        for rollout, total in zip(rollouts, totals.tolist(), strict=True):
+            rollout.reward = total
 
-    def _minibatch(self, rollouts: list[Rollout], *, is_first: bool) -> Minibatch:
-        batch = to_token_batch(rollouts, mask_truncated=self.args.mask_truncated_completions)
-        num_items = float(self.num_items(batch))
-        batch = batch.select(self._rows_with_gradient(rollouts, batch))
-        micro_batches = self.cut(batch, self.args.per_device_train_batch_size)
-        if micro_batches and (self.reference is not None or not is_first):
-            # Scored before it is cut: a prompt is computed once for its whole group.
-            batch = self._with_constants(batch, max_tokens=self.no_grad_budget(micro_batches), is_first=is_first)
-            micro_batches = self.cut(batch, self.args.per_device_train_batch_size)
-        return Minibatch(micro_batches, num_items)
+    # Log-probs that a loss compares with.
 
-    def _with_constants(self, batch: TokenBatch, *, max_tokens: int, is_first: bool) -> TokenBatch:
-        """The batch with the log-probs that its loss compares with."""
-        if self.reference is not None:
-            batch = batch.replace(ref_logprobs=self.reference_logprobs(batch, max_tokens=max_tokens))
-        if not is_first:
-            # Earlier minibatches will have moved the policy by the time that this one is learned from.
-            batch = batch.replace(old_logprobs=self.frozen_logprobs(batch, max_tokens=max_tokens))
-        return batch
+    def scored_first(self, batch: TokenBatch) -> TokenBatch:
+        """The rows of a generation batch with what advantages and the selection of tokens read of the models."""
+        if not batch.num_rows:
+            return batch
+        max_tokens = self.no_grad_budget(self.cut(batch, self.args.per_device_train_batch_size))
+        batch = self.with_frozen_scores(batch, max_tokens=max_tokens)
+        return batch if self.reference is None else self.with_reference(batch, max_tokens=max_tokens)
 
-    def _rows_with_gradient(self, rollouts: list[Rollout], batch: TokenBatch) -> list[int]:
-        every = self.learns_from_zero_advantage
-        return [i for i, r in enumerate(rollouts) if batch.trainable_counts[i] > 0 and (every or r.advantage != 0)]
+    @property
+    def frozen_want(self) -> list[WantName]:
+        """What advantages and the selection of tokens read beside old log-probs."""
+        entropy: list[WantName] = ["entropy"] if self.args.top_entropy_quantile < 1 else []
+        collision: list[WantName] = (
+            ["log_collision"] if "log_collision" in ADVANTAGES[self.args.estimator].needs else []
+        )
+        return [*entropy, *collision]
+
+    def with_frozen_scores(self, batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
+        """The batch with what the policy says of it before it learns."""
+        scores = self.frozen_scores(batch, want=self.frozen_want, max_tokens=max_tokens)
+        return batch.replace(
+            old_logprobs=scores.logprobs, entropies=scores.entropy, log_collision=scores.log_collision
+        )
+
+    def with_reference(self, batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
+        """The batch with the reference's log-probs, and its hidden states if the loss reads its whole distribution."""
+        want: tuple[WantName, ...] = ("hidden",) if self.objective.reads_ref_hidden else ()
+        scores = self.reference_scores(batch, max_tokens=max_tokens, want=want)
+        return batch.replace(ref_logprobs=scores.logprobs, ref_hidden=scores.hidden)
 
     def training_step(
         self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
@@ -306,55 +337,18 @@ class OnlineTrainer(BaseTrainer):
         """See `BaseTrainer.training_step`. The log-probs of a fresh minibatch are kept as its old ones."""
         self._fresh_logprobs = []
         if isinstance(inputs, ArrivingStep):
-            return self._train_on_arrival(model, inputs)
-        loss = super().training_step(model, inputs, num_items_in_batch)
+            loss = train_on_arrival(self, model, inputs)
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if inputs:
+            self.objective.end_step(self.args.device)
         if inputs and self.args.num_iterations > 1 and self._fresh_logprobs:
             self.buffer.keep_old_logprobs(self._fresh_logprobs)
         return loss
 
-    def _train_on_arrival(self, model: nn.Module, step: ArrivingStep) -> Tensor:
-        """Forward and backward of each group when its completions are there.
-
-        The count that sums are divided by is known when the last has come. Gradients are linear in the loss, so they
-        are divided then, and the update is that of a step that waited.
-        """
-        total = torch.zeros((), device=self.args.device)
-        for minibatch in self._arriving_minibatches(step):
-            step.num_items += minibatch.num_items
-            for batch in minibatch.micro_batches:
-                total += self.micro_step(model, batch, 1.0, is_last=False)
-                step.append(batch)
-        if distributed.world_size() > 1:
-            # A rank does not know which of its groups comes last: all synchronise gradients in a pass without any.
-            self.micro_step(model, self._idle_batch(), 1.0, is_last=True)
-        self.account.switch("optimizer")
-        seen = sum(self.tokens_seen(batch) for batch in step)
-        count, num_tokens = distributed.sum_over_ranks([step.num_items, seen], self.args.device)
-        self.state.num_input_tokens_seen += int(num_tokens)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if step and not gradients:
-            raise ConfigError(
-                "generation_mode='overlap': the back-end keeps gradients where they cannot be divided. Use 'sync' or "
-                "'async' with it."
-            )
-        for gradient in gradients:
-            gradient.div_(max(count, 1.0))
-        return total / max(count, 1.0)
-
-    def _arriving_minibatches(self, step: ArrivingStep) -> Iterator[Minibatch]:
-        """One for each group, in the order in which they come."""
-        arriving = self._collector.by_group(step.request)
-        parts = []
-        while True:
-            with self.account.phase("generation"):
-                collected = next(arriving, None)
-                if collected is None:
-                    break
-                self.account.move("reward", collected.reward_s)
-            self._assign_advantages(collected.rollouts, over_ranks=False)
-            parts.append(collected)
-            yield self._minibatch(collected.rollouts, is_first=True)
-        self._report(Collected.concat(parts))
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """All parameters whose gradients make the update."""
+        return list(self.model.parameters())
 
     def old_logprobs(self, batch: TokenBatch, scores: TokenScores) -> Tensor:
         """[N] log-probs under the policy that sampled; those just computed if the policy has not moved since."""
@@ -381,14 +375,11 @@ class OnlineTrainer(BaseTrainer):
         sampling = self.args.sampling_params(evaluation=True)
         started = self.account.clock()
         # Also without a prompt: other ranks may need this one to bring a server back.
-        collected = self._collector.collect(ask(item, generator=self.generator, sampling=sampling, seeds=seeds))
+        collected = self.collector.collect(ask(item, generator=self.generator, sampling=sampling, seeds=seeds))
         if not item:
             return {}
         seconds = self.account.clock() - started
-        weights = self.rewards.weights
-        for rollout in collected.rollouts:
-            scored = [(w, v) for w, v in zip(weights, rollout.rewards.values(), strict=True) if v is not None]
-            rollout.reward = sum(w * v for w, v in scored) if scored else float("nan")
+        self.set_totals(collected.rollouts)
         times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
         return self._metrics_of(collected) | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
 
@@ -401,7 +392,8 @@ class OnlineTrainer(BaseTrainer):
     @property
     def phases(self) -> list[str]:
         """See `BaseTrainer.phases`."""
-        old_policy = ["old_policy"] if self.args.updates_per_generation > 1 else []
+        scores_old = self.args.updates_per_generation > 1 or self.args.needs_scores_first
+        old_policy = ["old_policy"] if scores_old else []
         weight_sync = ["weight_sync"] if self.args.use_vllm else []
         return [*weight_sync, "generation", "reward", *old_policy, *super().phases]
 
@@ -412,7 +404,7 @@ class OnlineTrainer(BaseTrainer):
             **{name: Mean(value * count, count) for name, value in collected.logged_metrics.items()},
         }
 
-    def _report(self, collected: Collected) -> None:
+    def report(self, collected: Collected) -> None:
         """Metrics and the table of a generation batch."""
         metrics = self._metrics_of(collected)
         if self.args.use_vllm:
@@ -420,8 +412,8 @@ class OnlineTrainer(BaseTrainer):
         if isinstance(self.generator, VLLMGenerator):
             metrics |= server_metrics(self.generator.stats())
         if self.args.generation_mode == "async":
-            metrics["sample/rollout_queue_size"] = Mean(len(self.ahead), 1)
-        merge(self.metrics["train"], metrics)
+            metrics["sample/rollout_queue_size"] = Mean(len(self.rollouts.ahead), 1)
+        merge(self.metrics["train"], metrics | self.rollouts.metrics)
         if self.args.log_completions:
             self._log_completions(collected, self.state.global_step)
 
@@ -443,6 +435,10 @@ class OnlineTrainer(BaseTrainer):
         """The rollouts still to be learned from, and a reference that moves."""
         super().save_update_state(folder)
         self.buffer.save(folder / f"rollouts_{distributed.rank()}_of_{distributed.world_size()}.safetensors")
+        self.rollouts.save(folder / "curriculum.safetensors")
+        if distributed.is_main():
+            state = {"objective": self.objective.state_dict(), "experience": self.experience.state_dict()}
+            (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def load_update_state(self, folder: Path) -> None:
         """Read what `save_update_state` wrote.
@@ -458,33 +454,12 @@ class OnlineTrainer(BaseTrainer):
                 f"(found: {', '.join(found) or 'none'}). Resume with the number of processes that wrote it."
             )
         self.buffer.load(path)
+        self.rollouts.load(folder / "curriculum.safetensors")
+        state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
+        self.objective.load_state_dict(state["objective"])
+        self.experience.load_state_dict(state["experience"])
         super().load_update_state(folder)
-
-
-class ArrivingStep(list[TokenBatch]):
-    """The micro-batches of an optimizer step whose completions are still coming; those trained on are its items."""
-
-    def __init__(self, request: Request) -> None:
-        super().__init__()
-        self.request = request
-        self.num_items = 0.0  # of this rank, so far
 
 
 def _nan_if_none(value: float | None) -> float:
     return float("nan") if value is None else value
-
-
-def token_mean(values: Tensor, batch: TokenBatch) -> Mean:
-    """Mean of [N] values over trainable tokens."""
-    return Mean((values * batch.trainable).sum(), batch.trainable.sum())
-
-
-def clip_metrics(stats: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Metric]:
-    """Shares of tokens whose ratio is clipped, over all trainable tokens, and their extremes over rows."""
-    metrics: dict[str, Metric] = {f"{name}_mean": token_mean(values, batch) for name, values in stats.items()}
-    weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="sequence_mean")
-    for name, kind in (("clip_ratio/low", Min), ("clip_ratio/high", Max)):
-        shares = torch.zeros(batch.num_rows, device=batch.device)
-        shares.index_add_(0, batch.row_index, stats[name] * weights)
-        metrics[f"{name}_{kind.__name__.lower()}"] = kind(shares.min() if kind is Min else shares.max())
-    return metrics

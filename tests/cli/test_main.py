@@ -14,6 +14,7 @@ import prefrl
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
+from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
@@ -70,7 +71,7 @@ def test_help_of_an_algorithm_imports_its_config_but_no_trainer(name: str) -> No
     assert "--model_name_or_path" in text
     assert "--max_tokens_per_micro_batch" in text
     assert "--fsdp" not in text  # in --help_all only
-    assert ("--reward_funcs" in text) == (name == "grpo")
+    assert ("--reward_funcs" in text) == (name in ONLINE)
 
 
 def test_help_all_shows_the_options_of_huggingface_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +98,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
         pytest.param(["grop"], "prefrl grop: ConfigError: unknown command. Did you mean 'grpo'?", id="command"),
         pytest.param(
             ["xyz"],
-            f"unknown command. Known: {', '.join(sorted([*REGISTRY, 'demo', 'soup', 'vllm-serve']))}.",
+            f"unknown command. Known: {', '.join(sorted([*REGISTRY, 'demo', 'soup', 'verify', 'vllm-serve']))}.",
             id="command unlike any",
         ),
         pytest.param(

@@ -19,6 +19,7 @@ from prefrl.generation.local import LocalGenerator
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.ppo_trainer import PPOTrainer
 from prefrl.types import Completion
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 
@@ -62,6 +63,9 @@ def _margin_row(i: int) -> dict[str, Any]:
     return {**_pair_row(i), "margin": i % 4 / 4}
 
 
+# Algorithms that learn from their own completions.
+ONLINE = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
+
 _ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "sft": _completion_row,
     "dpo": _pair_row,
@@ -70,7 +74,7 @@ _ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "cpo": _pair_row,
     "bco": _unpaired_row,
     "reward": _margin_row,
-    "grpo": _prompt_row,
+    **dict.fromkeys(ONLINE, _prompt_row),
 }
 
 # Options of `make_trainer` that are not the config's.
@@ -83,13 +87,17 @@ ARGUMENTS = (
     "ref_model",
     "embedding_func",
     "embedding_tokenizer",
+    "value_model",
 )
 
 # A step of 8 rows on one process, as SGD: the weights' change is the gradient.
 OPTIONS: dict[str, dict[str, Any]] = {
     name: {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1} for name in REGISTRY
 }
-OPTIONS["grpo"] |= {"num_generations": 4, "max_completion_length": 12, "temperature": 1.0, "top_k": None}
+for _name in ONLINE:
+    OPTIONS[_name] |= {"num_generations": 4, "max_completion_length": 12, "temperature": 1.0, "top_k": None}
+OPTIONS["ppo"] |= {"num_generations": 1, "num_iterations": 1, "critic_learning_rate": 0.1}
+OPTIONS["online_dpo"] |= {"num_generations": 2, "learning_rate": 1.0}
 # Their gradients are smaller by the factor beta.
 for _name in ("dpo", "kto", "bco"):
     OPTIONS[_name] |= {"learning_rate": 1.0}
@@ -140,7 +148,7 @@ def make_trainer(
     arguments: dict[str, Any] = {}
     extra.setdefault("processing_class", tiny_tokenizer())
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
-    if algorithm == "grpo":
+    if algorithm in ONLINE:
         arguments["reward_funcs"] = reward
     trainer = row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)
     if arrival is not None:
@@ -191,11 +199,17 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def trained_weights(trainer: BaseTrainer) -> dict[str, torch.Tensor]:
+    """Copies of all parameters, those of a critic too."""
+    critic = weights_of(trainer.critic.module) if isinstance(trainer, PPOTrainer) else {}
+    return weights_of(trainer.model) | {f"critic.{name}": value for name, value in critic.items()}
+
+
 def update_of(trainer: BaseTrainer, *, resume_from_checkpoint: str | None = None) -> torch.Tensor:
     """The change of all weights over `train()`, as one vector; from the first weights also after a resume."""
-    before = weights_of(trainer.model)
+    before = trained_weights(trainer)
     trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-    after = weights_of(trainer.model)
+    after = trained_weights(trainer)
     return torch.cat([(after[name] - before[name]).flatten() for name in before])
 
 

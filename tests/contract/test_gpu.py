@@ -12,12 +12,12 @@ import torch
 
 from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
-from tests.contract.cases import make_trainer, relative_difference, train_inside, update_of
+from tests.contract.cases import ONLINE, make_trainer, relative_difference, train_inside, update_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # Sampling on another device draws other tokens where a probability differs in its last bit.
-_OFFLINE = [name for name in REGISTRY if name != "grpo"]
+_OFFLINE = [name for name in REGISTRY if name not in ONLINE]
 
 
 @contextmanager

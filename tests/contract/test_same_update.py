@@ -10,7 +10,7 @@ import torch
 
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
-from tests.contract.cases import Job, make_trainer, relative_difference, run_on_two_processes, update_of
+from tests.contract.cases import ONLINE, Job, make_trainer, relative_difference, run_on_two_processes, update_of
 
 TOLERANCE = 1e-5
 
@@ -24,6 +24,7 @@ CUTS: list[dict[str, Any]] = [
     {"forward_plan": "padded"},
     {"activation_checkpointing": True},
 ]
+STEPS = {"max_steps": 3}
 REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     "sft": [{"loss_type": "nll"}, {"loss_type": "dft"}, {"packing": True, "max_length": 48}],
     "dpo": [
@@ -52,6 +53,25 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"loss_type": "grpo", "beta": 0.04, "updates": 2, "num_iterations": 2, "max_steps": 4},
         {"loss_type": "dr_grpo", "scale_rewards": "none", "mask_truncated_completions": True},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "scale_rewards": "batch"},
+        {"advantage_estimator": "optimal_token_baseline", "top_entropy_quantile": 0.3, "entropy_coef": 0.01},
+        {"loss_type": "kl_cov", "kl_cov_ratio": 0.2, "updates": 2, "num_iterations": 2, "max_steps": 4, "beta": 0.0},
+        {"positive_nll_coef": 0.2, "kl_estimator": "full", "rollout_selection": "max_variance", "num_selected": 2},
+        {"advantage_estimator": "remax", "rollout_resampling": "max_min", "min_filter_prefix_tokens": 1},
+        {"kl_controller": "adaptive", "kl_horizon": 20, "use_adaptive_entropy": True, "entropy_target": 5.0, **STEPS},
+        {"normalize_rewards": True, "dynamic_sampling": True, "curriculum": "variance", "beta": 0.0, **STEPS},
+    ],
+    "rloo": [{}, {"num_generations": 4, "updates": 2, "num_iterations": 2, "max_steps": 4}],
+    "reinforce_plus_plus": [
+        {"gamma": 0.9, "updates": 2, "max_steps": 2},
+        {"advantage_estimator": "reinforce_plus_plus_baseline", "num_generations": 4, "beta": 0.1, "kl_in": "loss"},
+    ],
+    "ppo": [
+        {"lam": 0.9, "updates": 2, "num_iterations": 2, "max_steps": 4},
+        {"critic": "model", "critic_warmup": 1, "max_steps": 3, "normalize_advantages": False},
+    ],
+    "online_dpo": [
+        {"max_steps": 2},
+        {"loss_type": "ipo", "num_generations": 4, "learning_rate": 0.01, "max_steps": 2},
     ],
 }
 VARIANTS = [(name, options) for name in REGISTRY for options in REDUCTIONS[name]]
@@ -79,7 +99,7 @@ def with_cut(name: str, options: dict[str, Any], cut: dict[str, Any]) -> dict[st
     """The options of a variant under a cut; `updates` are optimizer steps for each generation."""
     merged = {**options, **cut}
     updates = merged.pop("updates", 1)
-    if name == "grpo":
+    if name in ONLINE:
         merged["steps_per_generation"] = updates * merged.get("gradient_accumulation_steps", 1)
     return merged
 

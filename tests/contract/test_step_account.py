@@ -16,13 +16,16 @@ from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
 from tests.assets import tiny_model
-from tests.contract.cases import Job, dataset_of, make_trainer, run_on_two_processes, update_of
+from tests.contract.cases import ONLINE, Job, dataset_of, make_trainer, run_on_two_processes, update_of
 
 PHASES = {name: {"forward", "backward", "optimizer", "other"} for name in REGISTRY}
-for _name in ("dpo", "kto", "bco", "grpo"):
+for _name in ("dpo", "kto", "bco", *ONLINE):
     PHASES[_name] |= {"reference"}
 PHASES["kto"] |= {"old_policy"}
-PHASES["grpo"] |= {"generation", "reward"}
+for _name in ONLINE:
+    PHASES[_name] |= {"generation", "reward"}
+for _name in ("rloo", "reinforce_plus_plus", "ppo"):
+    PHASES[_name] |= {"old_policy"}
 
 
 def logs_of(trainer: BaseTrainer) -> list[dict[str, float]]:
@@ -189,7 +192,7 @@ def slow_grpo(tmp_path: Path, clock: Clock, callback: TrainerCallback, **options
     trainer.account.clock = clock
     trainer.collate = clock.before(trainer.collate, 16)
     trainer.generator.generate = clock.before(trainer.generator.generate, 32)
-    trainer.reference.logprobs = clock.before(trainer.reference.logprobs, 64)
+    trainer.reference.scores = clock.before(trainer.reference.scores, 64)
     trainer.loss = clock.before(trainer.loss, 128)
     trainer.accelerator.backward = clock.before(trainer.accelerator.backward, 256)
     create = trainer.create_optimizer

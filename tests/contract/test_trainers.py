@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
 from tests.contract.cases import (
+    ONLINE,
+    OPTIONS,
     dataset_of,
     make_trainer,
     model_of,
@@ -33,7 +35,7 @@ def test_evaluation_leaves_training_alone(name: str, tmp_path: Path) -> None:
         name, tmp_path, **settings, eval_strategy="steps", eval_steps=1, eval_dataset=dataset_of(name, 5)
     )
     assert torch.equal(update_of(evaluated), plain)
-    key = "eval_reward" if name == "grpo" else "eval_loss"
+    key = "eval_reward" if name in ONLINE else "eval_loss"
     values = [entry[key] for entry in evaluated.state.log_history if key in entry]
     assert len(values) == 3
     assert all(value == value for value in values)
@@ -84,7 +86,7 @@ def test_users_model_is_trained_in_place_and_config_is_left_alone(name: str, tmp
 def test_row_order_changes_nothing(name: str, tmp_path: Path) -> None:
     trainer = (
         make_trainer(name, tmp_path, gradient_accumulation_steps=1, beta=0.1)
-        if name == "grpo"
+        if name in ONLINE
         else make_trainer(name, tmp_path)
     )
     trainer.create_optimizer()
@@ -104,8 +106,10 @@ def test_row_order_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_rows_left_over_at_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path, rows=11, max_steps=-1, num_train_epochs=2)
     trainer.train()
-    # Offline: steps of 8 and 3 rows. GRPO: 2 prompts for each step, the eleventh waits for the next epoch's order.
-    assert trainer.state.global_step == (10 if name == "grpo" else 4)
+    # Offline: steps of 8 and 3 rows. Online: 8 / num_generations prompts for each step; those left over wait for the
+    # next epoch's order.
+    steps = 2 * (11 // (8 // OPTIONS[name]["num_generations"])) if name in ONLINE else 4
+    assert trainer.state.global_step == steps
 
 
 @pytest.mark.parametrize("name", NAMES)

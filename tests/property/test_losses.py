@@ -5,16 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.losses.advantages import group_advantages
 from prefrl.losses.kl import k3
 from prefrl.losses.logprobs import Head, chunked_logprobs
-from prefrl.losses.policy import POLICY_LOSSES, sequence_log_ratio
+from prefrl.losses.policy import POLICY_LOSSES, PolicyTokens
 from prefrl.losses.reduce import item_count, token_weights
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 REDUCTIONS = ("token", "sequence_mean", "sequence_sum", "constant")
-SCALES = [("group", "sum_then_normalize"), ("batch", "sum_then_normalize"), ("none", "sum_then_normalize"),
-          ("group", "normalize_then_sum")]  # fmt: skip
 
 
 @st.composite
@@ -42,11 +39,9 @@ def total_and_count(batch, *, reduction, level="token"):
     num_rows = len(lengths)
     row_index = torch.arange(num_rows).repeat_interleave(lengths)
     trainable, log_ratio = batch["trainable"], batch["log_ratio"]
-    if level == "sequence":
-        log_ratio = sequence_log_ratio(log_ratio, trainable, row_index, num_rows)
-    token_loss = POLICY_LOSSES["grpo"].function(
-        log_ratio, batch["advantages"], clip_low=0.2, clip_high=0.28, delta=None
-    )
+    old = torch.zeros_like(log_ratio)
+    tokens = PolicyTokens(log_ratio, old, batch["advantages"], trainable, row_index, num_rows, level=level)
+    token_loss = POLICY_LOSSES["grpo"].function(tokens, epsilon=0.2, epsilon_high=0.28, delta=None)
     weights = token_weights(trainable, row_index, num_rows, reduction=reduction)
     constant = 7.0 if reduction == "constant" else None
     count = item_count(trainable, row_index, num_rows, reduction=reduction, constant=constant)
@@ -77,58 +72,6 @@ def test_sum_over_shards_is_the_whole(reduction, level, batch, data):
     total, count = total_and_count(batch, reduction=reduction, level=level)
     torch.testing.assert_close(sum(part[0] for part in parts), total, atol=1e-5, rtol=1e-5)
     assert sum(part[1] for part in parts) == count
-
-
-@st.composite
-def reward_tables(draw):
-    """Rewards [B, K] with holes, weights [K] and groups [B] of any sizes, interleaved."""
-    num_rows, num_rewards = draw(st.integers(1, 12)), draw(st.integers(1, 3))
-    value = st.one_of(st.just(float("nan")), st.integers(-4, 4).map(lambda i: i / 4))
-    row = st.lists(value, min_size=num_rewards, max_size=num_rewards)
-    rewards = draw(st.lists(row, min_size=num_rows, max_size=num_rows))
-    weights = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_rewards, max_size=num_rewards))
-    groups = draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows))
-    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(weights), torch.tensor(groups)
-
-
-def values(rewards, weights, groups, scale, aggregation):
-    return group_advantages(rewards, weights, groups, scale=scale, aggregation=aggregation, epsilon=1e-4).values
-
-
-@pytest.mark.parametrize(("scale", "aggregation"), SCALES)
-@quick
-@given(table=reward_tables())
-def test_advantages_of_a_group_sum_to_zero(scale, aggregation, table):
-    found = values(*table, scale, aggregation)
-    sums = torch.zeros(4).index_add(0, table[2], found)
-    torch.testing.assert_close(sums, torch.zeros(4), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(("scale", "aggregation"), SCALES)
-@quick
-@given(table=reward_tables(), data=st.data())
-def test_advantages_ignore_a_constant_of_each_reward(scale, aggregation, table, data):
-    rewards, weights, groups = table
-    # A missing reward counts as 0 in a sum of rewards, so there a constant may be added where none is missing.
-    if aggregation == "sum_then_normalize":
-        rewards = rewards.nan_to_num(nan=0.25)
-    shift = torch.tensor(data.draw(st.lists(st.integers(-9, 9), min_size=len(weights), max_size=len(weights))))
-    shifts = shift.double().expand_as(rewards)
-    if scale != "batch":  # each group may have its own, as long as the batch's spread is not asked for
-        shifts = shifts * (groups[:, None] + 1)
-    found = values(rewards + shifts, weights, groups, scale, aggregation)
-    torch.testing.assert_close(found, values(rewards, weights, groups, scale, aggregation), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("scale", "aggregation"), SCALES)
-@quick
-@given(table=reward_tables(), data=st.data())
-def test_advantages_follow_their_rows_in_any_order(scale, aggregation, table, data):
-    rewards, weights, groups = table
-    order = torch.tensor(data.draw(st.permutations(range(len(groups)))))
-    renumbered = 1000 - 7 * groups[order]
-    found = values(rewards[order], weights, renumbered, scale, aggregation)
-    torch.testing.assert_close(found, values(*table, scale, aggregation)[order], atol=1e-6, rtol=1e-5)
 
 
 @quick

@@ -36,10 +36,12 @@ MAX_LEAF_LINES = 150
 # Parameters of each HuggingFace method that a trainer of ours overrides or calls through super(). If this fails after
 # an upgrade of transformers, read the method's new body before changing a line here.
 HOOKS = {
+    "_clip_grad_norm": ["model"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
     "_prepare_inputs": ["inputs"],
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_track_num_input_tokens": ["inputs"],
+    "create_optimizer": ["model"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "end": [],
     "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from prefrl.metrics import Difference, Max, Mean, Metric, Min, Std, Sum, host, merge
+from prefrl.metrics import Difference, ExplainedVariance, Max, Mean, Metric, Min, Std, Sum, host, merge
 
 
 def test_mean_weighs_by_count_not_by_part() -> None:
@@ -46,3 +46,53 @@ def test_a_difference_is_that_of_two_means_each_with_its_own_count():
     assert Difference(6.0, 2, 1.0, 4).value() == 3.0 - 0.25
     assert Difference(6.0, 2, 0.0, 0).merge(Difference(3.0, 1, 1.0, 4)).value() == 3.0 - 0.25
     assert math.isnan(Difference(6.0, 2, 0.0, 0).value())
+
+
+ALL = torch.ones(4, dtype=torch.bool)
+RETURNS = torch.tensor([1.0, 2.0, 3.0, 6.0])  # squares about the mean of 3: 4 + 1 + 0 + 9 = 14
+
+
+def test_explained_variance_is_the_share_of_the_squares_about_the_mean_by_hand():
+    def explained(values: list[float]) -> float:
+        return ExplainedVariance.of(RETURNS, torch.tensor(values), ALL).value()
+
+    assert explained([1.0, 2.0, 3.0, 6.0]) == 1.0
+    assert explained([11.0, 12.0, 13.0, 16.0]) == pytest.approx(1.0)  # a constant error is not unexplained
+    assert explained([5.0] * 4) == pytest.approx(0.0)
+    assert explained([1.0, 2.0, 5.0, 6.0]) == pytest.approx(1 - 3 / 14)  # errors 0 0 -2 0: 4 * (1 - 1/4)
+    assert explained([-1.0, -2.0, -3.0, -6.0]) == pytest.approx(1 - 4)
+
+
+def test_explained_variance_over_parts_is_that_of_the_whole_and_reads_trainable_tokens_alone():
+    generator = torch.Generator().manual_seed(0)
+    returns, values = torch.randn(2, 20, generator=generator)
+    values = values + returns + 7
+    trainable = torch.rand(20, generator=generator) < 0.7
+    kept = returns[trainable], (returns - values)[trainable]
+    expected = 1 - kept[1].var().item() / kept[0].var().item()
+    metrics: dict[str, Metric] = {}
+    for part in (slice(0, 3), slice(3, 14), slice(14, 20)):
+        merge(metrics, {"x": host(ExplainedVariance.of(returns[part], values[part], trainable[part]))})
+    assert metrics["x"].value() == pytest.approx(expected, abs=1e-6)
+    garbage = float("nan")
+    whole = ExplainedVariance.of(returns.where(trainable, garbage), values.where(trainable, garbage), trainable)
+    assert whole.value() == pytest.approx(expected, abs=1e-6)
+
+
+def test_explained_variance_of_returns_that_do_not_vary_is_nan():
+    rounded = torch.tensor([0.3, 0.1 + 0.2, 0.3, 0.3]).nextafter(torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert len(set(rounded.tolist())) == 2
+    for returns in (torch.full((4,), 0.1), torch.zeros(4), torch.full((13,), 1.1), rounded):
+        values = torch.arange(float(len(returns)))
+        assert math.isnan(ExplainedVariance.of(returns, values, torch.ones_like(values).bool()).value())
+    nothing = ExplainedVariance.of(RETURNS, RETURNS, ~ALL)
+    assert math.isnan(nothing.value())
+    assert math.isnan(ExplainedVariance.of(RETURNS, RETURNS, torch.tensor([True, False, False, False])).value())
+    assert nothing.merge(ExplainedVariance.of(RETURNS, RETURNS, ALL)).value() == 1.0
+
+
+def test_explained_variance_survives_returns_that_are_large_beside_their_spread():
+    # In float32 the squares would lose the spread altogether.
+    large = RETURNS / 16 + 4096
+    values = torch.tensor([1.0, 2.0, 5.0, 6.0]) / 16 + 4096
+    assert ExplainedVariance.of(large, values, ALL).value() == pytest.approx(1 - 3 / 14, abs=1e-6)

@@ -3,18 +3,50 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.advantages import group_advantages
+from prefrl.losses.advantages import ADVANTAGES, ScoredRows, clip_advantages, normalize_rows
+from prefrl.losses.scored import row_totals
 
 NAN = math.nan
 SUM, NORMALIZE = "sum_then_normalize", "normalize_then_sum"
+# Every row-level estimator, with some hyper-parameters.
+ESTIMATORS = {
+    "grpo": {"scale_rewards": "group", "multi_objective_aggregation": SUM, "advantage_epsilon": 1e-4},
+    "rloo": {},
+    "reinforce_plus_plus_baseline": {},
+    "remax": {},
+    "opo": {},
+    "gpg": {"f_norm": 1.0},
+    "grpo_passk": {"scale_rewards": "group", "advantage_epsilon": 1e-4},
+    "maxrl": {},
+}
+each = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def scored(rewards, groups, *, weights=(1.0,), lengths=None, greedy=None, dtype=torch.float32):
+    rewards = torch.tensor(rewards, dtype=dtype)
+    return ScoredRows(
+        rewards=rewards[:, None] if rewards.dim() == 1 else rewards,
+        weights=torch.tensor(weights),
+        groups=torch.tensor(groups, dtype=torch.long),
+        lengths=torch.ones(len(groups), dtype=torch.long) if lengths is None else torch.tensor(lengths),
+        greedy=None if greedy is None else torch.tensor(greedy, dtype=dtype),
+    )
 
 
 def advantages(rewards, groups, *, weights=(1.0,), scale="group", aggregation=SUM, epsilon=1e-4):
-    rewards = torch.tensor(rewards)
-    rewards = rewards[:, None] if rewards.dim() == 1 else rewards
-    return group_advantages(
-        rewards, torch.tensor(weights), torch.tensor(groups), scale=scale, aggregation=aggregation, epsilon=epsilon
+    return ADVANTAGES["grpo"].function(
+        scored(rewards, groups, weights=weights),
+        scale_rewards=scale,
+        multi_objective_aggregation=aggregation,
+        advantage_epsilon=epsilon,
     )
+
+
+def of(name, rewards, groups, *, lengths=None, greedy=None, dtype=torch.float32, **hyperparameters):
+    if name == "remax" and greedy is None:
+        greedy = [0.0] * len(groups)
+    rows = scored(rewards, groups, lengths=lengths, greedy=greedy, dtype=dtype)
+    return ADVANTAGES[name].function(rows, **(ESTIMATORS[name] | hyperparameters))
 
 
 def check(tensor, expected):
@@ -87,15 +119,9 @@ def test_one_row_in_all_has_advantage_zero():
     assert advantages([3.0], [0], aggregation=NORMALIZE).values.tolist() == [0.0]
 
 
-def test_no_rows_have_no_advantages():
-    result = group_advantages(
-        torch.zeros(0, 2),
-        torch.ones(2),
-        torch.zeros(0, dtype=torch.long),
-        scale="batch",
-        aggregation=SUM,
-        epsilon=1e-4,
-    )
+@each
+def test_no_rows_have_no_advantages(name):
+    result = of(name, [], [], greedy=[])
     assert result.values.shape == result.group_std.shape == result.totals.shape == (0,)
 
 
@@ -140,18 +166,163 @@ def test_constant_offset_is_ignored_even_if_large():
     check(large.values, small.values.tolist())
 
 
+def test_rloo_compares_with_the_mean_of_the_others():
+    # Means of the others: 3, 2.5 and .5 for (0, 1, 5), 4 and 2 for (2, 4).
+    check(of("rloo", REWARDS, GROUPS).values, [-3.0, -2.0, -1.5, 2.0, 4.5])
+
+
+def test_reinforce_plus_plus_baseline_is_centred_and_divided_by_nothing():
+    check(of("reinforce_plus_plus_baseline", REWARDS, GROUPS).values, CENTRED)
+
+
+def test_remax_compares_with_the_greedy_completion():
+    check(of("remax", [3.0, 1.0, 1.0], [0, 0, 1], greedy=[2.0, 2.0, -1.0]).values, [1.0, -1.0, 2.0])
+
+
+def test_remax_without_a_greedy_reward_learns_nothing_from_the_row():
+    result = of("remax", [3.0, 1.0], [0, 0], greedy=[NAN, 2.0])
+    check(result.values, [0.0, -1.0])
+    check(result.totals, [3.0, 1.0])
+
+
+def test_opo_baseline_weighs_rewards_by_length():
+    # (1 * 4 + 3 * 0) / 4 = 1; (2 * 1 + 2 * 2) / 4 = 1.5.
+    result = of("opo", [4.0, 1.0, 0.0, 2.0], [0, 1, 0, 1], lengths=[1, 2, 3, 2])
+    check(result.values, [3.0, -0.5, -1.0, 0.5])
+
+
+def test_opo_baseline_leaves_out_the_length_of_a_row_without_a_reward():
+    result = of("opo", [4.0, NAN, 0.0], [0, 0, 0], lengths=[1, 96, 3])
+    check(result.values, [3.0, 0.0, -1.0])
+
+
+def test_gpg_makes_up_for_the_rows_of_groups_that_are_all_equal():
+    # 5 rows have a reward, 3 of them in a group that differs, though one of these is the mean: alpha = 5 / 3.
+    result = of("gpg", [0.0, 1.0, 2.0, 7.0, 7.0, NAN], [0, 0, 0, 1, 1, 1], f_norm=0.5)
+    check(result.values, [-10 / 3, 0.0, 10 / 3, 0.0, 0.0, 0.0])
+
+
+def test_passk_rewards_only_the_best_and_only_by_what_it_adds():
+    # Groups (0, 1, 5) and (2, 4): 5 - 1 and 4 - 2, n-1 variances 7 and 2.
+    check(of("grpo_passk", REWARDS, GROUPS, scale_rewards="none").values, [0.0, 0.0, 0.0, 2.0, 4.0])
+    scaled = of("grpo_passk", REWARDS, GROUPS, scale_rewards="group", advantage_epsilon=0.5).values
+    check(scaled, [0.0, 0.0, 0.0, 2 / (math.sqrt(2) + 0.5), 4 / (math.sqrt(7) + 0.5)])
+    over_batch = of("grpo_passk", REWARDS, GROUPS, scale_rewards="batch", advantage_epsilon=0.5).values
+    check(over_batch, [0.0, 0.0, 0.0, 2 / (math.sqrt(4.3) + 0.5), 4 / (math.sqrt(4.3) + 0.5)])
+
+
+def test_passk_gives_nothing_where_two_are_the_best():
+    assert of("grpo_passk", [1.0, 3.0, 3.0], [0, 0, 0]).values.tolist() == [0.0] * 3
+
+
+def test_passk_does_not_compare_with_a_row_without_a_reward():
+    check(of("grpo_passk", [1.0, NAN, 4.0, NAN, 2.0], [0, 0, 0, 1, 1], scale_rewards="none").values,
+          [0.0, 0.0, 3.0, 0.0, 0.0])  # fmt: skip
+
+
+def test_maxrl_divides_by_the_mean():
+    # One of four right: (1 - 1/4) / (1/4) = 3 and -1. Three of four: (1/4) / (3/4) and -1.
+    result = of("maxrl", [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0], [0] * 4 + [1] * 4)
+    check(result.values, [3.0, -1.0, -1.0, -1.0, 1 / 3, 1 / 3, -1.0, 1 / 3])
+
+
+def test_maxrl_learns_nothing_where_nothing_is_right():
+    check(of("maxrl", [0.0, 0.0, NAN, 1.0, 0.0], [0, 0, 0, 1, 1]).values, [0.0, 0.0, 0.0, 1.0, -1.0])
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ValueError, match=r"a total reward is -0\.5: all need to be >= 0"):
+        of("maxrl", [1.0, -0.5, NAN], [0, 0, 0])
+
+
+@each
+def test_a_row_without_a_reward_gets_zero_and_moves_no_statistic_of_any_estimator(name):
+    lengths = {"lengths": [3, 1, 2, 2, 1, 4]}
+    full = of(name, [1.0, 3.0, 4.0, 8.0], [0, 0, 1, 1], lengths=[3, 2, 2, 4])
+    holed = of(name, [1.0, NAN, 3.0, 4.0, NAN, 8.0], [0, 0, 0, 1, 1, 1], **lengths)
+    kept = [0, 2, 3, 5]
+    assert torch.equal(holed.values[kept], full.values)
+    assert full.values.abs().max() > 0
+    assert holed.values[[1, 4]].tolist() == [0.0, 0.0]
+    assert holed.totals[[1, 4]].isnan().all()
+
+
+@each
+def test_equal_rewards_and_rows_alone_give_exactly_zero_with_any_estimator(name):
+    rewards, groups = [0.1] * 7 + [0.3, 2.0, 1.0], [0] * 7 + [1, 2, 2]
+    result = of(name, rewards, groups, lengths=[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], greedy=[0.1] * 7 + [0.3, 0.0, 0.0])
+    assert result.values[:8].tolist() == [0.0] * 8
+    assert result.values[8] > 0
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_have_the_dtype_of_the_rewards(name, dtype):
+    result = of(name, [1 / 3, 2 / 3, 1.0], [0, 0, 0], dtype=dtype)
+    assert {result.values.dtype, result.group_std.dtype, result.totals.dtype} == {dtype}
+    if dtype == torch.float64:
+        assert result.values.float().double().sub(result.values).abs().max() > 0
+
+
+def test_row_totals_are_weighted_sums_of_the_rewards_that_have_a_value():
+    totals = row_totals(torch.tensor([[1.0, 2.0], [NAN, 3.0], [NAN, NAN]]), torch.tensor([2.0, 10.0]))
+    torch.testing.assert_close(totals, torch.tensor([22.0, 30.0, NAN], dtype=torch.float64), equal_nan=True)
+
+
+def test_normalized_rows_have_mean_0_and_deviation_1_over_those_with_a_reward():
+    # Advantages over the greedy reward 1, (0, 2, 4): mean 2, n-1 std 2.
+    result = normalize_rows(of("remax", [1.0, NAN, 3.0, 5.0], [0, 0, 1, 1], greedy=[1.0] * 4), advantage_epsilon=2.0)
+    check(result.values, [-0.5, 0.0, 0.0, 0.5])
+    check(result.totals, [1.0, NAN, 3.0, 5.0])
+
+
+def test_advantages_are_clipped_to_the_range():
+    values = torch.tensor([-7.0, -0.5, 0.0, 3.0])
+    assert clip_advantages(values, low=-5.0, high=2.0).tolist() == [-5.0, -0.5, 0.0, 2.0]
+    assert clip_advantages(values, low=0.0, high=2.0).tolist() == [0.0, 0.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 2.0), (-2.0, -1.0), (0.0, 0.0)])
+def test_a_clip_range_without_zero_or_without_width_is_refused(low, high):
+    with pytest.raises(ValueError, match="needs low <= 0 <= high and low < high"):
+        clip_advantages(torch.zeros(1), low=low, high=high)
+
+
+def test_the_table_says_what_each_estimator_needs():
+    rows = {name: row for name, row in ADVANTAGES.items() if row.level == "row"}
+    assert rows.keys() == ESTIMATORS.keys()
+    assert {name: row.hyperparameters for name, row in rows.items()} == {n: h.keys() for n, h in ESTIMATORS.items()}
+    assert {name for name, row in rows.items() if row.needs} == {"remax"}
+    assert {name for name, row in rows.items() if row.whitened} == {"reinforce_plus_plus_baseline"}
+    with pytest.raises(ValueError, match="remax needs the rewards of greedy completions"):
+        ADVANTAGES["remax"].function(scored([1.0], [0]))
+
+
+@pytest.mark.parametrize("f_norm", [0.0, -1.0])
+def test_gpg_refuses_a_divisor_that_is_not_positive(f_norm):
+    with pytest.raises(ValueError, match="f_norm="):
+        of("gpg", [1.0], [0], f_norm=f_norm)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"rewards": [1.0, math.inf], "groups": [0, 0]}, "infinite"),
-        ({"rewards": [1.0, 2.0], "groups": [0]}, r"rewards \(2, 1\), weights \(1,\), group_index \(1,\)"),
-        ({"rewards": [1.0, 2.0], "groups": [0, 0], "weights": (1.0, 2.0)}, r"weights \(2,\)"),
         (
-            {"rewards": [1.0, 2.0], "groups": [0, 0], "scale": "none", "aggregation": NORMALIZE},
-            "scale='none' has no effect with aggregation='normalize_then_sum': use scale='group'",
+            {"rewards": [1.0, 2.0], "groups": [0]},
+            r"rewards \(2, 1\), weights \(1,\), groups \(1,\), lengths \(1,\): need to be \[B, K\], \[K\] and \[B\]",
         ),
+        ({"rewards": [1.0, 2.0], "groups": [0, 0], "weights": (1.0, 2.0)}, r"weights \(2,\)"),
+        ({"rewards": [1.0, 2.0], "groups": [0, 0], "lengths": [1]}, r"lengths \(1,\)"),
+        ({"rewards": [1.0, 2.0], "groups": [0, 0], "greedy": [1.0]}, r"greedy \(1,\)"),
     ],
 )
-def test_bad_input_is_refused(arguments, message):
+def test_rows_that_do_not_fit_together_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        advantages(**arguments)
+        scored(**arguments)
+
+
+def test_a_scale_without_effect_is_refused():
+    message = "scale_rewards='none' has no effect with multi_objective_aggregation='normalize_then_sum': use scale_rew"
+    with pytest.raises(ValueError, match=message):
+        advantages([1.0, 2.0], [0, 0], scale="none", aggregation=NORMALIZE)

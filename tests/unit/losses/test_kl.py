@@ -1,48 +1,151 @@
+"""KL estimators: numbers by hand, what their table promises by summing over all tokens, and verl's numbers."""
+
+from __future__ import annotations
+
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from prefrl.losses.kl import KL_ESTIMATORS, k1, k2, k3
+from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected, k1, k2, k3
 
 LOG2 = math.log(2)
+VERL = json.loads((Path(__file__).parents[2] / "golden" / "verl_kl_0_9_1.json").read_text(encoding="utf-8"))
+
+# Distributions over 4 tokens, in float64; REF finds one token e^3 times as likely as the policy does.
+LOGITS = torch.tensor([0.1, -0.4, 0.9, -2.0], dtype=torch.float64)
+REF = torch.tensor([0.4, -0.9, 0.2, 1.0], dtype=torch.float64).log_softmax(0)
+SAMPLER = torch.tensor([-0.5, 0.3, 0.0, 0.8], dtype=torch.float64).log_softmax(0)
 
 
-# pi = 1/4, ref = 1/2: d = log ref - log pi = log 2.
+def gradient(value, leaf):
+    return torch.autograd.grad(value, leaf)[0]
+
+
+def exact(direction="reverse"):
+    """KL(pi || ref), or KL(ref || pi), and its gradient."""
+    logits = LOGITS.clone().requires_grad_()
+    log_pi = logits.log_softmax(0)
+    divergence = (
+        (log_pi.exp() * (log_pi - REF)).sum() if direction == "reverse" else (REF.exp() * (REF - log_pi)).sum()
+    )
+    return divergence.detach(), gradient(divergence, logits)
+
+
+def expected(estimate, log_sampler):
+    """The mean over samples of an estimate of [4] tokens, and the mean of its gradient."""
+    logits = LOGITS.clone().requires_grad_()
+    mean = (log_sampler.exp() * estimate(logits.log_softmax(0))).sum()
+    return mean.detach(), gradient(mean, logits)
+
+
+def on_policy(name):
+    return expected(lambda log_pi: KL_ESTIMATORS[name].function(log_pi, REF), LOGITS.log_softmax(0))
+
+
+def corrected(name):
+    """With tokens of another policy."""
+    return expected(
+        lambda log_pi: importance_corrected(log_pi, REF, log_pi - SAMPLER, kl_estimator=name),
+        SAMPLER,
+    )
+
+
+def is_equal(actual, wanted):
+    return torch.allclose(actual, wanted, rtol=0, atol=1e-12)
+
+
+# pi = 1/4, ref = 1/2: d = log pi - log ref = -log 2.
 @pytest.mark.parametrize(
-    ("estimator", "value", "gradient"), [(k1, -LOG2, 1.0), (k2, LOG2**2 / 2, -LOG2), (k3, 2 - LOG2 - 1, -1.0)]
+    ("name", "value", "slope"),
+    [
+        ("k1", -LOG2, 1.0),
+        ("abs", LOG2, -1.0),
+        ("k2", LOG2**2 / 2, -LOG2),
+        ("k3", 2 - LOG2 - 1, -1.0),
+        ("k1+", -LOG2, -LOG2),
+        ("abs+", LOG2, -LOG2),
+        ("k3+", 2 - LOG2 - 1, -LOG2),
+    ],
 )
-def test_hand_value_and_gradient(estimator, value, gradient):
+def test_hand_value_and_gradient(name, value, slope):
     logprobs = torch.tensor([math.log(0.25)], requires_grad=True)
     ref_logprobs = torch.tensor([math.log(0.5)], requires_grad=True)
-    estimate = estimator(logprobs, ref_logprobs)
+    estimate = KL_ESTIMATORS[name].function(logprobs, ref_logprobs)
     torch.testing.assert_close(estimate.detach(), torch.tensor([value]))
     estimate.sum().backward()
-    torch.testing.assert_close(logprobs.grad, torch.tensor([gradient]))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([slope]))
     assert ref_logprobs.grad is None
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS.values())
-def test_zero_with_zero_expected_gradient_where_policies_agree(estimator):
+@pytest.mark.parametrize("row", KL_ESTIMATORS.values(), ids=KL_ESTIMATORS.keys())
+def test_zero_where_policies_agree(row):
     logprobs = torch.tensor([0.2, 0.3, 0.5]).log().requires_grad_()
-    estimate = estimator(logprobs, logprobs.detach())
-    assert estimate.tolist() == [0.0, 0.0, 0.0]
+    assert row.function(logprobs, logprobs.detach()).tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("estimator", [k1, k3])
-def test_mean_over_samples_of_the_policy_is_the_divergence(estimator):
-    pi, ref = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.5, 0.25, 0.25])
-    divergence = (pi * (pi.log() - ref.log())).sum()
-    torch.testing.assert_close((pi * estimator(pi.log(), ref.log())).sum(), divergence)
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_value_and_gradient_are_unbiased_as_the_table_says_and_nowhere_else(name):
+    row = KL_ESTIMATORS[name]
+    value, slope = on_policy(name)
+    exact_value, exact_slope = exact()
+    assert is_equal(value, exact_value) == row.unbiased_value
+    assert is_equal(slope, exact_slope) == row.unbiased_gradient
 
 
-def test_gradient_of_k2_is_that_of_the_divergence():
-    # The gradient of KL(pi || ref) is E[(log pi - log ref) * grad log pi]; that of E[k2], samples fixed, is the same.
-    logits, ref = torch.tensor([0.1, -0.4, 0.9], requires_grad=True), torch.tensor([0.5, 0.25, 0.25])
+def test_gradients_of_estimators_that_are_biased_as_losses_are_those_of_other_quantities():
+    assert is_equal(on_policy("k1")[1], torch.zeros(4, dtype=torch.float64))
+    assert is_equal(on_policy("k3")[1], exact("forward")[1])
+    logits = LOGITS.clone().requires_grad_()
+    assert is_equal(on_policy("abs")[1], gradient((logits.softmax(0) - REF.exp()).abs().sum(), logits))
+
+
+@pytest.mark.parametrize("name", ["k1+", "abs+", "k3+"])
+def test_straight_through_has_the_value_of_its_name_and_the_gradient_of_k2(name):
+    logprobs, ref_logprobs = LOGITS.log_softmax(0).requires_grad_(), REF
+    estimate = KL_ESTIMATORS[name].function(logprobs, ref_logprobs)
+    assert estimate.equal(KL_ESTIMATORS[name[:-1]].function(logprobs, ref_logprobs))
+    weights = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    theirs = gradient((weights * k2(logprobs, ref_logprobs)).sum(), logprobs)
+    assert gradient((weights * estimate).sum(), logprobs).equal(theirs)
+
+
+@pytest.mark.parametrize("name", ["k1", "k3", "k1+", "k3+"])
+def test_importance_corrected_estimates_are_exact_for_tokens_of_another_policy(name):
+    value, slope = corrected(name)
+    exact_value, exact_slope = exact()
+    assert is_equal(value, exact_value)
+    assert is_equal(slope, exact_slope)
+    # Without the correction neither is right.
+    plain_value, plain_slope = expected(lambda log_pi: KL_ESTIMATORS[name].function(log_pi, REF), SAMPLER)
+    assert (plain_value - exact_value).abs() > 0.05
+    assert (plain_slope - exact_slope).norm() > 0.05
+
+
+@pytest.mark.parametrize("name", ["k2", "abs+"])
+def test_importance_corrected_k2_has_the_exact_gradient_for_tokens_of_another_policy(name):
+    assert is_equal(corrected(name)[1], exact()[1])
+    assert is_equal(corrected(name)[0], on_policy(name)[0])
+
+
+def test_importance_corrected_abs_is_its_mean_under_the_policy_as_a_function_of_the_policy():
+    logits = LOGITS.clone().requires_grad_()
     log_pi = logits.log_softmax(0)
-    (exact,) = torch.autograd.grad((log_pi.exp() * (log_pi - ref.log())).sum(), logits, retain_graph=True)
-    (estimated,) = torch.autograd.grad((log_pi.detach().exp() * k2(log_pi, ref.log())).sum(), logits)
-    torch.testing.assert_close(estimated, exact)
+    mean = (log_pi.exp() * (log_pi - REF).abs()).sum()
+    value, slope = corrected("abs")
+    assert is_equal(value, mean.detach())
+    assert is_equal(slope, gradient(mean, logits))
+
+
+def test_importance_corrected_k3_is_exact_on_policy_where_the_ratio_is_one():
+    logits = LOGITS.clone().requires_grad_()
+    log_pi = logits.log_softmax(0)
+    mean = (
+        log_pi.detach().exp() * importance_corrected(log_pi, REF, log_pi - log_pi.detach(), kl_estimator="k3")
+    ).sum()
+    assert is_equal(gradient(mean, logits), exact()[1])
 
 
 def test_k3_keeps_its_digits_where_policies_are_close():
@@ -51,7 +154,74 @@ def test_k3_keeps_its_digits_where_policies_are_close():
     torch.testing.assert_close(estimate, torch.tensor([5.0e-9]), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS.values())
-def test_shapes_that_would_broadcast_are_refused(estimator):
+@pytest.mark.parametrize("difference", [5.0, 10.0, 19.999])
+def test_k3_is_unaltered_where_samples_are(difference):
+    logprobs = torch.tensor([-difference], dtype=torch.float64, requires_grad=True)
+    estimate = k3(logprobs, torch.zeros(1, dtype=torch.float64))
+    assert estimate.item() == pytest.approx(math.exp(difference) - 1 - difference, rel=1e-12)
+    assert gradient(estimate.sum(), logprobs).item() == pytest.approx(1 - math.exp(difference), rel=1e-12)
+
+
+@pytest.mark.parametrize("difference", [-3.0, -1e-3, 1e-3, 3.0])
+def test_the_gradient_of_k3_has_its_digits_in_float32(difference):
+    logprobs = torch.tensor([-difference], requires_grad=True)
+    slope = gradient(k3(logprobs, torch.tensor([0.0])).sum(), logprobs)
+    torch.testing.assert_close(slope, torch.tensor([-math.expm1(difference)]), rtol=2e-4, atol=0)
+
+
+def test_k3_goes_on_as_its_tangent_where_the_exponential_would_overflow():
+    logprobs = torch.tensor([-20.0, -21.0, -1000.0], dtype=torch.float64, requires_grad=True)
+    estimate = k3(logprobs, torch.zeros(3, dtype=torch.float64))
+    slope = math.exp(20) - 1
+    at_20 = math.exp(20) - 21
+    assert estimate.tolist() == pytest.approx([at_20, at_20 + slope, at_20 + 980 * slope], rel=1e-12)
+    assert gradient(estimate[1:].sum(), logprobs).tolist() == pytest.approx([0.0, -slope, -slope], rel=1e-12)
+    assert k3(torch.tensor([-1000.0]), torch.tensor([0.0])).isfinite().all()
+
+
+def test_a_ratio_that_would_overflow_counts_as_e_to_the_20():
+    log_ratio = torch.tensor([1000.0], requires_grad=True)
+    estimate = importance_corrected(torch.tensor([-1.0]), torch.tensor([-2.0]), log_ratio, kl_estimator="k1")
+    torch.testing.assert_close(estimate.detach(), torch.tensor([math.exp(20)]))
+    assert gradient(estimate.sum(), log_ratio).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_values_and_gradients_are_those_of_verl(name):
+    logprobs = torch.tensor(VERL["logprobs"], dtype=torch.float64, requires_grad=True)
+    estimate = KL_ESTIMATORS[name].function(logprobs, torch.tensor(VERL["ref_logprobs"], dtype=torch.float64))
+    slope = gradient(estimate.sum(), logprobs)
+    theirs = VERL["kl_penalty"][name]
+    if name in ("k3", "k3+"):
+        # verl cuts k3 off at 10, so at the fifth token, of d = 4 nats, it has no gradient: exp(4) - 5 here.
+        assert theirs["value"][4] == 10.0
+        assert estimate[4].item() == pytest.approx(math.exp(4) - 5, rel=1e-12)
+        theirs["value"][4] = estimate[4].item()
+    if name == "k3":
+        assert theirs["gradient"][4] == 0.0
+        theirs["gradient"][4] = slope[4].item()
+    assert estimate.tolist() == pytest.approx(theirs["value"], rel=1e-12)
+    assert slope.tolist() == pytest.approx(theirs["gradient"], rel=1e-12)
+
+
+@pytest.mark.parametrize("row", KL_ESTIMATORS.values(), ids=KL_ESTIMATORS.keys())
+def test_shapes_that_would_broadcast_are_refused(row):
     with pytest.raises(ValueError, match=r"shapes differ: logprobs \(3,\), ref_logprobs \(1,\)"):
-        estimator(torch.zeros(3), torch.zeros(1))
+        row.function(torch.zeros(3), torch.zeros(1))
+    with pytest.raises(ValueError, match=r"shapes differ"):
+        importance_corrected(torch.zeros(3), torch.zeros(3), torch.zeros(1), kl_estimator="k1")
+
+
+def test_an_unknown_estimator_is_refused():
+    with pytest.raises(ValueError, match=r"kl_estimator='k4': allowed are k1, abs, k2, k3, k1\+, abs\+, k3\+"):
+        importance_corrected(torch.zeros(1), torch.zeros(1), torch.zeros(1), kl_estimator="k4")
+
+
+@pytest.mark.parametrize("row", KL_ESTIMATORS.values(), ids=KL_ESTIMATORS.keys())
+def test_the_dtype_is_that_of_the_log_probs(row):
+    for dtype in (torch.float32, torch.float64):
+        assert row.function(torch.zeros(2, dtype=dtype), torch.ones(2, dtype=dtype)).dtype == dtype
+
+
+def test_k1_of_two_tokens():
+    assert k1(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0])).tolist() == [2.0, -1.0]

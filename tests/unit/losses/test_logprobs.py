@@ -17,7 +17,7 @@ from prefrl.losses.logprobs import (
     module_logprobs,
 )
 
-EVERYTHING = get_args(WantName)
+EVERYTHING = [name for name in get_args(WantName) if name != "hidden"]  # which are what comes in
 HEADS = {
     "plain": {},
     "bias": {"bias": True},

@@ -1,0 +1,137 @@
+"""What every online trainer and preset learns of the demo's task: sums, from a model that gets some of them right.
+
+    python -m benchmarks.learning [--seeds 3] [NAME ...]
+
+Each case starts from the same supervised weights and takes `STEPS` optimizer steps; `before` and `after` are the mean
+rewards of the first and the last `WINDOW` of them. Results go to `results/learning.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from transformers import PreTrainedModel, PrinterCallback
+
+from prefrl.registry import REGISTRY
+from prefrl.scripts import demo
+from prefrl.trainer.presets import PRESETS
+
+RESULTS = Path(__file__).parent / "results" / "learning.json"
+STEPS = 40
+WINDOW = 5
+
+# Trainer, what is not its default. Presets are GRPO's.
+CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "rloo": ("rloo", {"num_generations": 8}),
+    "reinforce_plus_plus": ("reinforce_plus_plus", {}),
+    "reinforce_plus_plus_baseline": (
+        "reinforce_plus_plus",
+        {"advantage_estimator": "reinforce_plus_plus_baseline", "num_generations": 8},
+    ),
+    "ppo": ("ppo", {"num_iterations": 2, "critic_learning_rate": 1e-2}),
+    "ppo_model": ("ppo", {"num_iterations": 2, "critic": "model", "critic_learning_rate": 1e-3}),
+    "online_dpo": ("online_dpo", {"num_generations": 8, "beta": 0.1}),
+    "optimal_token_baseline": ("grpo", {"advantage_estimator": "optimal_token_baseline", "beta": 0.0}),
+    "grpo_passk": ("grpo", {"advantage_estimator": "grpo_passk", "beta": 0.0}),
+    "aipo": ("grpo", {"loss_type": "aipo", "beta": 0.0}),
+    **{f"preset {name}": ("grpo", preset.options) for name, preset in PRESETS.items()},
+}
+# One setting for all. Advantages that are not divided by a deviation, or clipped within a hair's breadth, make small
+# steps, which Adam evens out.
+COMMON: dict[str, Any] = {
+    "use_cpu": True,
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 256,
+    "num_generations": 8,
+    "max_completion_length": 4,
+    "temperature": 1.0,
+    "top_k": None,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """One case from one seed."""
+
+    name: str
+    seed: int
+    before: float  # mean reward of the first steps
+    after: float  # of the last ones
+    seconds: float
+    explained_variance: float | None = None  # of the critic, mean of the last steps
+
+
+def start(seed: int, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model after the demo's supervised training."""
+    train, _ = demo.make_questions(seed)
+    model = demo.make_model(seed)
+    demo.sft(model, demo.make_tokenizer(), train, seed, folder, [demo.StopAtTokenAccuracy()])
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def learn(name: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Path, **options: Any) -> Learned:
+    """Train one case from these weights. `options` win."""
+    algorithm, own = CASES[name]
+    row = REGISTRY[algorithm]
+    defaults = COMMON if algorithm in ("grpo", "rloo", "online_dpo") else COMMON | {"num_generations": 1}
+    config = row.load_config()(output_dir=str(folder), seed=seed, **{**defaults, **own, **options})
+    train, _ = demo.make_questions(seed)
+    model: PreTrainedModel = demo.make_model(seed)
+    model.load_state_dict(weights)
+    rows = train.remove_columns("completion")
+    trainer = row.load_trainer()(model, demo.right_sum, config, rows, processing_class=demo.make_tokenizer())
+    trainer.remove_callback(PrinterCallback)
+    started = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - started
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    rewards = [entry["reward"] for entry in logs]
+    explained = [entry["val/explained_variance"] for entry in logs[-WINDOW:] if "val/explained_variance" in entry]
+    return Learned(
+        name,
+        seed,
+        before=sum(rewards[:WINDOW]) / WINDOW,
+        after=sum(rewards[-WINDOW:]) / WINDOW,
+        seconds=round(seconds, 1),
+        explained_variance=sum(explained) / len(explained) if explained else None,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="cases; nothing: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args(argv)
+    datasets.disable_progress_bars()
+    torch.set_num_threads(1)
+    stored = {(row["name"], row["seed"]): row for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(arguments.seeds):
+            weights = start(seed, Path(folder))
+            for name in arguments.names or CASES:
+                row = learn(name, seed, weights, Path(folder))
+                print(f"{name:32} seed {seed}: {row.before:.3f} -> {row.after:.3f}  {row.seconds} s", flush=True)
+                stored[name, seed] = asdict(row)
+                RESULTS.write_text(json.dumps(list(stored.values()), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Write the tables of docs/oracle.md from exact sums: `python docs/make_oracle.py`, some seconds.
+
+The page says where with a pair of markers, `<!-- oracle: policy -->` and `<!-- end of oracle -->`. What stands between
+them is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prefrl.losses.oracle_table import HYPERPARAMETERS, TABLES
+
+PAGE = Path(__file__).parent / "oracle.md"
+MARKERS = re.compile(r"(<!-- oracle: (\w+) -->\n).*?(<!-- end of oracle -->)", re.S)
+
+
+def render(page: str) -> str:
+    """The page with its tables as they should be."""
+    return MARKERS.sub(lambda found: f"{found[1]}\n{content(found[2])}\n\n{found[3]}", page)
+
+
+def content(name: str) -> str:
+    """A table, or the values of the hyper-parameters in all of them."""
+    if name == "hyperparameters":
+        return ", ".join(f"`{key}={value}`" for key, value in HYPERPARAMETERS.items()) + "."
+    return TABLES[name].markdown()
+
+
+def main() -> None:
+    """Rewrite the page."""
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

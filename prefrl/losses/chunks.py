@@ -1,0 +1,140 @@
+"""Logits of a linear head for a chunk of tokens at a time, in buffers that all chunks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Chunk",
+    "ChunkPlan",
+    "Head",
+    "add_product",
+    "chunks",
+    "in_product_dtype",
+    "product_dtype_of",
+    "room_for_probs",
+    "score_dtype",
+    "slices_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Logits = cap(scale * (x W^T + b)), with cap(z) = softcap * tanh(z / softcap)."""
+
+    weight: Tensor  # [V, h]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def slices_of(num_rows: int, chunk_size: int) -> list[slice]:
+    """Rows 0 .. num_rows-1 in pieces."""
+    return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]
+
+
+def score_dtype(tensor: Tensor) -> torch.dtype:
+    """What is computed after the product with the head: float32, or float64 for float64."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def product_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """That of autocast, if it is on, else the wider one of the two."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """How logits are made; see `Head` and `chunked_logprobs`."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    chunk_size: int
+    keep_bytes: int
+    product_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows and their logits."""
+
+    rows: slice
+    hidden: Tensor  # [c, h] in the dtype of the product
+    product: Tensor  # [c, V] in the dtype of the product; the memory of `logits` if that is the same dtype
+    logits: Tensor  # [c, V] in the dtype of scores, after `_transform`; whoever reads it may overwrite it
+    scratch: Tensor  # [c, V] in the dtype of scores; the memory of `logits` unless asked for
+    probs: Tensor | None  # [c, V] softmax(logits) if it was kept: `logits` is not filled then
+
+
+def chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: ChunkPlan,
+    *,
+    with_scratch: bool,
+    kept: Tensor | None = None,
+) -> Iterator[Chunk]:
+    """Chunks in order, all in the same buffers. `weight` and `bias` are in the dtype of the product."""
+    dtype = score_dtype(hidden)
+    logits = hidden.new_empty(min(plan.chunk_size, hidden.shape[0]), weight.shape[0], dtype=dtype)
+    product = logits if plan.product_dtype == dtype else torch.empty_like(logits, dtype=plan.product_dtype)
+    scratch = torch.empty_like(logits) if with_scratch else logits
+    for rows in slices_of(hidden.shape[0], plan.chunk_size):
+        n = rows.stop - rows.start
+        probs = None if kept is None else kept[rows]
+        chunk = Chunk(rows, hidden[rows].to(plan.product_dtype), product[:n], logits[:n], scratch[:n], probs)
+        if probs is None:
+            _fill(chunk, weight, bias, plan)
+        yield chunk
+
+
+def _fill(chunk: Chunk, weight: Tensor, bias: Tensor | None, plan: ChunkPlan) -> None:
+    """Make the chunk's logits."""
+    if bias is None:
+        torch.mm(chunk.hidden, weight.t(), out=chunk.product)
+    else:
+        torch.addmm(bias, chunk.hidden, weight.t(), out=chunk.product)
+    if chunk.product.dtype != chunk.logits.dtype:
+        chunk.logits.copy_(chunk.product)
+    _transform(chunk.logits, plan)
+
+
+def room_for_probs(hidden: Tensor, weight: Tensor, plan: ChunkPlan) -> Tensor | None:
+    """[M, V] if that is small. The gradient of a capped logit is not made of its probability alone."""
+    dtype = score_dtype(hidden)
+    if plan.softcap is not None or len(hidden) * len(weight) * dtype.itemsize > plan.keep_bytes:
+        return None
+    return hidden.new_empty(len(hidden), len(weight), dtype=dtype)
+
+
+def _transform(logits: Tensor, plan: ChunkPlan) -> None:
+    """cap(scale * z) / temperature, in place."""
+    if plan.softcap is not None:
+        logits.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
+    elif plan.scale != plan.temperature:
+        logits.mul_(plan.scale / plan.temperature)
+
+
+def in_product_dtype(weight: Tensor, bias: Tensor | None, plan: ChunkPlan) -> tuple[Tensor, Tensor | None]:
+    """What `chunks` multiplies with."""
+    return weight.to(plan.product_dtype), None if bias is None else bias.to(plan.product_dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to a total that may have a wider dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,436 @@
+"""Exact expected gradients: what an estimator of a policy gradient really estimates, and how noisily.
+
+A softmax policy over a few tokens has so few completions that all of them, and all batches of them, can be listed. So
+an expectation is a sum, and the gradient that a loss has on average is known to rounding: no sampling, no tolerance.
+
+    expected gradient = sum over batches b of mu(b) * gradient of loss(b)
+
+for a sampler mu, which is the policy itself or another one. It is compared with gradients of objectives that are
+written down as sums over all completions and differentiated: the expected reward, the KL divergence, the entropy.
+
+Legend besides the usual one: `S` prefixes, `C` completions of all prompts, `D` parameters, `T` batches of `B` rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+
+from prefrl.losses.reduce import row_sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "END",
+    "OBJECTIVES",
+    "Agreement",
+    "Estimate",
+    "Objective",
+    "Problem",
+    "Samples",
+    "Tree",
+    "agreement",
+    "estimate",
+    "every_batch",
+    "exact_gradient",
+    "make_problem",
+]
+
+END = 0  # the token that ends a completion
+
+Objective = Literal["reward", "kl", "token_kl", "reverse_token_kl", "token_variation", "entropy", "token_entropy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Every completion of every prompt: its tokens up to and with the end token, or `length` tokens without one.
+
+    A prefix has a number; those of different prompts differ. Tokens of all completions are laid end to end.
+    """
+
+    num_prompts: int
+    num_tokens: int  # V
+    length: int
+    states: Tensor  # [sum of lengths] int64, the prefix that each token follows
+    tokens: Tensor  # [sum of lengths] int64
+    row_index: Tensor  # [sum of lengths] int64, in 0 .. C-1
+    lengths: Tensor  # [C] int64
+    prompts: Tensor  # [C] int64
+    num_states: int  # S
+
+    @property
+    def num_completions(self) -> int:
+        """C."""
+        return len(self.lengths)
+
+    @classmethod
+    def grow(cls, *, num_prompts: int, num_tokens: int, length: int) -> Self:
+        """List all completions.
+
+        Args:
+            num_prompts: P.
+            num_tokens: V, with the end token.
+            length: Most tokens of a completion.
+        """
+        numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        rows: list[tuple[int, tuple[int, ...]]] = []
+        open_prefixes: list[tuple[int, tuple[int, ...]]] = [(prompt, ()) for prompt in range(num_prompts)]
+        for prompt, prefix in open_prefixes:  # grows while it is read
+            numbers[prompt, prefix] = len(numbers)
+            for token in range(num_tokens):
+                longer = (prompt, (*prefix, token))
+                is_whole = token == END or len(prefix) + 1 == length
+                (rows if is_whole else open_prefixes).append(longer)
+        tokens = [token for _, row in rows for token in row]
+        states = [numbers[prompt, row[:position]] for prompt, row in rows for position in range(len(row))]
+        lengths = torch.tensor([len(row) for _, row in rows])
+        return cls(
+            num_prompts=num_prompts,
+            num_tokens=num_tokens,
+            length=length,
+            states=torch.tensor(states),
+            tokens=torch.tensor(tokens),
+            row_index=torch.arange(len(rows)).repeat_interleave(lengths),
+            lengths=lengths,
+            prompts=torch.tensor([prompt for prompt, _ in rows]),
+            num_states=len(numbers),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Completions with rewards, and four policies with shared features: logits = features @ parameters.
+
+    Prompts are equally likely. All numbers are float64.
+    """
+
+    tree: Tree
+    features: Tensor  # [S, V, D]
+    policy: Tensor  # [D] pi, which is trained
+    old: Tensor  # [D] the policy before the first update on these samples
+    sampler: Tensor  # [D] mu, which the samples come from
+    reference: Tensor  # [D]
+    rewards: Tensor  # [C]
+    critic: Tensor  # [S] a critic's value of each prefix: any numbers
+
+    def table(self, parameters: Tensor) -> Tensor:
+        """[S, V] nats, log-probs of each token after each prefix; gradient flows."""
+        return (self.features @ parameters).log_softmax(-1)
+
+    def completion_logprobs(self, parameters: Tensor) -> Tensor:
+        """[C] nats, log-prob of each completion of its prompt; gradient flows."""
+        tree = self.tree
+        logprobs = self.table(parameters)[tree.states, tree.tokens]
+        return row_sums(logprobs, torch.ones_like(tree.tokens, dtype=torch.bool), tree.row_index, tree.num_completions)
+
+    def expectation(self, values: Tensor, parameters: Tensor) -> Tensor:
+        """Scalar: mean over prompts of E[values], [C], under the policy with these parameters; gradient flows."""
+        return (self.completion_logprobs(parameters).exp() * values).sum() / self.tree.num_prompts
+
+    @cached_property
+    def visits(self) -> Tensor:
+        """[S] how often the sampler comes to each prefix, mean over prompts; constant."""
+        return self._visits_of(self.completion_logprobs(self.sampler).exp())
+
+    def _visits_of(self, weights: Tensor) -> Tensor:
+        """[S] sum over the completions that pass each prefix, mean over prompts."""
+        by_token = weights[self.tree.row_index] / self.tree.num_prompts
+        return torch.zeros_like(self.critic).index_add(0, self.tree.states, by_token)
+
+    @cached_property
+    def jacobian(self) -> Tensor:
+        """[S * V, D] gradient of each log-prob of the policy."""
+        parameters = self.policy.clone().requires_grad_()
+        rows = [torch.autograd.grad(x, parameters, retain_graph=True)[0] for x in self.table(parameters).flatten()]
+        return torch.stack(rows)
+
+    @cached_property
+    def exact_critic(self) -> Tensor:
+        """[S] the expected reward of completions that begin with each prefix, under the policy."""
+        probabilities = self.completion_logprobs(self.policy).exp()
+        return self._visits_of(probabilities * self.rewards) / self._visits_of(probabilities)
+
+    @cached_property
+    def greedy_rewards(self) -> Tensor:
+        """[P] reward of the completion of each prompt that takes the old policy's likeliest token each time."""
+        best = self.table(self.old).argmax(-1)[self.tree.states] == self.tree.tokens
+        is_greedy = torch.ones(self.tree.num_completions, dtype=torch.long)
+        is_greedy = is_greedy.scatter_reduce(0, self.tree.row_index, best.long(), "amin")
+        rewards = self.rewards.new_zeros(self.tree.num_prompts)
+        return rewards.index_add(0, self.tree.prompts, self.rewards * is_greedy)
+
+    def moved(self, *, sampler: float = 0.0, old: float = 0.0) -> Self:
+        """The same with a sampler or an old policy that is some steps away from the policy, in a fixed direction."""
+        generator = torch.Generator().manual_seed(1)
+        direction = torch.randn(len(self.policy), dtype=torch.float64, generator=generator)
+        return self.replace(sampler=self.policy + sampler * direction, old=self.policy + old * direction)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)
+
+
+def make_problem(*, num_prompts: int, num_tokens: int, length: int, num_features: int | None, seed: int) -> Problem:
+    """A problem with random numbers, on-policy: the old policy and the sampler are the policy.
+
+    Args:
+        num_prompts: P.
+        num_tokens: V, with the end token.
+        length: Most tokens of a completion.
+        num_features: D, shared by all prefixes; None: a logit of its own for each token after each prefix.
+        seed: Decides all numbers.
+    """
+    tree = Tree.grow(num_prompts=num_prompts, num_tokens=num_tokens, length=length)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    num_logits = tree.num_states * num_tokens
+    if num_features is None:
+        features = torch.eye(num_logits, dtype=torch.float64)
+    else:
+        features = random(num_logits, num_features) / num_features**0.5
+    num_parameters = features.shape[1]
+    policy = random(num_parameters)
+    return Problem(
+        tree=tree,
+        features=features.view(tree.num_states, num_tokens, num_parameters),
+        policy=policy,
+        old=policy,
+        sampler=policy,
+        reference=policy + random(num_parameters),
+        rewards=random(tree.num_completions) + 0.5,
+        critic=random(tree.num_states),
+    )
+
+
+def _token_kl(problem: Problem, first: Tensor, second: Tensor) -> Tensor:
+    """Sum over tokens of KL(first || second) of their distributions, mean over completions; visits are constant."""
+    divergence = (problem.table(first).exp() * (problem.table(first) - problem.table(second))).sum(-1)
+    return (problem.visits * divergence).sum()
+
+
+def _token_variation(problem: Problem, parameters: Tensor) -> Tensor:
+    difference = problem.table(parameters).exp() - problem.table(problem.reference).exp()
+    return (problem.visits * difference.abs().sum(-1)).sum()
+
+
+def _kl(problem: Problem, parameters: Tensor) -> Tensor:
+    log_ratio = problem.completion_logprobs(parameters) - problem.completion_logprobs(problem.reference)
+    return problem.expectation(log_ratio, parameters)
+
+
+def _token_entropy(problem: Problem, parameters: Tensor) -> Tensor:
+    table = problem.table(parameters)
+    return -(problem.visits * (table.exp() * table).sum(-1)).sum()
+
+
+# Mean over prompts. Of whole completions: E_pi[R], KL(pi || ref), H(pi). Of the distributions of tokens, summed, where
+# the policy moves but the prefixes are the sampler's: KL(pi || ref), KL(ref || pi), sum_v |pi - ref|, H(pi).
+OBJECTIVES: dict[Objective, Callable[[Problem, Tensor], Tensor]] = {
+    "reward": lambda problem, parameters: problem.expectation(problem.rewards, parameters),
+    "kl": _kl,
+    "token_kl": lambda problem, parameters: _token_kl(problem, parameters, problem.reference),
+    "reverse_token_kl": lambda problem, parameters: _token_kl(problem, problem.reference, parameters),
+    "token_variation": _token_variation,
+    "entropy": lambda problem, parameters: -problem.expectation(problem.completion_logprobs(parameters), parameters),
+    "token_entropy": _token_entropy,
+}
+
+
+def exact_gradient(problem: Problem, objective: Objective) -> Tensor:
+    """[D] gradient of an objective at the policy, by differentiating the sum over all completions."""
+    parameters = problem.policy.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(OBJECTIVES[objective](problem, parameters), parameters)
+    return gradient
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """What a trainer knows of T batches, laid end to end: rows of different lengths, tokens of a row in order.
+
+    A group is the completions of one prompt in one batch; B = P * G rows make a batch.
+    """
+
+    problem: Problem
+    num_batches: int  # T
+    group_size: int  # G
+    completions: Tensor  # [T * B] int64, of each row
+    probabilities: Tensor  # [T] of each batch, under the sampler
+    leaf: Tensor  # [N, V] nats, log-probs of the policy for all tokens at each place; gradients are taken here
+
+    @property
+    def num_rows(self) -> int:
+        """T * B."""
+        return len(self.completions)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[T * B] int64."""
+        return self.problem.tree.lengths[self.completions]
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        """[N] int64."""
+        return torch.arange(self.num_rows).repeat_interleave(self.lengths)
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """[T * B] int64."""
+        return torch.arange(self.num_rows) // self.group_size
+
+    @cached_property
+    def trainable(self) -> Tensor:
+        """[N] bool: all."""
+        return torch.ones_like(self.row_index, dtype=torch.bool)
+
+    @cached_property
+    def is_last(self) -> Tensor:
+        """[N] bool: the last token of its row."""
+        return self.row_index != torch.cat([self.row_index[1:], self.row_index.new_tensor([-1])])
+
+    @cached_property
+    def batch_of_token(self) -> Tensor:
+        """[N] int64, in 0 .. T-1."""
+        return self.row_index // (self.num_rows // self.num_batches)
+
+    @cached_property
+    def _source(self) -> Tensor:
+        """[N] int64: the place of each token in the tree."""
+        starts = self.lengths.cumsum(0) - self.lengths
+        tree = self.problem.tree
+        offsets = tree.lengths.cumsum(0) - tree.lengths
+        return torch.arange(len(self.row_index)) + (offsets[self.completions] - starts)[self.row_index]
+
+    @cached_property
+    def states(self) -> Tensor:
+        """[N] int64: the prefix that each token follows."""
+        return self.problem.tree.states[self._source]
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[N] int64."""
+        return self.problem.tree.tokens[self._source]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[N] nats, of the policy; gradient flows."""
+        return self.leaf.gather(1, self.tokens[:, None]).squeeze(1)
+
+    def logprobs_of(self, parameters: Tensor) -> Tensor:
+        """[N] nats, of the policy with these parameters; constant."""
+        return self.problem.table(parameters)[self.states, self.tokens]
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        """[T * B]."""
+        return self.problem.rewards[self.completions]
+
+    @cached_property
+    def greedy(self) -> Tensor:
+        """[T * B] reward of the greedy completion of each row's prompt."""
+        return self.problem.greedy_rewards[self.problem.tree.prompts[self.completions]]
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[N] the critic's value of the prefix that each token follows."""
+        return self.problem.critic[self.states]
+
+    def single(self, batch: int) -> Self:
+        """One of the batches, as a trainer has it."""
+        is_there = self.batch_of_token == batch
+        rows = self.completions.view(self.num_batches, -1)[batch]
+        return dataclasses.replace(
+            self,
+            num_batches=1,
+            completions=rows,
+            probabilities=self.probabilities[batch : batch + 1],
+            leaf=self.leaf[is_there],
+        )
+
+
+def every_batch(problem: Problem, *, group_size: int) -> Samples:
+    """All batches of G completions for each prompt, each with its probability under the sampler.
+
+    There are (completions of a prompt)^(P * G) of them.
+    """
+    tree = problem.tree
+    of_prompt = [(tree.prompts == prompt).nonzero().squeeze(1).tolist() for prompt in range(tree.num_prompts)]
+    rows = torch.tensor(list(product(*(of_prompt[p] for p in range(tree.num_prompts) for _ in range(group_size)))))
+    samples = Samples(
+        problem=problem,
+        num_batches=len(rows),
+        group_size=group_size,
+        completions=rows.flatten(),
+        probabilities=problem.completion_logprobs(problem.sampler)[rows].sum(1).exp(),
+        leaf=torch.empty(0),
+    )
+    leaf = problem.table(problem.policy)[samples.states].requires_grad_()
+    return dataclasses.replace(samples, leaf=leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The gradient of a loss over all batches."""
+
+    mean: Tensor  # [D] expectation
+    variance: float  # trace of the covariance
+
+
+def estimate(samples: Samples, loss: Callable[[Samples], Tensor], *, stacked: bool = True) -> Estimate:
+    """Expectation and variance of the gradient of a loss, over all batches.
+
+    Args:
+        samples: From `every_batch`.
+        loss: The loss of each batch, [T] for T batches; it reads the policy through `Samples.logprobs` or `leaf`.
+        stacked: Compute the loss of all batches in one call. Needs a loss that takes nothing from one group to
+            another; else each batch has a call of its own.
+    """
+    if stacked:
+        losses = loss(samples)
+    else:
+        losses = torch.cat([loss(samples.single(batch)) for batch in range(samples.num_batches)])
+    (at_leaf,) = torch.autograd.grad(losses.sum(), samples.leaf)
+    problem = samples.problem
+    num_states, num_tokens = problem.tree.num_states, problem.tree.num_tokens
+    place = samples.batch_of_token * num_states + samples.states
+    # [T, S, V]: all that reaches the log-probs after a prefix, whichever row of the batch it comes from.
+    by_state = at_leaf.new_zeros(samples.num_batches * num_states, num_tokens).index_add(0, place, at_leaf)
+    gradients = by_state.view(samples.num_batches, -1) @ problem.jacobian
+    mean = samples.probabilities @ gradients
+    deviations = (gradients - mean).square().sum(1)
+    return Estimate(mean=mean, variance=float(samples.probabilities @ deviations))
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How an expected gradient g compares with a true one, t."""
+
+    bias: float  # |g - t| / |t|
+    scale: float  # <g, t> / |t|^2: the multiple of t that g is nearest to
+    cosine: float  # of the angle between them; NaN where g is 0
+    noise: float  # standard deviation of the estimate / |t|
+
+
+def agreement(found: Estimate, target: Tensor) -> Agreement:
+    """Compare an estimate with the gradient that it should have.
+
+    Args:
+        found: Of a loss.
+        target: [D] the true gradient, of what is minimised.
+    """
+    size, length = float(target.norm()), float(found.mean.norm())
+    scale = float(found.mean @ target) / size**2
+    # Rounding leaves some 1e-17 of a gradient that is 0, which has a direction, but none that means anything.
+    cosine = scale * size / length if length > 1e-12 * size else float("nan")
+    return Agreement(
+        bias=float((found.mean - target).norm()) / size, scale=scale, cosine=cosine, noise=found.variance**0.5 / size
+    )

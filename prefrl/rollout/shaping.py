@@ -1,0 +1,214 @@
+"""What happens to total rewards before advantages are made of them, in this order.
+
+| step | option | total becomes |
+|---|---|---|
+| 1 | stop_properly_penalty_coef c | R * c for truncated completions if c >= 0, or c itself if c < 0 |
+| 2 | missing_eos_penalty p | R - p for completions that did not end by themselves |
+| 3 | running moments | (R - mean) / std, or R / std |
+| 4 | reward_clip_range (low, high) | min(max(R, low), high) |
+
+Bounds come last, so they are in the unit that advantages see: of rewards as they are, or of their running standard
+deviation. A NaN total, of a completion that no reward has a word on, stays NaN.
+
+The penalty of DAPO and cosmos-rl for the last tokens before the limit is a reward function,
+`prefrl.rewards.get_soft_overlong_punishment(max_completion_length, buffer)`; its factor is its reward weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.types import FinishReason
+
+__all__ = ["RunningMoments", "clipped", "minus_missing_eos", "shaped", "stop_properly"]
+
+
+@dataclass
+class RunningMoments:
+    """Mean and standard deviation of everything seen so far.
+
+    Sums of a batch are exact before they are rounded, so the order of its rows, and with it the number of ranks, makes
+    no difference.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    sum_of_squares: float = 0.0  # of distances from the mean
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """Of some values; NaN counts nowhere.
+
+        Raises:
+            ValueError: A value is infinite.
+        """
+        numbers = [value for value in values if not math.isnan(value)]
+        if any(math.isinf(value) for value in numbers):
+            raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for none")
+        if not numbers:
+            return cls()
+        # Measured from the lowest, so that rounding does not give equal values a difference.
+        lowest = min(numbers)
+        mean = lowest + math.fsum(value - lowest for value in numbers) / len(numbers)
+        return cls(len(numbers), mean, math.fsum((value - mean) ** 2 for value in numbers))
+
+    @property
+    def std(self) -> float:
+        """Standard deviation (n - 1); 0 below two values."""
+        return math.sqrt(self.sum_of_squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    def update(self, values: Tensor) -> None:
+        """See more values: those of all ranks, in any order.
+
+        Raises:
+            ValueError: A value is infinite.
+
+        Source: Chan, Golub and LeVeque 1983, The American Statistician 37(3)
+        """
+        new = self.of(values.detach().double().flatten().tolist())
+        count = self.count + new.count
+        if not new.count:
+            return
+        difference, share = new.mean - self.mean, new.count / count
+        self.mean += difference * share
+        self.sum_of_squares += new.sum_of_squares + difference**2 * self.count * share
+        self.count = count
+
+    def normalised(self, values: Tensor, *, subtract_mean: bool) -> Tensor:
+        """Values over the standard deviation seen so far; over 1 while all that was seen is equal.
+
+        Args:
+            values: [B].
+            subtract_mean: Take the mean away first. Advantages that compare completions do not see it; those of a
+                single completion do.
+        """
+        shift = self.mean if subtract_mean else 0.0
+        return ((values.double() - shift) / (self.std or 1.0)).to(values.dtype)
+
+    def state_dict(self) -> dict[str, float]:
+        """Plain numbers, which JSON keeps bit by bit."""
+        return {"count": self.count, "mean": self.mean, "sum_of_squares": self.sum_of_squares}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.count = int(state["count"])
+        self.mean = float(state["mean"])
+        self.sum_of_squares = float(state["sum_of_squares"])
+
+
+def stop_properly(totals: Tensor, finish_reasons: Sequence[FinishReason], *, coefficient: float) -> Tensor:
+    """Rewards of completions that the length limit cut off, scaled or replaced.
+
+    Scaling brings a reward nearer to 0: a penalty for positive rewards, a relief for negative ones.
+
+    Args:
+        totals: [B].
+        finish_reasons: [B].
+        coefficient: In 0 .. 1: what their reward is multiplied by; below 0: what it is set to.
+
+    Returns:
+        [B].
+
+    Raises:
+        ValueError: Lengths differ, or `coefficient` is above 1.
+
+    Source: OpenRLHF, `stop_properly_penalty_coef`, after ProRL v2
+    """
+    if not coefficient <= 1:
+        raise ValueError(f"coefficient={coefficient}: needs to be in 0..1 to scale, or below 0 to set; not a bonus")
+    is_truncated = _where(finish_reasons, totals, reasons={"length"})
+    penalised = totals * coefficient if coefficient >= 0 else totals.new_full((), coefficient)
+    return torch.where(is_truncated & ~totals.isnan(), penalised, totals)
+
+
+def minus_missing_eos(totals: Tensor, finish_reasons: Sequence[FinishReason], *, penalty: float) -> Tensor:
+    """Rewards less a constant where a completion did not end by itself: cut off by the limit, or aborted.
+
+    Args:
+        totals: [B].
+        finish_reasons: [B]. A stop string ends a completion too, while TRL looks for the end-of-sequence token.
+        penalty: Is taken away, so > 0.
+
+    Returns:
+        [B].
+
+    Raises:
+        ValueError: Lengths differ, or `penalty` is not positive.
+
+    Source: TRL, `missing_eos_penalty`
+    """
+    if not penalty > 0:
+        raise ValueError(f"penalty={penalty}: needs to be > 0; it is taken away")
+    return torch.where(_where(finish_reasons, totals, reasons={"length", "abort"}), totals - penalty, totals)
+
+
+def clipped(totals: Tensor, *, low: float, high: float) -> Tensor:
+    """Rewards within bounds; NaN stays.
+
+    Args:
+        totals: [B].
+        low: Lower bound.
+        high: Upper bound, above `low`.
+
+    Raises:
+        ValueError: The bounds are not in order.
+
+    Source: TRL's RLOO, `reward_clip_range`
+    """
+    if not low < high:
+        raise ValueError(f"low={low}, high={high}: the lower bound needs to be below the upper one")
+    return totals.clamp(low, high)
+
+
+def shaped(
+    totals: Tensor,
+    finish_reasons: Sequence[FinishReason],
+    *,
+    stop_properly_penalty_coef: float | None,
+    missing_eos_penalty: float | None,
+    moments: RunningMoments | None,
+    subtract_mean: bool,
+    reward_clip_range: tuple[float, float] | None,
+) -> Tensor:
+    """All steps of this module in their order; None: without that step.
+
+    Args:
+        totals: [B] weighted sums of rewards, of all ranks, NaN for rows without one.
+        finish_reasons: [B].
+        stop_properly_penalty_coef: See `stop_properly`.
+        missing_eos_penalty: See `minus_missing_eos`.
+        moments: See these totals first and normalise them then, so that the first batch is normalised too.
+        subtract_mean: See `RunningMoments.normalised`.
+        reward_clip_range: See `clipped`.
+
+    Returns:
+        [B], in the dtype of `totals`.
+
+    Raises:
+        ValueError: A step refuses its option.
+    """
+    if stop_properly_penalty_coef is not None:
+        totals = stop_properly(totals, finish_reasons, coefficient=stop_properly_penalty_coef)
+    if missing_eos_penalty is not None:
+        totals = minus_missing_eos(totals, finish_reasons, penalty=missing_eos_penalty)
+    if moments is not None:
+        moments.update(totals)
+        totals = moments.normalised(totals, subtract_mean=subtract_mean)
+    if reward_clip_range is not None:
+        totals = clipped(totals, low=reward_clip_range[0], high=reward_clip_range[1])
+    return totals
+
+
+def _where(finish_reasons: Sequence[FinishReason], totals: Tensor, *, reasons: set[FinishReason]) -> Tensor:
+    """[B] bool: rows that finished for one of some reasons."""
+    if totals.shape != (len(finish_reasons),):
+        raise ValueError(f"totals {tuple(totals.shape)}, {len(finish_reasons)} finish reasons: both need to be [B]")
+    return torch.tensor([reason in reasons for reason in finish_reasons], dtype=torch.bool, device=totals.device)

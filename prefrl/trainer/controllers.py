@@ -1,0 +1,140 @@
+"""Coefficients that follow what they control, from one optimizer step or generation to the next.
+
+Their states are floats, which Python's `json` writes in their shortest form that is read back as the same number, so
+that a resumed run goes on bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from prefrl.errors import ConfigError
+
+__all__ = ["AdaptiveEntropy", "AdaptiveKL"]
+
+_LARGEST_ERROR = 0.2
+
+
+class AdaptiveKL:
+    """The weight of a KL term, raised while the divergence is above its target and lowered while it is below:
+
+        value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
+
+    after n completions that diverge by `kl` on average.
+
+    Args:
+        value: The first weight, above 0: a product starting at 0 stays there.
+        target: Divergence in nats, above 0; per token or per completion, as the `kl` of `update`.
+        horizon: Completions in which the weight changes by at most about a factor exp(0.2).
+
+    Raises:
+        ConfigError: A number that is not positive.
+
+    Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2
+    """
+
+    def __init__(self, value: float, target: float, horizon: float) -> None:
+        for name, number in (("value", value), ("target", target), ("horizon", horizon)):
+            if not 0 < number < math.inf:
+                raise ConfigError(f"{name}={number} of an adaptive KL weight: needs to be positive.")
+        self._value = float(value)
+        self._target = target
+        self._horizon = horizon
+
+    @property
+    def value(self) -> float:
+        """The weight for the next loss."""
+        return self._value
+
+    def update(self, kl: float, num_completions: int) -> None:
+        """Follow the mean divergence of some completions of all ranks.
+
+        Raises:
+            ConfigError: So many completions at once that the weight could become 0 or negative.
+            ValueError: `kl` is NaN.
+        """
+        if math.isnan(kl):
+            raise ValueError("kl=nan: an adaptive KL weight cannot follow it. Update after steps that have tokens.")
+        if _LARGEST_ERROR * num_completions >= self._horizon:
+            raise ConfigError(
+                f"horizon={self._horizon} of an adaptive KL weight: needs to be above {_LARGEST_ERROR} times the "
+                f"{num_completions} completions of an update, or the weight could become 0. Raise it."
+            )
+        error = min(max(kl / self._target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
+        self._value *= 1 + error * num_completions / self._horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """What `update` changes."""
+        return {"value": self._value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Read what `state_dict` gave."""
+        self._value = state["value"]
+
+
+class AdaptiveEntropy:
+    """The weight of an entropy bonus that holds the policy's entropy at a target from below.
+
+    After each step the coefficient moves by `delta`, up if the entropy was at most `target`, else down, within
+    `minimum` .. `maximum`. It is applied in the next step only if the entropy was at most `target`: the bonus never
+    pushes the entropy above it. Before the first update nothing is applied.
+
+    Args:
+        coef: The first coefficient.
+        minimum: Of the coefficient, at least 0.
+        maximum: Of the coefficient.
+        delta: Step of the coefficient, above 0.
+        target: Entropy in nats per token.
+
+    Raises:
+        ConfigError: Bounds that exclude each other or the coefficient, or a step that is not positive.
+
+    Source: He et al. 2025 (Skywork-OR1), arXiv 2505.22312 (adaptive entropy control); TRL, `use_adaptive_entropy`
+    """
+
+    def __init__(self, coef: float, minimum: float, maximum: float, delta: float, target: float) -> None:
+        if not 0 <= minimum <= coef <= maximum < math.inf:
+            raise ConfigError(
+                f"coef={coef}, minimum={minimum}, maximum={maximum} of an adaptive entropy bonus: need "
+                "0 <= minimum <= coef <= maximum."
+            )
+        if not 0 < delta < math.inf:
+            raise ConfigError(f"delta={delta} of an adaptive entropy bonus: needs to be positive.")
+        self._coef = float(coef)
+        self._bounds = (minimum, maximum)
+        self._delta = delta
+        self._target = target
+        self._entropy: float | None = None
+
+    @property
+    def coef(self) -> float:
+        """The coefficient, whether it is applied or not."""
+        return self._coef
+
+    @property
+    def value(self) -> float:
+        """The weight for the next loss: the coefficient, or 0 while the entropy is above its target or unknown."""
+        return self._coef if self._entropy is not None and self._entropy <= self._target else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Follow the mean entropy of a step's tokens on all ranks.
+
+        Raises:
+            ValueError: `entropy` is NaN.
+        """
+        if math.isnan(entropy):
+            raise ValueError("entropy=nan: its bonus cannot follow it. Update after steps that have tokens.")
+        step = self._delta if entropy <= self._target else -self._delta
+        minimum, maximum = self._bounds
+        self._coef = min(max(self._coef + step, minimum), maximum)
+        self._entropy = entropy
+
+    def state_dict(self) -> dict[str, float]:
+        """What `update` changes."""
+        return {"coef": self._coef} | ({} if self._entropy is None else {"entropy": self._entropy})
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Read what `state_dict` gave."""
+        self._coef = state["coef"]
+        self._entropy = state.get("entropy")

@@ -1,0 +1,43 @@
+"""Options of online DPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.online_config import OnlineConfig
+from prefrl.trainer.options import opt
+from prefrl.trainer.reference_config import ReferenceOptions
+
+__all__ = ["OnlineDPOConfig"]
+
+
+@dataclass
+class OnlineDPOConfig(ReferenceOptions, OnlineConfig):
+    """Options of `OnlineDPOTrainer`, and those whose defaults are its own."""
+
+    loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "DPO's loss, or IPO's.")
+    beta: Annotated[float, Gt(0)] = opt(
+        0.1, "Implicit rewards are beta * log(policy / reference): the larger, the closer the policy stays."
+    )
+    num_generations: Annotated[int, Ge(1)] = opt(
+        2, "Completions of each prompt, at least 2: the best and the worst of them make the pair."
+    )
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        super().validate()
+        self.validate_reference()
+        if self.num_generations < 2:
+            raise ConfigError(
+                f"num_generations={self.num_generations}: a pair needs at least 2 completions of a prompt. Set "
+                "num_generations>=2."
+            )
+        if self.corrects_sampling:
+            raise ConfigError(
+                "vllm_importance_sampling_correction=True has no effect because pairs are learned from as those of a "
+                "dataset are. Set it to False."
+            )

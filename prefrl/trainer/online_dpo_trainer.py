@@ -1,0 +1,40 @@
+"""Direct preference optimisation on pairs of the policy's own completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefrl.trainer.online_dpo_config import OnlineDPOConfig
+from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.pairs import PairExperience, PairObjective
+
+if TYPE_CHECKING:
+    from prefrl.types import TokenBatch
+
+__all__ = ["OnlineDPOTrainer"]
+
+
+class OnlineDPOTrainer(OnlineTrainer):
+    """Minimises -log sigmoid(beta * (log-ratio of the better - log-ratio of the worse completion)).
+
+    Log-ratios are log pi - log pi_ref; the better of the completions of a prompt is the one with the higher reward.
+    A judge that compares completions is a reward too: `prefrl.rewards.get_judge_reward`. See `OnlineTrainer` for the
+    arguments.
+
+    Source: Guo et al. 2024, arXiv 2402.04792.
+    """
+
+    algorithm = "online_dpo"
+    config_class = OnlineDPOConfig
+    args: OnlineDPOConfig
+
+    def prepare_learning(self) -> None:
+        """See `OnlineTrainer`."""
+        self.objective = PairObjective(self.args)
+        self.experience = PairExperience(self, self.args)
+
+    def cut(self, batch: TokenBatch, rows_per_micro_batch: int) -> list[TokenBatch]:
+        """See `BaseTrainer`; never parts a pair."""
+        if self.args.max_tokens_per_micro_batch is not None:
+            return batch.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
+        return batch.chunks(max(2, rows_per_micro_batch // 2 * 2))

@@ -1,0 +1,69 @@
+"""Options of PPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.options import check_no_effect, opt
+from prefrl.trainer.policy_gradient_config import PolicyGradientConfig
+from prefrl.trainer.policy_options import KLEstimate
+
+__all__ = ["PPOConfig"]
+
+
+@dataclass
+class PPOConfig(PolicyGradientConfig):
+    """Options of `PPOTrainer`, and those whose defaults are its own."""
+
+    gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount of the reward of a token for the token before it.")
+    lam: Annotated[float, Ge(0), Le(1)] = opt(
+        0.95, "Lambda of generalised advantage estimation; 1: the critic is a baseline alone, and has no bias."
+    )
+    critic: Literal["head", "model"] = opt(
+        "head", "A head on the policy's hidden states, or a model of its own: value_model, or a copy of the policy's."
+    )
+    critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
+    critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start in which the critic learns alone.")
+    vf_coef: Annotated[float, Gt(0)] = opt(0.1, "Weight of the value loss.")
+    cliprange_value: Annotated[float, Gt(0)] | None = opt(
+        0.2, "A value moves by at most this from what it was before the generation batch was learned from."
+    )
+    detach_trunk: bool = opt(False, "head: the value loss trains the head alone, not the policy's hidden states.")
+    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions of each prompt; the critic is the baseline.")
+    num_iterations: Annotated[int, Ge(1)] = opt(4, "PPO epochs: how often each generation batch is learned from.")
+    normalize_advantages: bool = opt(
+        True, "Advantages of all tokens of a generation batch get mean 0 and standard deviation 1."
+    )
+    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no reference model is kept.")
+    kl_estimator: KLEstimate = opt(
+        "k1", "Estimate of KL(policy || reference) for each token; in a reward, only its value counts."
+    )
+    kl_in: Literal["loss", "reward"] = opt(
+        "reward", "Whether beta * KL is added to the loss or taken from the reward."
+    )
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        super().validate()
+        if self.critic == "model":
+            check_no_effect(
+                name="detach_trunk",
+                value=self.detach_trunk,
+                unset=False,
+                because="critic='model' shares nothing with the policy",
+                remedy="Use critic='head'.",
+            )
+        if 0 < self.max_steps <= self.critic_warmup:
+            raise ConfigError(
+                f"critic_warmup={self.critic_warmup}: must be below max_steps={self.max_steps}, or the policy never "
+                "learns"
+            )
+
+    @property
+    def estimator(self) -> str:
+        """See `PolicyGradientConfig.estimator`."""
+        return "gae"

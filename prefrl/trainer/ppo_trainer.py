@@ -1,0 +1,177 @@
+"""Proximal policy optimisation with a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from prefrl import distributed
+from prefrl.errors import ConfigError
+from prefrl.models.critic import Critic, in_pieces
+from prefrl.models.modes import eval_mode
+from prefrl.trainer.base_trainer import Optimizers
+from prefrl.trainer.critics import critic_loss, make_critic
+from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.ppo_config import PPOConfig
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
+
+    from prefrl.losses.logprobs import WantName
+    from prefrl.rewards.base import RewardSource
+
+__all__ = ["PPOTrainer"]
+
+
+class PPOTrainer(OnlineTrainer):
+    """Minimises the clipped surrogate with advantages of a critic, and vf_coef * value loss of the critic.
+
+    A_t = sum over s >= t of (gamma lam)^(s - t) (r_s + gamma V_(s+1) - V_s), normalised over the tokens of the batch;
+    r_s is -beta * (log pi_old - log pi_ref), and the reward on the last token. The critic learns A_t + V_t.
+
+    The critic of `critic="model"` is the argument `value_model`: name, path or instance of a sequence classifier with
+    one label, such as a reward model; None: a copy of the policy with a new head. The optimizer is the trainer's: it
+    trains the critic too. See `OnlineTrainer` for the other arguments.
+
+    Source: Schulman et al. 2017, arXiv 1707.06347; Schulman et al. 2015 (GAE), arXiv 1506.02438; Ouyang et al. 2022.
+    """
+
+    algorithm = "ppo"
+    config_class = PPOConfig
+    args: PPOConfig
+
+    def __init__(  # noqa: PLR0913 - TRL's constructor
+        self,
+        model: str | Path | PreTrainedModel | nn.Module,
+        reward_funcs: RewardSource | list[RewardSource],
+        args: PPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: PeftConfig | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        value_model: str | PreTrainedModel | None = None,
+    ) -> None:
+        if isinstance(value_model, PreTrainedModel) and value_model in _as_list(reward_funcs):
+            raise ConfigError("value_model is also in reward_funcs: training it would change the reward. Give a copy.")
+        if optimizers != (None, None):
+            raise ConfigError("optimizers: PPO's optimizer also trains the critic. Leave it to the trainer.")
+        self._value_model = value_model
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+        )
+
+    def prepare_learning(self) -> None:
+        """See `OnlineTrainer`; makes the critic."""
+        super().prepare_learning()
+        self.critic: Critic = make_critic(self.args, self.policy, self._value_model)
+
+    def with_frozen_scores(self, batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
+        """See `OnlineTrainer`; adds the critic's values, those of a head from the same pass."""
+        if not self.critic.wants:
+            batch = super().with_frozen_scores(batch, max_tokens=max_tokens)
+            with self.account.phase("old_policy"), self.accelerator.autocast():
+                values = self.critic.frozen_values(batch.to(self.args.device), max_tokens=max_tokens)
+            return batch.replace(values=values.to(batch.device))
+
+        def score(piece: TokenBatch) -> Tensor:
+            scores = self.score(self.policy, piece, want=(*self.frozen_want, *self.critic.wants))
+            values = self.critic.values(piece, hidden=scores.hidden)
+            return torch.stack([scores.logprobs, values, *([] if scores.entropy is None else [scores.entropy])], 1)
+
+        with self.account.scoring("old_policy", batch), eval_mode(self.policy), self.accelerator.autocast():
+            columns = in_pieces(score, batch.to(self.args.device), max_tokens=max_tokens).to(batch.device)
+        logprobs, values, *entropies = columns.unbind(1)
+        return batch.replace(old_logprobs=logprobs, values=values, entropies=entropies[0] if entropies else None)
+
+    @property
+    def learns_from_zero_advantage(self) -> bool:
+        """The critic learns from every row."""
+        return True
+
+    @property
+    def _is_warmup(self) -> bool:
+        return bool(self.state.global_step < self.args.critic_warmup)
+
+    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """See `BaseTrainer`; gradients for what has some on other ranks."""
+        with torch.set_grad_enabled(not self._is_warmup):
+            scores = self.score(model, batch, want=self.critic.wants)
+        return scores.logprobs.sum() + self.critic.values(batch, hidden=scores.hidden).sum()
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """The policy's loss, but for the steps of `critic_warmup`, and the critic's."""
+        want: tuple[WantName, ...] = (*self.objective.want, *self.critic.wants)
+        with torch.set_grad_enabled(not self._is_warmup):
+            scores = self.score(model, batch, want=want)
+            output = self.objective(batch, scores, self.old_logprobs(batch, scores))
+        with self.accelerator.autocast():  # HuggingFace wraps the policy alone
+            value = critic_loss(self.args, batch, self.critic.values(batch, hidden=scores.hidden))
+        total = value.total if self._is_warmup else output.total + value.total
+        return LossOutput(total, output.metrics | value.metrics)
+
+    # The critic's parameters, which HuggingFace does not know.
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """See `OnlineTrainer`."""
+        return [*super().trained_parameters(), *self.critic.parameters()]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """HuggingFace's optimizer with a group for the critic."""
+        is_new = self.optimizer is None
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        if is_new:
+            group: dict[str, Any] = {"params": self.critic.parameters(), "lr": self.args.critic_learning_rate}
+            optimizer.add_param_group(group | {"weight_decay": 0.0})
+        return optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
+    ) -> Tensor:
+        """See `OnlineTrainer`; the critic's gradients are averaged over ranks as the policy's are."""
+        for parameter in self.critic.parameters():
+            parameter.grad = None
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if inputs:
+            distributed.average_gradients(self.critic.parameters())
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.args.max_grad_norm)
+        return norm
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See `BaseTrainer`; the critic is in the folder `critic`."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            self.critic.save(Path(output_dir or self.args.output_dir) / "critic")
+
+    def load_update_state(self, folder: Path) -> None:
+        """See `OnlineTrainer`."""
+        super().load_update_state(folder)
+        self.critic.load(folder / "critic")
+
+
+def _as_list(sources: object) -> list[object]:
+    return sources if isinstance(sources, list) else [sources]

@@ -1,0 +1,59 @@
+"""Options of REINFORCE++."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.options import check_no_effect, opt
+from prefrl.trainer.policy_gradient_config import PolicyGradientConfig
+from prefrl.trainer.policy_options import KLEstimate
+
+__all__ = ["ReinforcePlusPlusConfig"]
+
+
+@dataclass
+class ReinforcePlusPlusConfig(PolicyGradientConfig):
+    """Options of `ReinforcePlusPlusTrainer`, and those whose defaults are its own."""
+
+    advantage_estimator: Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"] = opt(
+        "reinforce_plus_plus",
+        "Discounted rewards from a token on, or the reward minus the mean of the prompt's completions.",
+    )
+    gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount of the reward of a token for the token before it.")
+    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions of each prompt; more than 1 for a baseline.")
+    normalize_advantages: bool = opt(
+        True, "Advantages of all tokens of a generation batch get mean 0 and standard deviation 1."
+    )
+    beta: Annotated[float, Ge(0)] = opt(0.01, "Weight of the KL term; 0: no reference model is kept.")
+    kl_estimator: KLEstimate = opt(
+        "k1", "Estimate of KL(policy || reference) for each token; in a reward, only its value counts."
+    )
+    kl_in: Literal["loss", "reward"] = opt(
+        "reward", "Whether beta * KL is added to the loss or taken from the reward."
+    )
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        if self.advantage_estimator == "reinforce_plus_plus_baseline":
+            if self.num_generations < 2:
+                raise ConfigError(
+                    f"num_generations={self.num_generations}: advantage_estimator='reinforce_plus_plus_baseline' "
+                    "compares the completions of a prompt. Set num_generations>=2."
+                )
+            check_no_effect(
+                name="gamma",
+                value=self.gamma,
+                unset=1.0,
+                because="all tokens of a completion have the same advantage",
+                remedy="Use advantage_estimator='reinforce_plus_plus'.",
+            )
+        super().validate()
+
+    @property
+    def estimator(self) -> str:
+        """See `PolicyGradientConfig.estimator`."""
+        return self.advantage_estimator

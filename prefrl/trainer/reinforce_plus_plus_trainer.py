@@ -1,0 +1,23 @@
+"""REINFORCE++: rewards of tokens, normalised over the batch, without a critic."""
+
+from __future__ import annotations
+
+from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
+
+__all__ = ["ReinforcePlusPlusTrainer"]
+
+
+class ReinforcePlusPlusTrainer(OnlineTrainer):
+    """Minimises -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over tokens.
+
+    A_t = sum over s >= t of gamma^(s - t) r_s, normalised over the tokens of the batch; r_s is
+    -beta * (log pi_old - log pi_ref), and the reward on the last token. The baseline form takes the mean reward of the
+    prompt's completions away instead. See `OnlineTrainer` for the arguments.
+
+    Source: Hu et al. 2025, arXiv 2501.03262.
+    """
+
+    algorithm = "reinforce_plus_plus"
+    config_class = ReinforcePlusPlusConfig
+    args: ReinforcePlusPlusConfig

@@ -1,0 +1,50 @@
+"""Options of RLOO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from prefrl.errors import ConfigError
+from prefrl.losses.policy import ImportanceLevel
+from prefrl.trainer.options import opt
+from prefrl.trainer.policy_gradient_config import PolicyGradientConfig
+from prefrl.trainer.policy_options import KLEstimate, LossType
+
+__all__ = ["RLOOConfig"]
+
+
+@dataclass
+class RLOOConfig(PolicyGradientConfig):
+    """Options of `RLOOTrainer` whose defaults are its own."""
+
+    num_generations: Annotated[int, Ge(1)] = opt(2, "Completions of each prompt, at least 2.")
+    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no reference model is kept.")
+    kl_estimator: KLEstimate = opt(
+        "k1", "Estimate of KL(policy || reference) for each token; in a reward, only its value counts."
+    )
+    kl_in: Literal["loss", "reward"] = opt(
+        "reward", "Whether beta * KL is added to the loss or, summed over a completion, taken from its reward."
+    )
+    loss_type: LossType = opt(
+        "grpo", "The loss and how it is averaged; grpo: the clipped surrogate, mean over sequences."
+    )
+    importance_sampling_level: ImportanceLevel = opt(
+        "sequence_sum", "The ratio is that of the probabilities of whole completions."
+    )
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        if self.num_generations < 2:
+            raise ConfigError(
+                f"num_generations={self.num_generations}: a completion is compared with the others of its prompt. Set "
+                "num_generations>=2."
+            )
+        super().validate()
+
+    @property
+    def estimator(self) -> str:
+        """See `PolicyGradientConfig.estimator`."""
+        return "rloo"

@@ -1,0 +1,302 @@
+"""full_kl of chunked_logprobs and module_logprobs against the dense divergence of all logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prefrl.losses.full_kl import ReferenceLogits, full_kl, reference_log_probs
+from prefrl.losses.logprobs import Head, TokenScores, chunked_logprobs, module_logprobs
+
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 2.0},
+    "all": {"bias": True, "scale": 1.7, "softcap": 3.0},
+}
+FUNCTIONS = ["matrix", "module"]
+
+
+def make(m, *, hidden_size=6, vocab=11, bias=False, scale=1.0, softcap=None, dtype=torch.float32, seed=0):
+    """Hidden states, targets and a head, all leaves; and a reference with hidden states of another size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    hidden, weight = randn(m, hidden_size).requires_grad_(), randn(vocab, hidden_size).requires_grad_()
+    targets = torch.randint(vocab, (m,), generator=generator)
+    head = Head(weight, randn(vocab).requires_grad_() if bias else None, scale, softcap)
+    other = torch.nn.Linear(4, vocab).to(dtype)
+    for parameter in other.parameters():
+        parameter.data = randn(*parameter.shape)
+    return hidden, targets, head, ReferenceLogits(randn(m, 4).requires_grad_(), other)
+
+
+def all_logits(hidden, head):
+    logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def dense(hidden, targets, head, reference, temperature):
+    log_p = (all_logits(hidden, head).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(
+        1
+    )
+    log_q = (reference.head(reference.hidden).detach().to(log_p.dtype) / temperature).log_softmax(1)
+    return TokenScores(
+        logprobs=log_p[range(len(targets)), targets],
+        entropy=-(log_p.exp() * log_p).sum(1),
+        full_kl=(log_p.exp() * (log_p - log_q)).sum(1),
+    )
+
+
+def score(function, hidden, targets, head, reference, temperature=0.7, want=("entropy",), **options):
+    if function == "matrix":
+        given, call = head, chunked_logprobs
+    else:
+        given, call = (lambda rows: all_logits(rows, head)), module_logprobs
+    return call(hidden, targets, given, temperature=temperature, want=want, reference=reference, **options)
+
+
+def leaves_of(hidden, head):
+    return [hidden, head.weight] + ([] if head.bias is None else [head.bias])
+
+
+def gradients(scores, leaves, names=("logprobs", "entropy", "full_kl")):
+    """Of a loss that weighs every token and every quantity differently."""
+    weights = torch.linspace(-1.0, 2.0, len(scores.logprobs), dtype=scores.logprobs.dtype)
+    factors = {"logprobs": 1.0, "entropy": 0.7, "full_kl": 1.3}
+    loss = sum(factors[n] * (weights.pow(i + 1) * getattr(scores, n)).sum() for i, n in enumerate(names))
+    return torch.autograd.grad(loss, leaves, retain_graph=True)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_hand_number(function):
+    # p = (3/4, 1/4) and q = (1/2, 1/2): 3/4 log 3/2 + 1/4 log 1/2 = log 2 - H(p) = 0.130812.
+    # With z = (log 3, 0): dKL/dz = p (log p - log q - KL) = 3/4 (log 3/2 - KL) = 0.205990 and its negative.
+    hidden = torch.ones(1, 1, requires_grad=True)
+    head = Head(torch.tensor([[math.log(3)], [0.0]], requires_grad=True))
+    reference = ReferenceLogits(torch.ones(1, 1), lambda rows: rows @ torch.tensor([[5.0, 5.0]]))
+    scores = score(function, hidden, torch.tensor([0]), head, reference, temperature=1.0)
+    assert scores.full_kl.tolist() == pytest.approx([0.130812], abs=1e-6)
+    scores.full_kl.sum().backward()
+    assert head.weight.grad.flatten().tolist() == pytest.approx([0.205990, -0.205990], abs=1e-6)
+    assert hidden.grad.item() == pytest.approx(0.205990 * math.log(3), abs=1e-6)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("chunk_size", [1, 4, 13, 50, None])
+@pytest.mark.parametrize("head_options", HEADS.values(), ids=HEADS.keys())
+def test_equals_the_dense_divergence_and_its_gradients_for_any_chunk_size(head_options, chunk_size, function):
+    hidden, targets, head, reference = make(13, dtype=torch.float64, **head_options)
+    scores = score(function, hidden, targets, head, reference, chunk_size=chunk_size)
+    expected = dense(hidden, targets, head, reference, 0.7)
+    leaves = leaves_of(hidden, head)
+    torch.testing.assert_close(scores.full_kl, expected.full_kl, rtol=1e-12, atol=1e-12)
+    for names in (("logprobs", "entropy", "full_kl"), ("full_kl",), ("logprobs", "full_kl"), ("entropy", "full_kl")):
+        for ours, theirs in zip(gradients(scores, leaves, names), gradients(expected, leaves, names), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("head_options", HEADS.values(), ids=HEADS.keys())
+def test_nothing_else_needs_to_be_wanted(head_options, function):
+    hidden, targets, head, reference = make(13, dtype=torch.float64, **head_options)
+    scores = score(function, hidden, targets, head, reference, want=(), chunk_size=4)
+    expected = dense(hidden, targets, head, reference, 0.7)
+    assert scores.entropy is None
+    torch.testing.assert_close(scores.full_kl, expected.full_kl, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=1e-12, atol=1e-12)
+    names, leaves = ("logprobs", "full_kl"), leaves_of(hidden, head)
+    for ours, theirs in zip(gradients(scores, leaves, names), gradients(expected, leaves, names), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_reference_is_a_constant(function):
+    hidden, targets, head, reference = make(5)
+    scores = score(function, hidden, targets, head, reference)
+    scores.full_kl.sum().backward()
+    assert reference.hidden.grad is None
+    assert all(parameter.grad is None for parameter in reference.head.parameters())
+
+
+def test_log_probs_of_the_reference_keep_no_graph_of_its_head():
+    _, _, _, reference = make(5)
+    log_probs = reference_log_probs(reference, temperature=0.7, dtype=torch.float64)(slice(1, 3))
+    assert not log_probs.requires_grad
+    assert log_probs.dtype == torch.float64
+    expected = (reference.head(reference.hidden[1:3]).detach().double() / 0.7).log_softmax(1)
+    torch.testing.assert_close(log_probs, expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_without_a_reference_there_is_no_divergence_and_with_one_nothing_else_changes(function):
+    hidden, targets, head, reference = make(9, bias=True, softcap=3.0)
+    want = ("entropy", "correct", "mean_logit", "log_collision")
+    without = (
+        score(function, hidden, targets, head, None, want=want, keep_bytes=0)
+        if function == "matrix"
+        else score(function, hidden, targets, head, None, want=want)
+    )
+    with_one = score(function, hidden, targets, head, reference, want=want)
+    assert without.full_kl is None
+    for name in ("logprobs", *want):
+        assert getattr(without, name).equal(getattr(with_one, name))
+    names, leaves = ("logprobs", "entropy"), leaves_of(hidden, head)
+    for a, b in zip(gradients(without, leaves, names), gradients(with_one, leaves, names), strict=True):
+        assert a.equal(b)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_reference_that_is_the_policy_has_no_divergence_and_no_gradient(function):
+    hidden, targets, head, _ = make(9, scale=3.0)
+    reference = ReferenceLogits(hidden.detach(), lambda rows: all_logits(rows, head))
+    scores = score(function, hidden, targets, head, reference)
+    assert scores.full_kl.abs().max() < 2e-6
+    assert all(g.abs().max() < 2e-5 for g in gradients(scores, leaves_of(hidden, head), ("full_kl",)))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_float32_keeps_the_digits_of_a_small_divergence(function):
+    hidden, targets, head, _ = make(9, vocab=500, hidden_size=16)
+    shift = 1e-2 * torch.randn(9, 16, generator=torch.Generator().manual_seed(4))
+    reference = ReferenceLogits(hidden.detach() + shift, lambda rows: all_logits(rows, head))
+    exact_head = Head(head.weight.detach().double().requires_grad_())
+    exact_reference = ReferenceLogits(reference.hidden.double(), lambda rows: all_logits(rows, exact_head))
+    exact_hidden = hidden.detach().double().requires_grad_()
+    scores = score(function, hidden, targets, head, reference)
+    expected = dense(exact_hidden, targets, exact_head, exact_reference, 0.7)
+    assert 1e-5 < expected.full_kl.mean() < 1e-2
+    torch.testing.assert_close(scores.full_kl.double(), expected.full_kl, rtol=0, atol=3e-6)
+    ours = gradients(scores, leaves_of(hidden, head), ("full_kl",))
+    theirs = gradients(expected, leaves_of(exact_hidden, exact_head), ("full_kl",))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 2e-4 * b.norm()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_autocast_rounds_products_of_both_and_nothing_after_them(function):
+    hidden, targets, head, reference = make(12, hidden_size=32, vocab=50, bias=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = score(function, hidden, targets, head, reference, chunk_size=5)
+    # Backward runs outside, as a trainer's does; the reference's logits are made there again.
+    ours = gradients(scores, leaves_of(hidden, head))
+    low = [leaf.detach().bfloat16().float().requires_grad_() for leaf in leaves_of(hidden, head)]
+    low_reference = reference.head(reference.hidden.detach()).detach()
+
+    class Rounded(torch.autograd.Function):
+        """bfloat16 logits with the gradient of exact ones."""
+
+        @staticmethod
+        def forward(ctx, logits):
+            return logits.bfloat16().float()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        log_q = (reference.head(reference.hidden.detach()).float() / 0.7).log_softmax(1)
+    log_p = (Rounded.apply(torch.nn.functional.linear(low[0], low[1], low[2])) / 0.7).log_softmax(1)
+    expected = TokenScores(
+        logprobs=log_p[range(12), targets],
+        entropy=-(log_p.exp() * log_p).sum(1),
+        full_kl=(log_p.exp() * (log_p - log_q)).sum(1),
+    )
+    assert scores.full_kl.dtype == torch.float32
+    assert (log_q - (low_reference / 0.7).log_softmax(1)).abs().max() > 1e-2  # the rounding is seen
+    torch.testing.assert_close(scores.full_kl, expected.full_kl, rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours, gradients(expected, low), strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() <= 0.01 * b.norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest output of any operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_no_tensor_of_all_tokens_by_vocabulary_is_made(function, softcap):
+    m, vocab, hidden_size, chunk_size = 64, 96, 4, 8
+    hidden, targets, head, reference = make(m, vocab=vocab, hidden_size=hidden_size, softcap=softcap)
+    with LargestTensor() as largest:
+        gradients(score(function, hidden, targets, head, reference, chunk_size=chunk_size), [hidden, head.weight])
+    assert largest.numel == chunk_size * vocab
+    with LargestTensor() as largest:
+        dense(hidden, targets, head, reference, 0.7)
+    assert largest.numel == m * vocab  # the meter sees such a tensor
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_divergence_that_no_loss_reads_costs_the_reference_one_pass(function):
+    hidden, targets, head, reference = make(8)
+    rows = []
+
+    def counting(hidden):
+        rows.append(len(hidden))
+        return reference.head(hidden)
+
+    scores = score(function, hidden, targets, head, replace(reference, head=counting), chunk_size=4)
+    assert rows == [4, 4]
+    if function == "matrix":
+        scores.logprobs.sum().backward(retain_graph=True)
+        assert rows == [4, 4]
+    scores.full_kl.sum().backward()
+    assert rows == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_empty_batch_has_zero_gradients(function):
+    hidden, targets, head, reference = make(0, bias=True)
+    scores = score(function, hidden, targets, head, reference)
+    assert scores.full_kl.shape == (0,)
+    for leaf, grad in zip(leaves_of(hidden, head), gradients(scores, leaves_of(hidden, head)), strict=True):
+        assert grad.equal(torch.zeros_like(leaf))
+
+
+def test_nothing_is_saved_without_grad():
+    hidden, targets, head, reference = make(5)
+    with torch.no_grad():
+        scores = score("matrix", hidden, targets, head, reference)
+    assert scores.full_kl.grad_fn is None
+    torch.testing.assert_close(scores.full_kl, dense(hidden, targets, head, reference, 0.7).full_kl)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_reference_of_other_tokens_or_another_vocabulary_is_refused(function):
+    hidden, targets, head, reference = make(5)
+    with pytest.raises(ValueError, match=r"reference.hidden \(4, 4\), hidden \(5, 6\): need to be \[M, h\] each"):
+        score(function, hidden, targets, head, replace(reference, hidden=reference.hidden[1:]))
+    with pytest.raises(ValueError, match=r"shapes differ: .*11.*12"):
+        score(function, hidden, targets, head, replace(reference, head=torch.nn.Linear(4, 12)))
+
+
+def test_the_divergence_of_a_chunk_is_not_symmetric():
+    log_p, log_q = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    assert full_kl(log_p, log_q).item() == pytest.approx(0.130812, abs=1e-6)
+    assert full_kl(log_q, log_p).item() == pytest.approx(0.143841, abs=1e-6)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_wanted_hidden_states_are_those_given(function):
+    hidden, targets, head, _ = make(5)
+    assert score(function, hidden, targets, head, None, want=("hidden",)).hidden is hidden
+    assert score(function, hidden, targets, head, None, want=()).hidden is None

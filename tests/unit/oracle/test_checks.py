@@ -1,0 +1,135 @@
+"""The checks find what they are for, and let what is right pass."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from prefrl.losses.advantages import ADVANTAGES, Advantages
+from prefrl.losses.kl import KL_ESTIMATORS
+from prefrl.losses.oracle_checks import check_advantages, check_kl, check_policy_loss
+from prefrl.losses.oracle_table import HYPERPARAMETERS
+from prefrl.losses.policy import POLICY_LOSSES, TokenLoss
+
+
+def bind(row):
+    return functools.partial(row.function, **{name: HYPERPARAMETERS[name] for name in row.hyperparameters})
+
+
+def failed(checks):
+    return {check.name for check in checks if not check.holds}
+
+
+EXTREMES = "is finite at ratios of e^100 and e^-100"
+SIGN = "raises what has a positive advantage, lowers the others"
+ORDER = "the order of rows changes nothing"
+CUT = "how rows are cut into batches changes nothing"
+UNTRAINABLE = "tokens that are not trainable are not read"
+GROUPS = "groups learn nothing from each other"
+NO_REWARD = "a row without a reward gets 0 and changes no other"
+SPREAD = "is finite where all rewards are equal"
+
+
+@pytest.mark.parametrize(("name", "level"), [(n, level) for n, row in POLICY_LOSSES.items() for level in row.levels])
+def test_every_policy_loss_passes(name, level):
+    found = failed(check_policy_loss(bind(POLICY_LOSSES[name]), level=level))
+    # Without a bound the surrogate of a large ratio has none either; the ratio of a row is bounded by itself.
+    is_unbounded = "delta" in POLICY_LOSSES[name].hyperparameters and level != "sequence_sum"
+    assert found == ({EXTREMES} if is_unbounded else set())
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_every_advantage_passes(name):
+    found = failed(check_advantages(bind(ADVANTAGES[name]), level=ADVANTAGES[name].level))
+    assert found <= {GROUPS}
+
+
+@pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))
+def test_every_kl_estimate_passes(name):
+    assert not failed(check_kl(KL_ESTIMATORS[name].function))
+
+
+def surrogate(tokens):
+    return -tokens.log_ratio.exp() * tokens.advantages
+
+
+def first_row_counts_twice(tokens):
+    return TokenLoss(surrogate(tokens) * (1 + (tokens.row_index == 0)), {})
+
+
+def mean_over_the_batch(tokens):
+    return TokenLoss(surrogate(tokens) / len(tokens.logprobs), {})
+
+
+def ratio_over_all_tokens(tokens):
+    d = tokens.logprobs - tokens.old_logprobs
+    sums = torch.zeros(tokens.num_rows, dtype=d.dtype).index_add(0, tokens.row_index, d)
+    return TokenLoss(-sums[tokens.row_index].exp() * tokens.advantages, {})
+
+
+def wrong_sign(tokens):
+    return TokenLoss(-surrogate(tokens), {})
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (first_row_counts_twice, {ORDER, CUT, EXTREMES}),
+        (mean_over_the_batch, {CUT, EXTREMES}),
+        (ratio_over_all_tokens, {UNTRAINABLE, EXTREMES}),
+        (wrong_sign, {SIGN, EXTREMES}),
+    ],
+)
+def test_a_wrong_policy_loss_is_found(function, found):
+    assert failed(check_policy_loss(function, level="token")) == found
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda tokens: surrogate(tokens), "returns Tensor: a policy loss returns a TokenLoss"),
+        (lambda tokens: TokenLoss(surrogate(tokens).sum(), {}), r"the loss has shape \(\): needs to be \(17,\)"),
+        (lambda tokens: TokenLoss(surrogate(tokens).float(), {}), "the loss has dtype torch.float32: needs to be"),
+        (lambda tokens: TokenLoss(surrogate(tokens).detach(), {}), "the loss has no gradient"),
+    ],
+)
+def test_what_is_no_loss_is_refused(function, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        check_policy_loss(function, level="token")
+
+
+def advantages_of(change):
+    def function(scored):
+        row = ADVANTAGES["rloo"].function(scored)
+        return dataclasses.replace(row, values=change(scored, row.values))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda scored, values: values + torch.arange(len(values)), {ORDER, GROUPS, NO_REWARD}),
+        (lambda scored, values: values / values.std(), {GROUPS, SPREAD}),
+        (lambda scored, values: values + 1, {NO_REWARD}),
+        (lambda scored, values: values - scored.totals().nansum(), {GROUPS, NO_REWARD}),
+        (lambda scored, values: values / values.abs().max(), {GROUPS, SPREAD}),
+    ],
+)
+def test_a_wrong_advantage_is_found(change, found):
+    assert failed(check_advantages(advantages_of(change), level="row")) >= found
+
+
+def test_a_token_advantage_that_reads_other_tokens_is_found():
+    def to_go(scored):
+        sums = torch.zeros(scored.num_rows, dtype=scored.rewards.dtype).index_add(0, scored.row_index, scored.rewards)
+        return Advantages(values=sums[scored.row_index], group_std=sums, totals=sums)
+
+    assert UNTRAINABLE in failed(check_advantages(to_go, level="token"))
+
+
+def test_a_wrong_kl_estimate_is_found():
+    assert failed(check_kl(lambda p, q: (p - q) ** 2 + 1)) == {"is 0 where the policies agree"}
+    assert failed(check_kl(lambda p, q: (p - q) - (p - q).mean())) == {"tokens learn nothing from each other"}
+    assert failed(check_kl(lambda p, q: (q - p).expm1() - (q - p))) == {EXTREMES}

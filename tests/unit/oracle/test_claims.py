@@ -1,0 +1,585 @@
+"""What losses, advantages, KL estimates and corrections are said to do on average, exactly: float64, 1e-10."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from prefrl.losses.advantages import ADVANTAGES
+from prefrl.losses.chunks import Head
+from prefrl.losses.full_kl import ReferenceLogits, full_kl
+from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected
+from prefrl.losses.logprobs import chunked_logprobs
+from prefrl.losses.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.losses.oracle import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
+from prefrl.losses.oracle_measure import silent, two_prompts
+from prefrl.losses.oracle_recipe import (
+    Recipe,
+    row_advantages,
+    row_total,
+    sampling_weights,
+    selection,
+    token_advantages,
+    whiten,
+)
+from prefrl.losses.policy import POLICY_LOSSES, reinforce
+from prefrl.losses.sequence_kl import sequence_kl
+
+SIZES = {"num_prompts": 1, "num_tokens": 3, "length": 2, "num_features": 5, "seed": 3}
+HYPERPARAMETERS = {
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "delta": None,
+    "aipo_rho": 1.2,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "kl_cov_coef": 0.1,
+    "kl_cov_ratio": 0.3,
+    "clip_cov_ratio": 0.3,
+    "clip_cov_lb": 0.0,
+    "clip_cov_ub": 5.0,
+    "scale_rewards": "group",
+    "multi_objective_aggregation": "sum_then_normalize",
+    "advantage_epsilon": 1e-4,
+    "f_norm": 1.0,
+    "gamma": 1.0,
+    "lam": 1.0,
+    "zero_tail": True,
+}
+NO_CLIP = {"epsilon": 1.0, "epsilon_high": 1e6}
+OFF_POLICY = [0.2, 1.0]
+BOTH_POLICIES = pytest.mark.parametrize("num_features", [None, 5], ids=["tabular", "shared"])
+
+
+def problem(**changes):
+    return make_problem(**(SIZES | changes))
+
+
+def bind(row, names, **changes):
+    return functools.partial(row, **{name: (HYPERPARAMETERS | changes)[name] for name in names})
+
+
+def policy_loss(name, **changes):
+    row = POLICY_LOSSES[name]
+    return bind(row.function, row.hyperparameters, **changes)
+
+
+def advantages(name, *, group_changes=None, **options):
+    row = ADVANTAGES[name]
+    function = bind(row.function, row.hyperparameters, **(group_changes or {}))
+    return (row_advantages if row.level == "row" else token_advantages)(function, **options)
+
+
+def expected(p, recipe, *, group_size=2, stacked=True):
+    return estimate(every_batch(p, group_size=group_size), recipe, stacked=stacked).mean
+
+
+def bias(p, recipe, target, *, group_size=2, stacked=True):
+    return agreement(estimate(every_batch(p, group_size=group_size), recipe, stacked=stacked), target).bias
+
+
+def is_equal(found, target):
+    torch.testing.assert_close(found, target, atol=1e-10, rtol=0)
+
+
+def reward_loss(p):
+    """The gradient of what is minimised, -E[R]."""
+    return -exact_gradient(p, "reward")
+
+
+# Policy losses.
+
+
+def reduction_of(name, level):
+    """That of a sum over tokens: a ratio of the whole row stands on each of its tokens, and counts once."""
+    counts_once = level == "sequence_sum" and name not in ("cispo", "aipo")
+    return "sequence_mean" if counts_once else "sequence_sum"
+
+
+ON_POLICY = [(n, level) for n, row in POLICY_LOSSES.items() if row.selection is None for level in row.levels]
+
+
+@BOTH_POLICIES
+@pytest.mark.parametrize(("name", "level"), ON_POLICY)
+def test_every_loss_without_a_selection_is_unbiased_on_policy(name, level, num_features):
+    p = problem(num_features=num_features)
+    recipe = Recipe(policy_loss(name), level=level, reduction=reduction_of(name, level))
+    for group_size in (1, 2):
+        is_equal(expected(p, recipe, group_size=group_size), reward_loss(p))
+
+
+def test_longer_completions_and_more_tokens_change_nothing():
+    for sizes in ({"num_tokens": 4, "length": 3}, {"num_tokens": 2, "length": 4}, {"num_tokens": 5, "length": 2}):
+        p = problem(**sizes, num_prompts=2, num_features=6)
+        is_equal(expected(p, Recipe(policy_loss("grpo")), group_size=1), reward_loss(p))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, NO_CLIP) for name in ("grpo", "cispo")),
+        ("aipo", {"aipo_rho": 1e6}),
+        ("kl_cov", {"kl_cov_coef": 0.0}),
+    ],
+)
+@pytest.mark.parametrize("step", OFF_POLICY)
+def test_ratios_of_tokens_without_bounds_are_biased_off_policy_and_those_of_rows_are_not(name, changes, step):
+    p = problem().moved(sampler=step, old=step)
+    row = POLICY_LOSSES[name]
+    select = None if row.selection is None else (lambda tokens: torch.zeros_like(tokens.trainable))
+    by_token = Recipe(policy_loss(name, **changes), selected=select)
+    assert bias(p, by_token, reward_loss(p)) > 0.02
+    if "sequence_sum" in row.levels:
+        by_row = Recipe(
+            policy_loss(name, **changes), level="sequence_sum", reduction=reduction_of(name, "sequence_sum")
+        )
+        is_equal(expected(p, by_row), reward_loss(p))
+
+
+@pytest.mark.parametrize(("name", "level"), ON_POLICY)
+def test_every_loss_as_it_is_set_is_biased_off_policy(name, level):
+    p = problem().moved(sampler=1.0, old=1.0)
+    recipe = Recipe(policy_loss(name), level=level, reduction=reduction_of(name, level))
+    assert bias(p, recipe, reward_loss(p)) > 0.05
+
+
+def test_a_token_alone_has_the_ratio_of_its_row():
+    p = problem(length=1).moved(sampler=1.0, old=1.0)
+    for level in ("token", "sequence", "sequence_token"):
+        is_equal(expected(p, Recipe(policy_loss("grpo", **NO_CLIP), level=level)), reward_loss(p))
+
+
+def test_gspo_and_its_token_form_have_one_gradient_where_rows_have_one_advantage():
+    p = problem().moved(sampler=0.5, old=0.5)
+    forms = [Recipe(policy_loss("grpo"), level=level) for level in ("sequence", "sequence_token")]
+    is_equal(*(expected(p, form) for form in forms))
+
+
+def test_advantages_of_tokens_need_a_ratio_whose_gradient_reaches_its_own_token_alone():
+    """The gradient of a row's mean reaches all tokens from each: they get the mean of the row's advantages."""
+    p = problem()
+    for name, level in (("grpo", "token"), ("grpo", "sequence_token")):
+        is_equal(expected(p, Recipe(policy_loss(name), advantages("gae"), level=level)), reward_loss(p))
+    for name, level in (("grpo", "sequence"), ("sapo", "sequence"), ("gmpo", "token")):
+        assert bias(p, Recipe(policy_loss(name), advantages("gae"), level=level), reward_loss(p)) > 0.02
+
+
+def test_kl_cov_is_unbiased_on_policy_and_clip_cov_is_not():
+    p = problem()
+    for name, limit in (("kl_cov", (0, 1e-10)), ("clip_cov", (0.1, 1))):
+        row = POLICY_LOSSES[name]
+        select = selection(row, **{key: HYPERPARAMETERS[key] for key in row.selection_hyperparameters})
+        found = bias(p, Recipe(policy_loss(name), selected=select), reward_loss(p), stacked=False)
+        assert limit[0] <= found < limit[1]
+
+
+# Reductions.
+
+
+def test_a_constant_divides_the_gradient_and_means_over_tokens_bend_it():
+    p = problem(num_features=None)
+    is_equal(5 * expected(p, Recipe(reinforce, reduction="constant", constant=5.0)), reward_loss(p))
+    for reduction in ("token", "sequence_mean"):
+        found = agreement(
+            estimate(every_batch(p, group_size=2), Recipe(reinforce, reduction=reduction)), reward_loss(p)
+        )
+        assert found.cosine < 0.9995
+    same_length = problem(length=1)
+    for reduction in ("token", "sequence_mean"):
+        is_equal(expected(same_length, Recipe(reinforce, reduction=reduction)), reward_loss(same_length))
+
+
+def test_a_mean_over_the_tokens_of_a_row_weighs_each_row_by_its_length():
+    """The gradient of E[R / length] with the length held, which is that of another reward."""
+    p = problem()
+    shorter = p.replace(rewards=p.rewards / p.tree.lengths)
+    is_equal(expected(p, Recipe(reinforce, reduction="sequence_mean")), reward_loss(shorter))
+
+
+# Advantages.
+
+
+@BOTH_POLICIES
+@pytest.mark.parametrize("group_size", [2, 3])
+@pytest.mark.parametrize("name", ["rloo", "remax", "gae", "reinforce_plus_plus"])
+def test_these_advantages_are_unbiased(name, group_size, num_features):
+    p = problem(num_features=num_features)
+    is_equal(expected(p, Recipe(reinforce, advantages(name)), group_size=group_size), reward_loss(p))
+
+
+def test_rloo_of_two_prompts_is_unbiased():
+    p = problem(num_prompts=2)
+    is_equal(expected(p, Recipe(reinforce, advantages("rloo"))), reward_loss(p))
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("grpo", {"scale_rewards": "none"}), ("reinforce_plus_plus_baseline", {})]
+)
+def test_the_groups_own_mean_gives_n_minus_1_over_n_of_the_gradient(name, changes, group_size):
+    """The mean holds the row's own reward: R - mean = (n - 1) / n (R - mean of the others)."""
+    p = problem()
+    found = expected(p, Recipe(reinforce, advantages(name, group_changes=changes)), group_size=group_size)
+    is_equal(found, (group_size - 1) / group_size * reward_loss(p))
+
+
+def test_a_leave_one_out_mean_is_the_groups_mean_times_n_over_n_minus_1():
+    samples = every_batch(problem(), group_size=3)
+    centred = advantages("grpo", group_changes={"scale_rewards": "none"})(samples)
+    is_equal(advantages("rloo")(samples), 3 / 2 * centred)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "least"),
+    [
+        ("grpo", {"scale_rewards": "group"}, 0.01),
+        ("grpo", {"scale_rewards": "batch"}, 0.01),
+        ("opo", {}, 0.01),
+        ("gpg", {}, 1e-4),
+        ("grpo_passk", {"scale_rewards": "none"}, 0.01),
+        ("maxrl", {}, 0.01),
+        ("optimal_token_baseline", {}, 0.01),
+    ],
+)
+def test_these_advantages_are_biased_also_up_to_scale(name, changes, least):
+    p = problem(num_prompts=2, num_tokens=2, length=3, num_features=None)
+    p = p.replace(rewards=p.rewards.abs() + 0.1)
+    samples = every_batch(p, group_size=2)
+    recipe = Recipe(reinforce, advantages(name, group_changes=changes))
+    # Some take statistics of the whole batch.
+    found = agreement(estimate(samples, recipe, stacked=False), reward_loss(p))
+    assert 1 - found.cosine**2 > least**2
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"gpg"}))
+def test_groups_learn_nothing_from_each_other_so_all_batches_go_in_one_call(name):
+    samples = every_batch(two_prompts(), group_size=2)
+    recipe = Recipe(reinforce, advantages(name))
+    is_equal(*(estimate(samples, recipe, stacked=stacked).mean for stacked in (True, False)))
+
+
+@pytest.mark.parametrize("name", ["opo", "grpo", "optimal_token_baseline"])
+def test_a_larger_group_has_less_of_its_own_reward_in_the_baseline(name):
+    p = problem()
+    recipe = Recipe(reinforce, advantages(name, group_changes={"scale_rewards": "none"}))
+    small, large = (bias(p, recipe, reward_loss(p), group_size=group_size) for group_size in (2, 4))
+    assert large < 0.8 * small
+
+
+def test_whitening_bends_the_gradient():
+    p = problem(num_prompts=2, num_tokens=2, length=3, num_features=None)
+    recipe = Recipe(reinforce, whiten(advantages("reinforce_plus_plus"), advantage_epsilon=1e-8))
+    found = agreement(estimate(every_batch(p, group_size=2), recipe, stacked=False), reward_loss(p))
+    assert found.cosine < 0.999
+
+
+def test_gae_with_any_critic_is_unbiased_at_lambda_1_alone():
+    p = problem()
+    for lam in (0.0, 0.5, 1.0):
+        found = bias(p, Recipe(reinforce, advantages("gae", group_changes={"lam": lam})), reward_loss(p))
+        assert found < 1e-10 if lam == 1 else found > 0.1
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_gae_with_the_true_critic_is_unbiased_at_any_lambda(lam):
+    p = problem()
+    p = p.replace(critic=p.exact_critic)
+    is_equal(expected(p, Recipe(reinforce, advantages("gae", group_changes={"lam": lam}))), reward_loss(p))
+
+
+def test_the_true_critic_lowers_the_noise_and_a_discount_bends_the_gradient():
+    p = problem()
+    plain, true = (
+        estimate(every_batch(q, group_size=1), Recipe(reinforce, advantages("gae")))
+        for q in (p.replace(critic=torch.zeros_like(p.critic)), p.replace(critic=p.exact_critic))
+    )
+    assert true.variance < plain.variance
+    discounted = Recipe(reinforce, advantages("reinforce_plus_plus", group_changes={"gamma": 0.5}))
+    assert bias(p, discounted, reward_loss(p)) > 0.01
+
+
+def test_a_baseline_lowers_the_noise_of_the_reward_itself():
+    p = problem()
+    p = p.replace(rewards=p.rewards + 3)
+    noise = [
+        agreement(estimate(every_batch(p, group_size=2), recipe), reward_loss(p)).noise
+        for recipe in (
+            Recipe(reinforce),
+            Recipe(reinforce, advantages("rloo")),
+            Recipe(reinforce, advantages("remax")),
+        )
+    ]
+    assert max(noise[1:]) < noise[0] / 2
+
+
+# Corrections for samples of another policy.
+
+
+@pytest.mark.parametrize("step", OFF_POLICY)
+@pytest.mark.parametrize("estimator", [None, "rloo", "remax", "gae"])
+def test_ratios_of_rows_without_bounds_are_unbiased(step, estimator):
+    p = problem().moved(sampler=step)
+    made = {} if estimator is None else {"advantages": advantages(estimator)}
+    for name in ("sequence_truncate", "sequence_mask"):
+        is_equal(expected(p, Recipe(reinforce, **made, weights=sampling_weights(name))), reward_loss(p))
+
+
+@pytest.mark.parametrize("name", sorted(set(OFF_POLICY_CORRECTIONS) - {"sequence_truncate", "sequence_mask"}))
+def test_other_ratios_are_biased_but_less_than_none(name):
+    p = problem().moved(sampler=1.0)
+    corrected = bias(p, Recipe(reinforce, weights=sampling_weights(name)), reward_loss(p))
+    assert 0.02 < corrected < bias(p, Recipe(reinforce), reward_loss(p))
+
+
+def test_bounds_trade_noise_for_bias():
+    p = problem().moved(sampler=1.0)
+    samples = every_batch(p, group_size=1)
+    free, bounded = (
+        agreement(estimate(samples, Recipe(reinforce, weights=sampling_weights("sequence_truncate", high=high))),
+                  reward_loss(p))
+        for high in (None, 1.2)
+    )  # fmt: skip
+    assert free.bias < 1e-10
+    assert bounded.bias > 0.05
+    assert bounded.noise < free.noise
+
+
+def test_every_correction_is_exact_on_policy():
+    p = problem()
+    for name in OFF_POLICY_CORRECTIONS:
+        is_equal(expected(p, Recipe(reinforce, weights=sampling_weights(name, low=0.5, high=2.0))), reward_loss(p))
+
+
+# KL.
+
+
+def kl_value(name):
+    def value(samples):
+        return KL_ESTIMATORS[name].function(samples.logprobs, samples.logprobs_of(samples.problem.reference))
+
+    return value
+
+
+def log_ratio(samples):
+    return samples.logprobs - samples.logprobs_of(samples.problem.sampler)
+
+
+def kl_corrected(name):
+    def value(samples):
+        reference = samples.logprobs_of(samples.problem.reference)
+        return importance_corrected(samples.logprobs, reference, log_ratio(samples), kl_estimator=name)
+
+    return value
+
+
+def kl_sequence(cap):
+    def value(samples):
+        return sequence_kl(
+            samples.logprobs,
+            samples.logprobs_of(samples.problem.reference),
+            log_ratio(samples),
+            samples.trainable,
+            samples.row_index,
+            samples.num_rows,
+            kl_weight_cap=cap,
+        )
+
+    return value
+
+
+def kl_full(samples):
+    return full_kl(samples.leaf, samples.problem.table(samples.problem.reference)[samples.states])
+
+
+def as_loss(value):
+    return Recipe(silent, term=value)
+
+
+def in_reward(value):
+    total = row_total(value)
+    return Recipe(reinforce, lambda samples: -total(samples))
+
+
+# What the gradient of a KL estimate as a loss is that of, on-policy.
+AS_LOSS = {
+    "k1": None,
+    "k2": "token_kl",
+    "k3": "reverse_token_kl",
+    "abs": "token_variation",
+    "k1+": "token_kl",
+    "k3+": "token_kl",
+    "abs+": "token_kl",
+}
+
+
+@BOTH_POLICIES
+@pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))
+def test_as_a_loss_each_kl_estimate_has_the_gradient_of_its_own_divergence(name, num_features):
+    p = problem(num_features=num_features)
+    objective = AS_LOSS[name]
+    target = exact_gradient(p, objective) if objective else torch.zeros_like(p.policy)
+    is_equal(expected(p, as_loss(kl_value(name))), target)
+    is_right = bias(p, as_loss(kl_value(name)), exact_gradient(p, "token_kl")) < 1e-10
+    assert is_right == KL_ESTIMATORS[name].unbiased_gradient
+
+
+@pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))
+def test_the_value_of_a_kl_estimate_has_the_mean_that_its_row_promises(name):
+    p = problem()
+    samples = every_batch(p, group_size=1)
+    sums = torch.zeros(samples.num_rows, dtype=torch.float64).index_add(
+        0, samples.row_index, kl_value(name)(samples).detach()
+    )
+    mean = float(samples.probabilities @ sums)
+    exact = float(OBJECTIVES["kl"](p, p.policy))
+    assert (abs(mean - exact) < 1e-10) == KL_ESTIMATORS[name].unbiased_value
+
+
+def test_no_estimate_as_a_loss_has_the_gradient_of_whole_completions():
+    """A token's effect on how later tokens diverge is missing; the divergence of k2 and full is of given prefixes."""
+    p = problem()
+    difference = exact_gradient(p, "kl") - exact_gradient(p, "token_kl")
+    assert float(difference.norm()) > 0.05 * float(exact_gradient(p, "kl").norm())
+    for value in (kl_value("k2"), kl_full):
+        is_equal(expected(p, as_loss(value)) + difference, exact_gradient(p, "kl"))
+    one_token = problem(length=1)
+    is_equal(expected(one_token, as_loss(kl_value("k2"))), exact_gradient(one_token, "kl"))
+
+
+@BOTH_POLICIES
+@pytest.mark.parametrize("name", ["k1", "k1+"])
+def test_k1_in_the_reward_has_the_gradient_of_whole_completions(name, num_features):
+    p = problem(num_features=num_features)
+    is_equal(expected(p, in_reward(kl_value(name))), exact_gradient(p, "kl"))
+
+
+def test_k3_in_the_reward_lacks_the_gradient_that_it_has_as_a_loss():
+    """grad E[k3] = E[k3 grad log pi] + E[grad k3]: the mean is right, and the first part alone is not its gradient."""
+    p = problem()
+    found = expected(p, in_reward(kl_value("k3")))
+    is_equal(found + exact_gradient(p, "reverse_token_kl"), exact_gradient(p, "kl"))
+    assert bias(p, in_reward(kl_value("k3")), exact_gradient(p, "kl")) > 0.5
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "gae", "reinforce_plus_plus"])
+def test_rewards_minus_k1_train_the_reward_minus_the_kl(estimator):
+    """J = E[R] - 0.3 KL, by row totals or by tokens to go; only the sum of a row's penalties, or its tail, counts."""
+    p = problem()
+
+    def penalty(samples):
+        return 0.3 * kl_value("k1")(samples)
+
+    recipe = Recipe(reinforce, advantages(estimator, penalty=penalty))
+    is_equal(expected(p, recipe), reward_loss(p) + 0.3 * exact_gradient(p, "kl"))
+
+
+def test_a_loss_term_adds_to_the_policy_gradient():
+    p = problem()
+    recipe = Recipe(policy_loss("grpo"), advantages("rloo"), term=lambda samples: 0.3 * kl_value("k2")(samples))
+    is_equal(expected(p, recipe), reward_loss(p) + 0.3 * exact_gradient(p, "token_kl"))
+
+
+@pytest.mark.parametrize("step", [0.0, *OFF_POLICY])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k1+", "k3+", "abs+"])
+def test_weighted_kl_estimates_have_the_right_gradient_for_given_prefixes_from_any_policy(name, step):
+    p = problem().moved(sampler=step)
+    is_equal(expected(p, as_loss(kl_corrected(name))), exact_gradient(p, "token_kl"))
+
+
+@pytest.mark.parametrize("step", OFF_POLICY)
+def test_unweighted_kl_estimates_are_biased_off_policy_and_the_full_divergence_is_not(step):
+    p = problem().moved(sampler=step)
+    for name in ("k2", "k3+"):
+        assert bias(p, as_loss(kl_value(name)), exact_gradient(p, "token_kl")) > 0.02
+    is_equal(expected(p, as_loss(kl_full)), exact_gradient(p, "token_kl"))
+
+
+@BOTH_POLICIES
+@pytest.mark.parametrize("step", [0.0, *OFF_POLICY])
+def test_sequence_kl_has_the_gradient_of_whole_completions_from_any_policy(step, num_features):
+    p = problem(num_features=num_features).moved(sampler=step)
+    is_equal(expected(p, as_loss(kl_sequence(None))), exact_gradient(p, "kl"))
+
+
+def test_sequence_kl_with_a_cap_is_biased_where_weights_reach_it():
+    p = problem().moved(sampler=1.0)
+    capped = bias(p, as_loss(kl_sequence(1.5)), exact_gradient(p, "kl"))
+    assert 0.01 < capped < 1
+    is_equal(expected(problem(), as_loss(kl_sequence(1.0))), exact_gradient(problem(), "kl"))
+
+
+def test_sequence_kl_of_longer_rows_is_exact_too():
+    p = problem(num_tokens=3, length=4).moved(sampler=0.5)
+    is_equal(expected(p, as_loss(kl_sequence(None)), group_size=1), exact_gradient(p, "kl"))
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0])
+def test_scores_of_the_chunked_head_have_the_gradients_of_their_tokens(step):
+    """Entropy and full KL, as the trainers compute them: the policy's logits are hidden states of an identity head."""
+    p = problem().moved(sampler=step)
+    head = Head(torch.eye(3, dtype=torch.float64))
+
+    def scores(samples):
+        reference = ReferenceLogits(
+            samples.problem.table(samples.problem.reference)[samples.states], lambda hidden: hidden
+        )
+        return chunked_logprobs(
+            samples.leaf,
+            samples.tokens,
+            head,
+            temperature=1.0,
+            want=("entropy",),
+            reference=reference,
+            chunk_size=7,
+        )
+
+    is_equal(expected(p, as_loss(lambda samples: scores(samples).full_kl)), exact_gradient(p, "token_kl"))
+    is_equal(expected(p, as_loss(lambda samples: scores(samples).entropy)), exact_gradient(p, "token_entropy"))
+    assert bias(p, as_loss(lambda samples: scores(samples).entropy), exact_gradient(p, "entropy")) > 0.1
+
+
+def test_minus_the_log_prob_as_a_reward_has_the_gradient_of_the_entropy_of_completions():
+    p = problem()
+    total = row_total(lambda samples: -samples.logprobs)
+    is_equal(expected(p, Recipe(reinforce, total)), -exact_gradient(p, "entropy"))
+
+
+# Everything with everything.
+
+PLAIN_AT_ONE = [name for name, row in POLICY_LOSSES.items() if row.selection is None and name not in ("gmpo", "vespo")]
+# One for each function: the others differ in their reduction, which is a part of its own here.
+DISTINCT = list({POLICY_LOSSES[name].function: name for name in reversed(PLAIN_AT_ONE)}.values())
+ESTIMATORS = {
+    "rloo": ({}, True),
+    "gae": ({}, True),
+    "grpo": ({}, False),
+    "opo": ({}, False),
+}
+REDUCTIONS = ("sequence_sum", "sequence_mean", "token")
+
+
+@pytest.mark.parametrize("loss", DISTINCT)
+def test_on_policy_a_combination_is_unbiased_exactly_if_all_its_parts_are(loss):
+    p = problem()
+    samples = every_batch(p, group_size=2)
+    targets = {None: reward_loss(p)} | {name: reward_loss(p) + exact_gradient(p, name) for name in ("kl", "token_kl")}
+    terms = {None: None, "token_kl": kl_value("k2"), "kl": kl_sequence(None)}
+    weights = {None: None, "token": sampling_weights("token_mask", low=0.5, high=2.0)}
+    for (name, (changes, is_fair)), reduction, objective, correction in itertools.product(
+        ESTIMATORS.items(), REDUCTIONS, terms, weights
+    ):
+        recipe = Recipe(
+            policy_loss(loss),
+            advantages(name, group_changes=changes),
+            reduction=reduction,
+            weights=weights[correction],
+            term=terms[objective],
+        )
+        found = agreement(estimate(samples, recipe), targets[objective]).bias
+        is_unbiased = is_fair and reduction == "sequence_sum"
+        assert found < 1e-10 if is_unbiased else found > 1e-3, (name, reduction, objective, correction)
