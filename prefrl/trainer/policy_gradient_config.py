@@ -51,8 +51,8 @@ class PolicyGradientConfig(PolicyLossOptions, EntropyOptions, KLOptions, Selecti
         self.validate_kl()
         if self.kl_estimator == "sequence" and POLICY_LOSSES[self.loss_type].reduction == "sequence_mean":
             raise ConfigError(
-                f"kl_estimator='sequence' with loss_type={self.loss_type!r}: that loss weighs sequences by 1 / "
-                "length, and the divergence of a sequence is a sum over its tokens. Use a loss averaged over tokens, or sums."
+                f"kl_estimator='sequence' with loss_type={self.loss_type!r}: it weighs sequences by 1 / length, "
+                "and the divergence of a sequence is a sum over its tokens. Use a loss averaged over tokens, or sums."
             )
         self.validate_selection(num_generations=self.num_generations)
         check_range(self.advantage_clip_range, "advantage_clip_range")
