@@ -21,11 +21,13 @@ from prefrl.losses.advantages import (
 from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.reduce import row_sums
 from prefrl.losses.whitening import Moments, moments, whitened
+from prefrl.metrics import merge
 from prefrl.rollout.buffer import Minibatch
 from prefrl.rollout.collect import to_token_batch
 from prefrl.rollout.prefix import contested_prefix_lengths
 from prefrl.rollout.selection import draw_counts, kept_rows
 from prefrl.rollout.shaping import RunningMoments, shaped
+from prefrl.trainer.objective import token_mean
 from prefrl.trainer.sampling_correction import correct_sampling
 from prefrl.trainer.token_selection import selected_tokens
 from prefrl.types import Rollout, TokenBatch
@@ -92,7 +94,7 @@ class Experience:
         """What the optimizer steps of one pass over the rollouts learn from.
 
         Args:
-            rollouts: This rank's, whole groups; `reward` and `advantage` are set.
+            rollouts: This rank's, whole groups; sets their `reward` and `advantage`.
             num_parts: Optimizer steps.
             over_ranks: Whether all ranks are here with theirs, and statistics are over all of them.
         """
@@ -101,6 +103,10 @@ class Experience:
         batch = to_token_batch(rollouts, mask_truncated=self.args.mask_truncated_completions)
         if self.args.needs_scores_first:
             batch = self.trainer.scored_first(batch)
+        if self._kl_in_reward:
+            kl = self._kl_of_tokens(batch)
+            self.objective.observe_kl(kl, batch)
+            merge(self.trainer.metrics["train"], {"kl": token_mean(kl, batch)})
         rows = self._gathered(rollouts, batch, over_ranks=over_ranks)
         totals = self._shaped(rows)
         mine = slice(rows.start, rows.start + len(rollouts))

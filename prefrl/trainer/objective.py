@@ -182,7 +182,7 @@ class PolicyObjective:
             kl = self._kl(batch, scores, old_logprobs)
             per_token = per_token + self.beta * kl
             metrics["kl"] = token_mean(kl.detach(), batch)
-            self._observe_kl(kl, batch)
+            self.observe_kl(kl, batch)
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=self.policy_loss.reduction)
         total = (weights * per_token).sum()
         if args.positive_nll_coef is not None:
@@ -232,10 +232,7 @@ class PolicyObjective:
     # Adaptive weights.
 
     def observe_kl(self, kl: Tensor, batch: TokenBatch) -> None:
-        """Remember the KL of these tokens for the end of the step."""
-        self._observe_kl(kl, batch)
-
-    def _observe_kl(self, kl: Tensor, batch: TokenBatch) -> None:
+        """Remember the KL of these tokens, [N] nats, for the end of the step."""
         if self.adaptive_kl is not None:
             self._observe(0, kl, batch)
             assert self._observed is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class Rollouts:
         self.args = args
         self.ahead = GenerationsAhead(self._ask_for, num_ahead=args.generations_ahead)
         self.metrics: dict[str, Metric] = {}  # of the last generation batch
-        self._rows: dict[int, list[int]] = {}  # generation batch under way -> dataset rows of all ranks
+        self._rows: list[int] = []  # dataset rows that all ranks asked last
         self.curriculum: SuccessCurriculum | None = None
         if args.curriculum is not None:
             self.curriculum = SuccessCurriculum(
@@ -62,18 +63,16 @@ class Rollouts:
     def collect(self, request: Request, number: int) -> Collected:
         """Wait for all completions of this rank and score them; ask other prompts where there is no signal."""
         collected = self.trainer.collector.collect(request)
-        self._see(collected, self._rows[number])
+        self._see(collected, self._rows)
         if self.args.dynamic_sampling:
             collected = self._with_signal(collected, number)
-        del self._rows[number]
         if self.args.needs_greedy:
             self._add_greedy(collected)
         return collected
 
     def _add_greedy(self, collected: Collected) -> None:
         """Set `greedy_reward`: the total of one more completion of each prompt, decoded without randomness."""
-        sampling = self.trainer.args.sampling_params()
-        sampling = type(sampling)(num_samples=1, max_tokens=sampling.max_tokens, temperature=0.0)
+        sampling = replace(self.args.sampling_params(), num_samples=1, temperature=0.0)
         rows = {rollout.group: rollout.row for rollout in collected.rollouts}
         seeds = dict.fromkeys(rows, 0)
         asked = ask(list(rows.values()), generator=self.trainer.generator, sampling=sampling, seeds=seeds)
@@ -87,7 +86,7 @@ class Rollouts:
         rows = self.trainer.train_sampler.rows_of_generation(number)
         if self.curriculum is not None:
             rows = self.curriculum.choose(rows, seed=self.args.seed, generation=number)
-        self._rows[number] = rows
+        self._rows = rows
         step = number * self.args.steps_of_a_generation
         return self._ask(rows, {group: prompt_seed(self.args.seed, step, group) for group in self._groups(len(rows))})
 
@@ -120,7 +119,7 @@ class Rollouts:
 
     def _with_signal(self, collected: Collected, number: int) -> Collected:
         resampling = Resampling(
-            self._rows[number], num_rows=len(self.trainer.train_dataset), seed=self.args.seed, generation=number
+            self._rows, num_rows=len(self.trainer.train_dataset), seed=self.args.seed, generation=number
         )
         groups = self._groups(len(resampling.rows))
         while True:

@@ -117,6 +117,18 @@ def test_a_step_without_any_signal_leaves_the_weights(tmp_path: Path) -> None:
     assert trainer.state.global_step == 1
 
 
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_an_adaptive_weight_follows_the_divergence(place: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kl_in": place, "kl_estimator": "k3", "beta": 0.1, "max_steps": 3, "learning_rate": 0.5}
+    trainer = grpo(tmp_path, kl_controller="adaptive", kl_horizon=8, kl_target=1e-3, **options)
+    trainer.train()
+    weights = [entry["kl_coef"] for entry in trainer.state.log_history if "loss" in entry]
+    kls = [entry["kl"] for entry in trainer.state.log_history if "loss" in entry]
+    assert kls[0] < 1e-3 < kls[1]
+    # 8 completions are the horizon: down by a fifth while the policy is the reference, then up by a fifth.
+    assert weights == pytest.approx([0.1, 0.1 * 0.8, 0.1 * 0.8 * 1.2])
+
+
 def test_evaluation_samples_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     results = []
     for size in (4, 24):

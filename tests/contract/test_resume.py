@@ -34,7 +34,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"use_adaptive_entropy": True, "entropy_target": 3.0, "entropy_coef": 0.01, "beta": 0.0}),
     ("grpo", {"normalize_rewards": True, "reward_clip_range": [-1.0, 1.0], "missing_eos_penalty": 1.0}),
     ("grpo", {"curriculum": "band", "curriculum_band": [0.4, 0.6], "dynamic_sampling": True}),
-    ("rloo", {"num_iterations": 2}),
+    ("rloo", {"num_iterations": 2, "kl_controller": "adaptive", "kl_horizon": 20, "kl_target": 0.01}),
     ("reinforce_plus_plus", {"gamma": 0.9}),
     ("ppo", {"steps_per_generation": 2, "num_iterations": 2, "critic_learning_rate": 1e-2}),
     ("ppo", {"critic": "model", "critic_warmup": 4, "critic_learning_rate": 1e-2}),

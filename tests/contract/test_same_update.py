@@ -60,7 +60,10 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"kl_controller": "adaptive", "kl_horizon": 20, "use_adaptive_entropy": True, "entropy_target": 5.0, **STEPS},
         {"normalize_rewards": True, "dynamic_sampling": True, "curriculum": "variance", "beta": 0.0, **STEPS},
     ],
-    "rloo": [{}, {"num_generations": 4, "updates": 2, "num_iterations": 2, "max_steps": 4}],
+    "rloo": [
+        {},
+        {"num_generations": 4, "updates": 2, "num_iterations": 2, "max_steps": 4, "kl_controller": "adaptive"},
+    ],
     "reinforce_plus_plus": [
         {"gamma": 0.9, "updates": 2, "max_steps": 2},
         {"advantage_estimator": "reinforce_plus_plus_baseline", "num_generations": 4, "beta": 0.1, "kl_in": "loss"},
