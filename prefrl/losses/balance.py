@@ -1,0 +1,402 @@
+"""One advantage from the advantages of K rewards, with weights that follow the training.
+
+Each reward has advantages of its own, A_k: centred, and scaled if asked, without the others. At ratio one the gradient
+of its surrogate with respect to the log-probs of the sampled tokens is known before any backward pass: g_k = -u A_k on
+a token whose loss is weighed by u. So the Gram matrix of these gradients stands in for that of the gradients of K
+losses (as if log-probs of different tokens moved independently), the methods of multi-task learning apply, and
+
+    A = sum_k alpha_k A_k
+
+needs one backward pass. What a method calls the loss of a task is the distance of the mean reward of a batch to the
+best reward seen, as a share of the range of rewards seen:
+
+    L_k = max((highest_k - mean_k) / (highest_k - lowest_k), 0.01)
+
+It is positive, falls as the reward rises, and has no unit: the scale and offset of a reward do not change it. The
+floor keeps weights that go with 1 / L_k within a factor of 100; without a range, L_k = 1. Highest and lowest are of
+the training so far, and earlier means are compared with them too, so that a new record is no loss of progress.
+
+Losses have no unit, but advantages have that of their reward unless they are divided by a standard deviation. The
+methods that read losses weigh gradients as they come, so rewards in different units need scaled advantages with them;
+nash and, at rest, gradnorm give the same advantage whatever each A_k is multiplied by, but for its length.
+
+Whatever the method,
+
+- sum_k alpha_k |g_k| = sum_k w_k |g_k|, w = `reward_weights`: a method shares out the length of gradient that fixed
+  weights give, so to switch the method is not to change the learning rate. With equal |g_k| the alphas sum to
+  sum_k w_k. Identical rewards, or a reward alone, have the combined advantage that fixed weights give.
+- A reward takes no part in a batch where it has no gradient (equal rewards in every group, or nothing to say) or where
+  w_k = 0: the alphas of the others are as if it were not there, its own is w_k, and its memory rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+
+from prefrl.losses.table import keyword_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.losses.reduce import Reduction
+
+__all__ = [
+    "REWARD_BALANCES",
+    "BalanceState",
+    "Balanced",
+    "RewardBalance",
+    "RewardBalancer",
+    "RewardTasks",
+    "gram",
+    "squared_weights",
+]
+
+SMALLEST_LOSS = 0.01
+# Added to the matrix of cosines: rewards in full conflict have no bargain.
+NASH_RIDGE = 1e-4
+
+
+def squared_weights(lengths: Tensor, *, reduction: Reduction) -> Tensor:
+    """Sum over the tokens of each row of the squared weight of a token's loss: what `gram` weighs a row by.
+
+    Args:
+        lengths: [B] trainable tokens of each row.
+        reduction: Of the policy loss, see `losses.reduce`.
+
+    Returns:
+        [B] float64: 1 / length for `sequence_mean`, else the length; 0 in rows without a trainable token.
+    """
+    lengths = lengths.double()
+    return lengths.clamp(min=1).reciprocal() * (lengths > 0) if reduction == "sequence_mean" else lengths
+
+
+def gram(advantages: Tensor, weights: Tensor) -> Tensor:
+    """Inner products of the rewards' gradients with respect to the log-probs, at ratio one.
+
+        G_kl = sum_b weights_b A_bk A_bl
+
+    Sums over rows, so the matrices of micro-batches and ranks add up.
+
+    Args:
+        advantages: [B, K] of each row, 0 where a reward has nothing to say; or [N, K] of each token.
+        weights: [B] from `squared_weights`; or [N] squared weights of tokens, 0 where a token is not trainable.
+
+    Returns:
+        [K, K] float64.
+
+    Raises:
+        ValueError: Shapes that do not fit.
+    """
+    if advantages.dim() != 2 or weights.shape != advantages.shape[:1]:
+        shapes = f"advantages {tuple(advantages.shape)}, weights {tuple(weights.shape)}"
+        raise ValueError(f"{shapes}: need to be [B, K] and [B]")
+    advantages = advantages.detach().double()
+    return advantages.T @ (weights.double()[:, None] * advantages)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTasks:
+    """What a method reads: the K rewards that take part in a batch. All float64."""
+
+    gram: Tensor  # [K, K], above 0 on the diagonal
+    weights: Tensor  # [K] reward_weights, above 0
+    losses: Tensor  # [K] share of the range of rewards that is left, 0.01 to 1
+    first_losses: Tensor  # [K] of the first batch in which the reward took part
+    previous_losses: Tensor  # [K] of the last batch before this one; `losses` in the first
+    memory: Tensor  # [K] what the method kept; 0 at first
+
+    @property
+    def norms(self) -> Tensor:
+        """[K] |g_k|."""
+        return self.gram.diagonal().sqrt()
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """What a method says."""
+
+    weights: Tensor  # [K] above 0, up to a common factor
+    memory: Tensor  # [K] kept for the next batch
+
+
+def fixed(tasks: RewardTasks) -> Balanced:
+    """alpha_k = w_k: `reward_weights` as they are."""
+    return Balanced(weights=tasks.weights, memory=tasks.memory)
+
+
+def log_transform(tasks: RewardTasks) -> Balanced:
+    """The gradient of sum_k w_k log(1 + L_k): alpha_k ~ w_k / (1 + L_k).
+
+    Source: Ludwig, trainer.loss_balancing
+    """
+    return Balanced(weights=tasks.weights / (1 + tasks.losses), memory=tasks.memory)
+
+
+def uncertainty(tasks: RewardTasks, *, uncertainty_rate: float) -> Balanced:
+    """Homoscedastic uncertainty: the gradient of sum_k w_k (exp(-s_k) L_k + s_k), alpha_k ~ w_k exp(-s_k).
+
+    L_k is a mean absolute distance, so this is the likelihood of Laplace noise with log-scale s_k. Its best value is
+    log L_k, to which s_k moves from 0 by s_k += uncertainty_rate * (log L_k - s_k): near it these are steps of
+    gradient descent, and far from it they do not overshoot.
+
+    Source: Kendall et al. 2018, arXiv 1705.07115, section 3
+    """
+    log_scale = tasks.memory + uncertainty_rate * (tasks.losses.log() - tasks.memory)
+    return Balanced(weights=tasks.weights * (-log_scale).exp(), memory=log_scale)
+
+
+def gradnorm(tasks: RewardTasks, *, gradnorm_alpha: float, gradnorm_rate: float) -> Balanced:
+    """Gradient norms in proportion to w_k r_k^a, with r_k = L_k(t) / L_k(0): rewards that lag behind pull harder.
+
+    With a = `gradnorm_alpha` and alpha_k ~ w_k exp(v_k), v from 0, the norms exp(v_k) |g_k| are pulled to their mean
+    times (r_k / mean r)^a:
+
+        e_k = v_k + log |g_k| - a log r_k,  v_k -= gradnorm_rate * (e_k - mean e)
+
+    The paper descends on the distance |norm - target| with arithmetic means and rescales its weights in each step. The
+    logarithms have the same proportions at rest, are free of units, and keep weights positive and the sum of v at 0.
+
+    Source: Chen et al. 2018, arXiv 1711.02257, eq. 1 and 2
+    """
+    log_rates = tasks.losses.log() - tasks.first_losses.log()
+    excess = tasks.memory + tasks.norms.log() - gradnorm_alpha * log_rates
+    log_weights = tasks.memory - gradnorm_rate * (excess - excess.mean())
+    return Balanced(weights=tasks.weights * log_weights.exp(), memory=log_weights)
+
+
+def famo(tasks: RewardTasks, *, famo_rate: float, famo_decay: float) -> Balanced:
+    """Log-losses fall at one rate: alpha_k ~ w_k z_k / L_k with z = softmax(x), x from 0.
+
+    With the progress d_k = log L_k(t - 1) - log L_k(t) since the last batch, rewards with more of it give way:
+
+        x_k -= famo_rate * (z_k (d_k - sum_j z_j d_j) + famo_decay * x_k)
+
+    The paper measures progress on one batch before and after its update. That would cost another generation here, so
+    it is measured from batch to batch; where z moves slowly, the noise of a batch enters x twice, with opposite signs.
+
+    Source: Liu et al. 2023, arXiv 2306.03792, algorithm 1
+    """
+    shares = tasks.memory.softmax(0)
+    progress = tasks.previous_losses.log() - tasks.losses.log()
+    descent = shares * (progress - (shares * progress).sum())
+    logits = tasks.memory - famo_rate * (descent + famo_decay * tasks.memory)
+    return Balanced(weights=tasks.weights * logits.softmax(0) / tasks.losses, memory=logits)
+
+
+def nash(tasks: RewardTasks) -> Balanced:
+    """The Nash bargain: G alpha = w / alpha, so that each reward gains, g_k . g = w_k / alpha_k > 0.
+
+    It maximises sum_k w_k log(g_k . g) over directions g of one length; the weights w are bargaining powers. In terms
+    of beta_k = alpha_k |g_k| and the cosines C between gradients, (C + 1e-4 I) beta = w / beta: without the ridge
+    there is no solution where gradients can cancel each other; with it the shares beta are close to those that cancel.
+
+    Source: Navon et al. 2022, arXiv 2202.01017, claim 3.1; Kalai 1977, Int. J. Game Theory 6 (bargaining powers)
+    """
+    norms = tasks.norms
+    cosines = tasks.gram / (norms[:, None] * norms)
+    return Balanced(weights=_bargain(cosines, tasks.weights) / norms, memory=tasks.memory)
+
+
+def _bargain(cosines: Tensor, powers: Tensor) -> Tensor:
+    """[K] beta > 0 with (C + ridge I) beta = w / beta up to a common factor, as near as rounding lets it come.
+
+    Newton's method on the convex function beta' (C + ridge I) beta / 2 - sum_k w_k log beta_k, self-concordant for
+    w_k >= 1: steps of 1 / (1 + decrement) stay above 0 and come near the minimum from anywhere, and from a decrement
+    of 1/4 on each full step more than halves it (Nesterov & Nemirovskii 1994), until it is rounding.
+    """
+    matrix = cosines + NASH_RIDGE * torch.eye(len(powers), dtype=cosines.dtype)
+    powers = powers / powers.min()
+    beta = powers.sqrt()
+    last_decrement = torch.inf
+    while True:
+        gradient = matrix @ beta - powers / beta
+        step = torch.linalg.solve(matrix + torch.diag(powers / beta.square()), gradient)
+        decrement = float((gradient @ step).clamp(min=0).sqrt())
+        if not decrement < last_decrement / 2:
+            return beta
+        if decrement <= 0.25:
+            last_decrement = decrement
+        beta = beta - step / (1 + decrement if decrement > 0.25 else 1)
+
+
+def pareto(tasks: RewardTasks, *, pareto_smoothing: float) -> Balanced:
+    """The smooth Tchebycheff distance to the best: the gradient of m log sum_k exp(p_k L_k / m).
+
+        alpha_k ~ p_k exp(p_k L_k / m),  p_k = w_k / mean w,  m = pareto_smoothing
+
+    The weights w are the preference vector: towards m = 0 the reward with the largest p_k L_k gets everything, so that
+    training ends where all p_k L_k are equal, on the Pareto front also where it is not convex; a large m gives fixed
+    weights.
+
+    Source: Lin et al. 2024, arXiv 2402.19078, section 3
+    """
+    preference = tasks.weights / tasks.weights.mean()
+    urgency = (preference * tasks.losses / pareto_smoothing).softmax(0)
+    return Balanced(weights=preference * urgency, memory=tasks.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBalance:
+    """A row of `REWARD_BALANCES`: `function(tasks, **hyperparameters) -> Balanced`."""
+
+    function: Callable[..., Balanced]
+    source: str
+
+    @property
+    def hyperparameters(self) -> frozenset[str]:
+        """Names of the keyword arguments that the function needs."""
+        return keyword_names(self.function)
+
+
+REWARD_BALANCES: dict[str, RewardBalance] = {
+    "fixed": RewardBalance(fixed, "linear scalarisation"),
+    "log_transform": RewardBalance(log_transform, "Ludwig, trainer.loss_balancing"),
+    "uncertainty": RewardBalance(uncertainty, "Kendall et al. 2018, arXiv 1705.07115"),
+    "gradnorm": RewardBalance(gradnorm, "Chen et al. 2018, arXiv 1711.02257"),
+    "famo": RewardBalance(famo, "Liu et al. 2023, arXiv 2306.03792"),
+    "nash": RewardBalance(nash, "Navon et al. 2022, arXiv 2202.01017"),
+    "pareto": RewardBalance(pareto, "Lin et al. 2024, arXiv 2402.19078"),
+}
+
+
+class BalanceState(TypedDict):
+    """A `RewardBalancer` in a checkpoint; None: not seen yet."""
+
+    balance: str
+    highest: list[float | None]
+    lowest: list[float | None]
+    first_means: list[float | None]
+    previous_means: list[float | None]
+    memory: list[float | None]
+
+
+class RewardBalancer:
+    """The alphas of K rewards, from batch to batch."""
+
+    def __init__(self, balance: str, *, reward_weights: Sequence[float], **hyperparameters: float) -> None:
+        """Start without having seen a batch.
+
+        Args:
+            balance: A name of `REWARD_BALANCES`.
+            reward_weights: K numbers; not below 0, save for `fixed`.
+            hyperparameters: Those that the method needs.
+
+        Raises:
+            ValueError: Other hyper-parameters, or a weight that cannot be.
+        """
+        self.balance = balance
+        self._row = REWARD_BALANCES[balance]
+        if hyperparameters.keys() != self._row.hyperparameters:
+            needs = sorted(self._row.hyperparameters)
+            raise ValueError(f"reward_balance={balance!r} needs {needs}, not {sorted(hyperparameters)}")
+        if balance != "fixed" and min(reward_weights) < 0:
+            raise ValueError(
+                f"reward_weights={list(reward_weights)}: reward_balance={balance!r} needs weights >= 0. Change the "
+                "sign of the reward, or use 'fixed'."
+            )
+        self._hyperparameters = hyperparameters
+        self._reward_weights = torch.tensor(reward_weights, dtype=torch.float64)
+        unknown = torch.full_like(self._reward_weights, torch.nan)
+        self._highest, self._lowest = unknown, unknown
+        self._first_means, self._previous_means = unknown, unknown
+        self._memory = torch.zeros_like(unknown)
+
+    def weights(self, gram: Tensor, rewards: Tensor) -> Tensor:
+        """The alphas of a batch, after its memory was brought up to date with this batch.
+
+        Args:
+            gram: [K, K], see `gram`; of all ranks.
+            rewards: [B, K] of all ranks, NaN where a reward has nothing to say.
+
+        Returns:
+            [K] float64 on the CPU, constants. See the module for what holds of them.
+
+        Raises:
+            ValueError: Shapes that do not fit, no rows, or values that are not finite.
+        """
+        size = len(self._reward_weights)
+        if gram.shape != (size, size) or rewards.dim() != 2 or rewards.shape[1] != size or rewards.shape[0] == 0:
+            shapes = f"gram {tuple(gram.shape)}, rewards {tuple(rewards.shape)}"
+            raise ValueError(f"{shapes}: need to be [{size}, {size}] and [B, {size}] for {size} reward_weights")
+        if not gram.isfinite().all() or rewards.isinf().any():
+            raise ValueError(
+                "gram or rewards contain values that are not finite: advantages of no reward need to be 0"
+            )
+        gram, rewards = (tensor.detach().to("cpu", torch.float64) for tensor in (gram, rewards))
+        self._highest = torch.fmax(self._highest, _extreme(rewards, sign=1))
+        self._lowest = torch.fmin(self._lowest, _extreme(rewards, sign=-1))
+        means = rewards.nanmean(0)
+        is_active = (gram.diagonal() > 0) & (self._reward_weights > 0) & means.isfinite()
+        alphas = self._reward_weights.clone()
+        if is_active.any():
+            tasks = self._tasks(gram, means, is_active)
+            balanced = self._row.function(tasks, **self._hyperparameters)
+            self._memory = self._memory.masked_scatter(is_active, balanced.memory)
+            self._previous_means = torch.where(is_active, means, self._previous_means)
+            budget = (tasks.weights * tasks.norms).sum() / (balanced.weights * tasks.norms).sum()
+            alphas = alphas.masked_scatter(is_active, balanced.weights * budget)
+        return alphas
+
+    def _tasks(self, gram: Tensor, means: Tensor, is_active: Tensor) -> RewardTasks:
+        """The rewards that take part; the first batch of a reward is remembered."""
+        self._first_means = torch.where(is_active & self._first_means.isnan(), means, self._first_means)
+        previous = torch.where(self._previous_means.isnan(), means, self._previous_means)
+        return RewardTasks(
+            gram=gram[is_active][:, is_active],
+            weights=self._reward_weights[is_active],
+            losses=self._losses(means)[is_active],
+            first_losses=self._losses(self._first_means)[is_active],
+            previous_losses=self._losses(previous)[is_active],
+            memory=self._memory[is_active],
+        )
+
+    def _losses(self, means: Tensor) -> Tensor:
+        """[K] share of the range seen by now that lies between a mean and the highest."""
+        span = self._highest - self._lowest
+        return ((self._highest - means) / span).where(span > 0, 1.0).clamp(min=SMALLEST_LOSS)
+
+    def state_dict(self) -> BalanceState:
+        """All that decides the next weights; it survives JSON bit by bit."""
+        return {
+            "balance": self.balance,
+            "highest": _numbers(self._highest),
+            "lowest": _numbers(self._lowest),
+            "first_means": _numbers(self._first_means),
+            "previous_means": _numbers(self._previous_means),
+            "memory": _numbers(self._memory),
+        }
+
+    def load_state_dict(self, state: BalanceState) -> None:
+        """Go on from a `state_dict`.
+
+        Raises:
+            ValueError: It is of another method or another number of rewards.
+        """
+        size = len(self._reward_weights)
+        if state["balance"] != self.balance or len(state["memory"]) != size:
+            raise ValueError(
+                f"the checkpoint balances {len(state['memory'])} rewards by {state['balance']!r}, this run {size} by "
+                f"{self.balance!r}: resume with the rewards and the reward_balance of the checkpoint"
+            )
+        self._highest, self._lowest = _tensor(state["highest"]), _tensor(state["lowest"])
+        self._first_means, self._previous_means = _tensor(state["first_means"]), _tensor(state["previous_means"])
+        self._memory = _tensor(state["memory"])
+
+
+def _extreme(rewards: Tensor, *, sign: int) -> Tensor:
+    """[K] highest (1) or lowest (-1) reward of a batch; NaN without any."""
+    largest = (sign * rewards).nan_to_num(nan=-torch.inf).amax(0)
+    return sign * largest.masked_fill(largest.isinf(), torch.nan)
+
+
+def _numbers(values: Tensor) -> list[float | None]:
+    # JSON has no NaN.
+    return [None if value != value else value for value in values.tolist()]
+
+
+def _tensor(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([torch.nan if value is None else value for value in values], dtype=torch.float64)
