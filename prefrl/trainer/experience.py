@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from prefrl import distributed
+from prefrl.errors import ConfigError
 from prefrl.losses.advantages import (
     ADVANTAGES,
     Advantages,
@@ -18,10 +19,12 @@ from prefrl.losses.advantages import (
     normalize_rows,
     row_totals,
 )
+from prefrl.losses.balance import RewardBalancer, gram, squared_weights
 from prefrl.losses.kl import KL_ESTIMATORS
+from prefrl.losses.policy import POLICY_LOSSES
 from prefrl.losses.reduce import row_sums
 from prefrl.losses.whitening import Moments, moments, whitened
-from prefrl.metrics import merge
+from prefrl.metrics import Mean, merge
 from prefrl.rollout.buffer import Minibatch
 from prefrl.rollout.collect import to_token_batch
 from prefrl.rollout.prefix import contested_prefix_lengths
@@ -65,11 +68,11 @@ class ExperienceMaker(Protocol):
         """See `OnlineTrainer.minibatches`."""
         ...
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """What decides the next minibatches, fit for JSON."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         ...
 
@@ -89,6 +92,14 @@ class Experience:
         self.objective = objective
         self.estimator = ADVANTAGES[args.estimator]
         self.moments = RunningMoments() if args.normalize_rewards else None
+        self.balancer: RewardBalancer | None = None
+        if args.reward_balance is not None:
+            weights = trainer.rewards.weights
+            if len(weights) < 2:
+                raise ConfigError(
+                    f"reward_balance={args.reward_balance!r} has no effect with one reward. Give several reward_funcs."
+                )
+            self.balancer = RewardBalancer(args.reward_balance, reward_weights=weights, **args.balance_hyperparameters)
 
     def minibatches(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> list[Minibatch]:
         """What the optimizer steps of one pass over the rollouts learn from.
@@ -128,14 +139,17 @@ class Experience:
             for i, part in enumerate(parts)
         ]
 
-    def state_dict(self) -> dict[str, float]:
-        """Running moments of rewards."""
-        return {} if self.moments is None else self.moments.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """Running moments and the balance of rewards."""
+        parts = {"moments": self.moments, "balance": self.balancer}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         if self.moments is not None:
-            self.moments.load_state_dict(state)
+            self.moments.load_state_dict(state["moments"])
+        if self.balancer is not None:
+            self.balancer.load_state_dict(state["balance"])
 
     # Rewards.
 
@@ -259,10 +273,31 @@ class Experience:
             lengths=rows.lengths[is_kept],
             greedy=rows.greedy[is_kept] if self.args.needs_greedy else None,
         )
-        result = self.estimator.function(scored, **self._hyperparameters)
+        if self.balancer is None:
+            result = self.estimator.function(scored, **self._hyperparameters)
+        else:
+            result = self._balanced(scored, self.balancer)
         if self.args.normalize_advantages and not self.estimator.whitened:
             return normalize_rows(result, advantage_epsilon=ADVANTAGE_EPSILON)
         return result
+
+    def _balanced(self, scored: ScoredRows, balancer: RewardBalancer) -> Advantages:
+        """Advantages of each reward by itself, [B, K], weighed so that one backward pass serves all."""
+        each = [
+            self.estimator.function(
+                replace(scored, rewards=scored.rewards[:, k : k + 1], weights=torch.ones(1)), **self._hyperparameters
+            )
+            for k in range(scored.rewards.shape[1])
+        ]
+        advantages = torch.stack([result.values for result in each], 1)
+        reduction = POLICY_LOSSES[self.args.loss_type].reduction
+        weights = balancer.weights(
+            gram(advantages, squared_weights(scored.lengths, reduction=reduction)), scored.rewards
+        )
+        names = self.trainer.rewards.names
+        metrics = {f"reward_balance/{name}": Mean(float(w), 1) for name, w in zip(names, weights, strict=True)}
+        merge(self.trainer.metrics["train"], metrics)
+        return replace(each[0], values=(advantages.double() @ weights).to(advantages.dtype), totals=scored.totals())
 
     def _of_tokens(self, batch: TokenBatch, groups: Tensor, totals: Tensor) -> Advantages:
         rewards = torch.zeros(batch.num_tokens)

@@ -61,6 +61,11 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
                 "reward_clip_range, missing_eos_penalty, normalize_rewards and stop_properly_penalty_coef change "
                 "their total. Use 'sum_then_normalize', or leave these out."
             )
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.reward_balance is not None:
+            raise ConfigError(
+                f"multi_objective_aggregation='normalize_then_sum' with reward_balance={self.reward_balance!r}: both "
+                "say how rewards are combined. Remove one of them."
+            )
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
             raise ConfigError(
                 f"scale_rewards={self.scale_rewards!r} has no effect with "

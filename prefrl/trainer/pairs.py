@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -122,11 +122,11 @@ class PairExperience:
             micro_batches = self.trainer.cut(batch, self.args.per_device_train_batch_size)
         return Minibatch(micro_batches, num_items)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Running moments of rewards."""
         return {} if self.moments is None else self.moments.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         if self.moments is not None:
             self.moments.load_state_dict(state)

@@ -8,6 +8,7 @@ from typing import Literal
 from prefrl.errors import ConfigError
 from prefrl.losses.advantages import ADVANTAGES
 from prefrl.losses.policy import POLICY_LOSSES
+from prefrl.trainer.balance_options import BalanceOptions
 from prefrl.trainer.online_config import OnlineConfig
 from prefrl.trainer.options import opt
 from prefrl.trainer.policy_options import EntropyOptions, KLOptions, PolicyLossOptions
@@ -31,7 +32,9 @@ class GroupOptions:
 
 
 @dataclass
-class PolicyGradientConfig(PolicyLossOptions, EntropyOptions, KLOptions, SelectionOptions, OnlineConfig):
+class PolicyGradientConfig(
+    PolicyLossOptions, EntropyOptions, KLOptions, BalanceOptions, SelectionOptions, OnlineConfig
+):
     """Options of advantages."""
 
     advantage_clip_range: list[float] | None = opt(
@@ -54,11 +57,42 @@ class PolicyGradientConfig(PolicyLossOptions, EntropyOptions, KLOptions, Selecti
                 f"kl_estimator='sequence' with loss_type={self.loss_type!r}: it weighs sequences by 1 / length, "
                 "and the divergence of a sequence is a sum over its tokens. Use a loss averaged over tokens, or sums."
             )
+        self._validate_ratio()
+        self.validate_balance()
+        if self.reward_balance is not None:
+            self._validate_balance()
         self.validate_selection(num_generations=self.num_generations)
         check_range(self.advantage_clip_range, "advantage_clip_range")
         bounds = self.advantage_clip_range
         if bounds is not None and not bounds[0] <= 0 <= bounds[1]:
             raise ConfigError(f"advantage_clip_range={bounds}: 0 must be within, as in [-5, 5]")
+
+    def _validate_ratio(self) -> None:
+        of_rows = self.importance_sampling_level in ("sequence", "sequence_sum") or self.loss_type in ("gmpo", "vespo")
+        if of_rows and ADVANTAGES[self.estimator].level == "token":
+            raise ConfigError(
+                f"importance_sampling_level={self.importance_sampling_level!r}, loss_type={self.loss_type!r} with "
+                f"advantages of tokens ({self.estimator}): a ratio of whole sequences gives every token's gradient "
+                "the mean of their advantages. Use level 'token' or 'sequence_token', and another loss."
+            )
+
+    def _validate_balance(self) -> None:
+        if ADVANTAGES[self.estimator].level == "token":
+            raise ConfigError(
+                f"reward_balance={self.reward_balance!r} with advantages of tokens ({self.estimator}): rewards are "
+                "told apart in advantages of completions alone. Use GRPO or RLOO."
+            )
+        if self.shapes_rewards or self.kl_in == "reward" or self.needs_greedy:
+            raise ConfigError(
+                f"reward_balance={self.reward_balance!r} weighs each reward's own advantages, and kl_in='reward', "
+                "reward_clip_range, missing_eos_penalty, normalize_rewards, stop_properly_penalty_coef and a greedy "
+                "baseline are of their total. Leave them out."
+            )
+        if self.reward_balance != "fixed" and min(self.reward_weights or [1.0]) < 0:
+            raise ConfigError(
+                f"reward_weights={self.reward_weights}: reward_balance={self.reward_balance!r} needs weights >= 0. "
+                "Change the sign of the reward, or use 'fixed'."
+            )
 
     @property
     def estimator(self) -> str:
@@ -90,7 +124,7 @@ class PolicyGradientConfig(PolicyLossOptions, EntropyOptions, KLOptions, Selecti
             needs[f"top_entropy_quantile={self.top_entropy_quantile}"] = "Set it to 1."
         if self.loss_type in ("clip_cov", "kl_cov"):
             needs[f"loss_type={self.loss_type!r}"] = "Use another loss."
-        for name in ("rollout_resampling", "positive_nll_coef"):
+        for name in ("rollout_resampling", "positive_nll_coef", "reward_balance"):
             if getattr(self, name) is not None:
                 needs[f"{name}={getattr(self, name)!r}"] = "Remove it."
         return needs

@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
 from prefrl.trainer.online_trainer import OnlineTrainer
 from prefrl.types import TokenBatch
-from tests.contract.cases import dataset_of, make_trainer, relative_difference, stopping_model, update_of
+from tests.contract.cases import (
+    dataset_of,
+    make_trainer,
+    ragged_reward,
+    relative_difference,
+    stopping_model,
+    update_of,
+)
 
 
 def grpo(tmp_path: Path, **options: Any) -> OnlineTrainer:
@@ -127,6 +135,24 @@ def test_an_adaptive_weight_follows_the_divergence(place: str, tmp_path: Path) -
     assert kls[0] < 1e-3 < kls[1]
     # 8 completions are the horizon: down by a fifth while the policy is the reference, then up by a fifth.
     assert weights == pytest.approx([0.1, 0.1 * 0.8, 0.1 * 0.8 * 1.2])
+
+
+def num_letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def test_fixed_weights_of_rewards_are_the_weighted_sum(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"reward": [ragged_reward, num_letters], "reward_weights": [2.0, 0.5], "beta": 0.0}
+    summed, balanced = (
+        update_of(grpo(tmp_path, scale_rewards="none", reward_balance=balance, **options))
+        for balance in (None, "fixed")
+    )
+    assert relative_difference(balanced, summed) < 1e-5
+
+
+def test_a_balance_needs_several_rewards(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reward_balance='nash' has no effect with one reward"):
+        grpo(tmp_path, reward_balance="nash")
 
 
 def test_evaluation_samples_do_not_depend_on_the_batch(tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.cases import Job, make_trainer, model_of, run_on_two_processes, trained_weights, weights_of
+from tests.contract.cases import (
+    Job,
+    make_trainer,
+    model_of,
+    ragged_reward,
+    run_on_two_processes,
+    trained_weights,
+    weights_of,
+)
 
 SAVED_AT = 3
 STEPS = 8
@@ -103,3 +111,21 @@ def test_resume_with_another_number_of_processes_is_refused(tmp_path: Path) -> N
     (checkpoint / "rollouts_0_of_1.safetensors").rename(checkpoint / "rollouts_0_of_2.safetensors")
     with pytest.raises(ValueError, match=r"process 0 of 1 .*rollouts_0_of_2"):
         make_trainer("grpo", tmp_path, **settings).train(resume_from_checkpoint=str(checkpoint))
+
+
+def num_letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+@pytest.mark.parametrize("balance", ["uncertainty", "gradnorm", "famo", "pareto"])
+def test_the_balance_of_rewards_goes_on(balance: str, tmp_path: Path) -> None:
+    settings = {**ADAM, "reward_balance": balance, "reward": [ragged_reward, num_letters], "max_steps": 4, "beta": 0.0}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "rows": 40}
+    whole = make_trainer("grpo", tmp_path, **settings)
+    whole.train()
+    resumed = make_trainer("grpo", tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected, actual = trained_weights(whole), trained_weights(resumed)
+    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    weights = [entry["reward_balance/num_letters"] for entry in whole.state.log_history if "loss" in entry]
+    assert len(set(weights)) == 4

@@ -14,6 +14,9 @@ import yaml
 from transformers import Trainer
 
 import prefrl
+from prefrl.losses.advantages import ADVANTAGES
+from prefrl.losses.balance import REWARD_BALANCES
+from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy import POLICY_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
@@ -23,6 +26,7 @@ from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.offline_trainer import OfflineTrainer
 from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
 from prefrl.trainer.sft_config import SFTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +120,11 @@ def test_closed_sets_of_the_configs_are_the_keys_of_the_tables() -> None:
     hints = {config: get_type_hints(config) for config in (GRPOConfig, SFTConfig)}
     assert set(get_args(hints[GRPOConfig]["loss_type"])) == set(POLICY_LOSSES)
     assert set(get_args(hints[SFTConfig]["loss_type"])) == set(SUPERVISED_LOSSES)
+    configs = (GRPOConfig, ReinforcePlusPlusConfig)
+    estimators = [get_args(get_type_hints(config)["advantage_estimator"]) for config in configs]
+    assert {name for names in estimators for name in names} | {"gae"} == set(ADVANTAGES)  # PPO
+    assert set(get_args(get_args(hints[GRPOConfig]["reward_balance"])[0])) == set(REWARD_BALANCES)
+    assert set(get_args(hints[GRPOConfig]["kl_estimator"])) == {*KL_ESTIMATORS, "full", "sequence"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
