@@ -1,0 +1,142 @@
+"""One parameter for each rule of the policy-gradient configs, and the presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
+from prefrl.trainer.presets import PRESETS
+
+RULES = [
+    (GRPOConfig, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "this loss goes with 'token'"),
+    (GRPOConfig, {"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect because loss_type='dapo'"),
+    (
+        GRPOConfig,
+        {"loss_type": "reinforce", "epsilon": 0.1},
+        "epsilon=0.1 has no effect because loss_type='reinforce'",
+    ),
+    (GRPOConfig, {"loss_type": "cispo", "delta": 3.0}, "delta=3.0 has no effect because loss_type='cispo'"),
+    (GRPOConfig, {"loss_type": "clip_cov", "clip_cov_lb": 6.0}, "clip_cov_lb=6.0: must be below clip_cov_ub=5.0"),
+    (GRPOConfig, {"aipo_rho": 2.0}, "It goes with loss_type 'aipo'"),
+    (GRPOConfig, {"entropy_target": 1.0}, "entropy_target=1.0 has no effect because use_adaptive_entropy=False"),
+    (GRPOConfig, {"use_adaptive_entropy": True, "entropy_coef": 2.0}, "entropy_coef=2.0: must be in entropy_coef_min"),
+    (GRPOConfig, {"top_entropy_quantile": 0.0}, "top_entropy_quantile=0.0: must be a number > 0"),
+    (GRPOConfig, {"beta": 0.0, "kl_estimator": "k1"}, "kl_estimator='k1' has no effect because beta=0.0"),
+    (GRPOConfig, {"beta": 0.0, "kl_in": "reward"}, "kl_in='reward' has no effect because beta=0.0"),
+    (GRPOConfig, {"kl_target": 0.2}, "kl_target=0.2 has no effect because kl_controller='fixed'"),
+    (GRPOConfig, {"kl_weight_cap": 2.0}, "kl_weight_cap=2.0 has no effect because kl_estimator='k3'"),
+    (GRPOConfig, {"kl_in": "reward", "kl_estimator": "full"}, "kl_estimator='full' with kl_in='reward'"),
+    (GRPOConfig, {"kl_in": "reward", "use_bias_correction_kl": True}, "use_bias_correction_kl=True has no effect"),
+    (GRPOConfig, {"kl_estimator": "full", "use_bias_correction_kl": True}, "kl_estimator='full': that estimate"),
+    (GRPOConfig, {"kl_estimator": "full", "sync_ref_model": True}, "kl_estimator='full' with sync_ref_model=True"),
+    (GRPOConfig, {"kl_estimator": "sequence", "loss_type": "grpo"}, "kl_estimator='sequence' with loss_type='grpo'"),
+    (GRPOConfig, {"f_norm": 2.0}, "f_norm=2.0 has no effect because advantage_estimator='grpo'"),
+    (GRPOConfig, {"advantage_estimator": "opo", "scale_rewards": "none"}, "scale_rewards='none' has no effect"),
+    (GRPOConfig, {"advantage_clip_range": [1.0, 2.0]}, "0 must be within"),
+    (GRPOConfig, {"advantage_clip_range": [1.0]}, "advantage_clip_range=.*two numbers"),
+    (GRPOConfig, {"reward_clip_range": [2.0, 1.0]}, "reward_clip_range=.*the smaller one first"),
+    (GRPOConfig, {"stop_properly_penalty_coef": 2.0}, "stop_properly_penalty_coef=2.0: must be a number <= 1"),
+    (GRPOConfig, {"filter_reward_metric": "x"}, "filter_reward_metric='x' has no effect because dynamic_sampling"),
+    (GRPOConfig, {"curriculum_band": [0.2, 0.8]}, "curriculum_band=.* has no effect because curriculum=None"),
+    (GRPOConfig, {"num_selected": 2}, "num_selected=2 has no effect because rollout_selection=None"),
+    (GRPOConfig, {"rollout_selection": "best"}, "num_selected=None: must be below num_generations=8"),
+    (GRPOConfig, {"rollout_resampling_power": 3.0}, "rollout_resampling_power=3.0 has no effect"),
+    (
+        GRPOConfig,
+        {"rollout_selection": "best", "num_selected": 2, "rollout_resampling": "pow"},
+        "chosen by one of them",
+    ),
+    (GRPOConfig, {"gradnorm_rate": 0.5}, "gradnorm_rate=0.5 has no effect because reward_balance=None"),
+    (GRPOConfig, {"reward_balance": "famo", "famo_decay": 1.0}, r"famo_rate=1.0 \* famo_decay=1.0: must be below 1"),
+    (GRPOConfig, {"reward_balance": "nash", "reward_weights": [1.0, -1.0]}, "needs weights >= 0"),
+    (GRPOConfig, {"reward_balance": "nash", "missing_eos_penalty": 1.0}, "are of their total"),
+    (
+        GRPOConfig,
+        {"reward_balance": "nash", "multi_objective_aggregation": "normalize_then_sum"},
+        "Remove one of them",
+    ),
+    (
+        GRPOConfig,
+        {"multi_objective_aggregation": "normalize_then_sum", "normalize_rewards": True},
+        "change their total",
+    ),
+    (
+        GRPOConfig,
+        {"advantage_estimator": "optimal_token_baseline", "loss_type": "vespo"},
+        "ratio of whole sequences",
+    ),
+    (RLOOConfig, {"num_generations": 1}, "num_generations=1: a completion is compared with the others"),
+    (ReinforcePlusPlusConfig, {"importance_sampling_level": "sequence"}, "Use level 'token' or 'sequence_token'"),
+    (ReinforcePlusPlusConfig, {"reward_balance": "nash"}, "told apart in advantages of completions alone"),
+    (
+        ReinforcePlusPlusConfig,
+        {"advantage_estimator": "reinforce_plus_plus_baseline"},
+        "num_generations=1: advantage_estimator='reinforce_plus_plus_baseline'",
+    ),
+    (
+        ReinforcePlusPlusConfig,
+        {"advantage_estimator": "reinforce_plus_plus_baseline", "num_generations": 2, "gamma": 0.9},
+        "gamma=0.9 has no effect",
+    ),
+    (PPOConfig, {"critic": "model", "detach_trunk": True}, "detach_trunk=True has no effect because critic='model'"),
+    (PPOConfig, {"max_steps": 5, "critic_warmup": 5}, "critic_warmup=5: must be below max_steps=5"),
+    (PPOConfig, {"lam": 1.5}, "lam=1.5: must be a number >= 0 and <= 1"),
+    (OnlineDPOConfig, {"num_generations": 1}, "num_generations=1: a pair needs at least 2"),
+    (OnlineDPOConfig, {"loss_type": "hinge"}, "loss_type='hinge': must be one of 'sigmoid', 'ipo'"),
+    (OnlineDPOConfig, {"beta": 0.0}, "beta=0.0: must be a number > 0"),
+]
+# What cannot be learned from group by group, or asked for ahead.
+SERVER = {"use_vllm": True, "top_k": None, "use_cpu": True}
+BY_GROUP = [
+    {"normalize_advantages": True},
+    {"top_entropy_quantile": 0.5},
+    {"loss_type": "kl_cov"},
+    {"normalize_rewards": True},
+    {"dynamic_sampling": True},
+    {"curriculum": "band"},
+    {"rollout_resampling": "pow"},
+    {"positive_nll_coef": 0.1},
+    {"reward_balance": "nash"},
+    {"advantage_estimator": "gpg"},
+    {"scale_rewards": "batch"},
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"), RULES, ids=lambda value: str(getattr(value, "__name__", ""))
+)
+def test_what_cannot_work_is_refused(config: Any, overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(output_dir=str(tmp_path), **overrides)
+
+
+@pytest.mark.parametrize("overrides", BY_GROUP, ids=str)
+def test_what_needs_the_whole_batch_does_not_overlap(overrides: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"generation_mode='overlap' with {next(iter(overrides))}="):
+        GRPOConfig(output_dir=str(tmp_path), generation_mode="overlap", **SERVER, **overrides)
+
+
+@pytest.mark.parametrize("overrides", [{"dynamic_sampling": True}, {"curriculum": "band"}], ids=str)
+def test_prompts_that_depend_on_results_are_not_asked_ahead(overrides: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="with generation_mode='async': prompts are asked before"):
+        GRPOConfig(output_dir=str(tmp_path), generation_mode="async", **SERVER, **overrides)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_config_with_its_options(name: str, tmp_path: Path) -> None:
+    options = PRESETS[name].options
+    config = GRPOConfig.preset(name, output_dir=str(tmp_path), per_device_train_batch_size=64)
+    assert {key: getattr(config, key) for key in options} == dict(options)
+
+
+def test_options_of_the_user_win_over_a_preset(tmp_path: Path) -> None:
+    config = GRPOConfig.preset("dapo", output_dir=str(tmp_path), num_generations=4, epsilon_high=0.3)
+    assert (config.loss_type, config.num_generations, config.epsilon_high) == ("dapo", 4, 0.3)
+
+
+def test_an_unknown_preset_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="preset 'dapoo': must be one of 'deepseekmath', 'dr_grpo', 'dapo'"):
+        GRPOConfig.preset("dapoo", output_dir=str(tmp_path))
