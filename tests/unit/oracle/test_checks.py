@@ -72,9 +72,20 @@ def wrong_sign(tokens):
     return TokenLoss(-surrogate(tokens), {})
 
 
+def raises_everything(tokens):
+    return TokenLoss(-tokens.log_ratio.exp() * tokens.advantages.abs(), {})
+
+
+def gradient_grows_with_the_batch(tokens):
+    loss = surrogate(tokens)
+    return TokenLoss(loss.detach() + tokens.num_rows * (loss - loss.detach()), {})
+
+
 @pytest.mark.parametrize(
     ("function", "found"),
     [
+        (raises_everything, {SIGN, EXTREMES}),
+        (gradient_grows_with_the_batch, {CUT, EXTREMES}),
         (first_row_counts_twice, {ORDER, CUT, EXTREMES}),
         (mean_over_the_batch, {CUT, EXTREMES}),
         (ratio_over_all_tokens, {UNTRAINABLE, EXTREMES}),
