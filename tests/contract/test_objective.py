@@ -1,0 +1,135 @@
+"""What options add to rewards and losses, in numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefrl.models.forward import token_logprobs
+from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.types import TokenBatch
+from tests.contract.cases import make_trainer, ragged_reward
+
+BETA = 0.3
+
+
+def online(algorithm: str, tmp_path: Path, **options: Any) -> OnlineTrainer:
+    trainer = make_trainer(algorithm, tmp_path, **options)
+    assert isinstance(trainer, OnlineTrainer)
+    return trainer
+
+
+def first_batch(trainer: OnlineTrainer) -> TokenBatch:
+    items, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
+    return TokenBatch.concat(items[-1])
+
+
+def far_reference(trainer: OnlineTrainer) -> None:
+    """A reference that finds every token less likely, by another amount each: k1 of the n-th token is n / 10."""
+
+    def with_reference(batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
+        assert batch.old_logprobs is not None
+        return batch.replace(ref_logprobs=batch.old_logprobs - torch.arange(batch.num_tokens) / 10)
+
+    trainer.with_reference = with_reference  # type: ignore[method-assign]
+
+
+def rewards_of(trainer: OnlineTrainer, batch: TokenBatch) -> list[float]:
+    texts = [trainer.processing_class.decode(ids, skip_special_tokens=True) for ids in rows(batch.response_ids, batch)]
+    return ragged_reward(texts)
+
+
+def rows(values: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, ...]:
+    return torch.split(values, list(batch.response_lengths))
+
+
+def divergences(batch: TokenBatch) -> list[torch.Tensor]:
+    """k1 of each token, as `far_reference` makes it."""
+    return list(rows(torch.arange(batch.num_tokens) / 10, batch))
+
+
+def test_a_divergence_in_the_reward_lowers_it_before_completions_are_compared(tmp_path: Path) -> None:
+    trainer = online("rloo", tmp_path, beta=BETA, num_generations=4)
+    far_reference(trainer)
+    batch = first_batch(trainer)
+    pairs = zip(rewards_of(trainer, batch), divergences(batch), strict=True)
+    totals = torch.tensor([reward - BETA * float(kl.sum()) for reward, kl in pairs]).view(-1, 4)
+    expected = (totals - (totals.sum(1, keepdim=True) - totals) / 3).flatten()
+    assert batch.advantages is not None
+    torch.testing.assert_close(batch.advantages, expected[batch.row_index], atol=1e-4, rtol=1e-4)
+
+
+def test_a_divergence_in_the_reward_of_a_token_counts_for_those_before_it(tmp_path: Path) -> None:
+    trainer = online("reinforce_plus_plus", tmp_path, beta=BETA, gamma=0.5, normalize_advantages=False)
+    far_reference(trainer)
+    batch = first_batch(trainer)
+    expected = []
+    for reward, kl in zip(rewards_of(trainer, batch), divergences(batch), strict=True):
+        to_go, values = 0.0, []
+        for n in reversed(range(len(kl))):
+            to_go = -BETA * float(kl[n]) + (reward if n == len(kl) - 1 else 0.0) + 0.5 * to_go
+            values.append(to_go)
+        expected += values[::-1]
+    assert batch.advantages is not None
+    torch.testing.assert_close(batch.advantages, torch.tensor(expected), atol=1e-4, rtol=1e-4)
+
+
+def total_with(trainer: OnlineTrainer, batch: TokenBatch, **options: Any) -> float:
+    before = {name: getattr(trainer.args, name) for name in options}
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
+    total = float(trainer.loss(trainer.model, batch).total.detach())
+    for name, value in before.items():
+        setattr(trainer.args, name, value)
+    return total
+
+
+def test_the_entropy_bonus_lowers_the_loss(tmp_path: Path) -> None:
+    trainer = online("grpo", tmp_path, entropy_coef=0.2, beta=0.0, mask_truncated_completions=True)
+    batch = first_batch(trainer)
+    entropy = token_logprobs(trainer.policy, batch, want=("entropy",)).entropy
+    assert entropy is not None
+    expected = -0.2 * float(entropy[batch.trainable].sum())
+    added = total_with(trainer, batch) - total_with(trainer, batch, entropy_coef=0.0)
+    assert added == pytest.approx(expected, rel=1e-4)
+
+
+def test_likelihood_of_good_completions_is_a_mean_over_their_own_tokens(tmp_path: Path) -> None:
+    def good_if_even(completions: list[str], **_: Any) -> list[float]:
+        return [1.0 if len(completion) % 2 == 0 else -1.0 for completion in completions]
+
+    trainer = online("grpo", tmp_path, positive_nll_coef=0.5, beta=0.0, reward=good_if_even)
+    batch = first_batch(trainer)
+    texts = [trainer.processing_class.decode(ids, skip_special_tokens=True) for ids in rows(batch.response_ids, batch)]
+    is_good = (torch.tensor(good_if_even(texts)) > 0)[batch.row_index]
+    assert 0 < is_good.sum() < len(is_good)
+    mean = -token_logprobs(trainer.policy, batch).logprobs[is_good].mean()
+    added = total_with(trainer, batch) - total_with(trainer, batch, positive_nll_coef=None)
+    assert added / batch.num_trainable == pytest.approx(0.5 * float(mean.detach()), rel=1e-4)
+
+
+def test_tokens_that_are_not_selected_have_no_policy_loss(tmp_path: Path) -> None:
+    trainer = online("grpo", tmp_path, top_entropy_quantile=0.25, beta=0.0)
+    batch = first_batch(trainer)
+    assert batch.selection is not None
+    entropy = token_logprobs(trainer.policy, batch, want=("entropy",)).entropy
+    assert entropy is not None
+    assert batch.selection.sum() == round(0.25 * batch.num_trainable)
+    assert entropy[batch.selection == 1].min() >= entropy[batch.selection == 0].max() - 1e-3
+    assert batch.advantages is not None
+    # At ratio one the loss of a token is minus its advantage.
+    expected = -(batch.advantages * batch.selection).sum()
+    assert total_with(trainer, batch) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+
+
+def test_dynamic_sampling_fills_the_batch_with_prompts_that_have_a_signal(tmp_path: Path) -> None:
+    def is_long(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(completion) % 5 == 0) for completion in completions]
+
+    options: dict[str, Any] = {"reward": is_long, "rows": 64, "per_device_train_batch_size": 32, "beta": 0.0}
+    plain, filled = (online("grpo", tmp_path, dynamic_sampling=choice, **options) for choice in (False, True))
+    assert first_batch(plain).num_rows < 32  # groups without a signal are left out
+    assert first_batch(filled).num_rows == 32
