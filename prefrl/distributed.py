@@ -15,6 +15,7 @@ __all__ = [
     "average_gradients",
     "full_params",
     "gather_objects",
+    "gather_rows",
     "is_main",
     "max_over_ranks",
     "no_sync",
@@ -54,6 +55,18 @@ def gather_objects(value: T) -> list[T]:
     gathered: list[T | None] = [None] * world_size()
     dist.all_gather_object(gathered, value)
     return gathered  # type: ignore[return-value]  # all_gather_object fills every entry
+
+
+def gather_rows(rows: list[T], *, over_ranks: bool = True) -> tuple[list[T], int]:
+    """Host rows of all ranks, in rank order, and where this rank's begin. All ranks must call it.
+
+    Args:
+        rows: This rank's.
+        over_ranks: False: there are no others, and no other rank calls.
+    """
+    parts = gather_objects(rows) if over_ranks else [rows]
+    start = sum(len(part) for part in parts[: rank()]) if over_ranks else 0
+    return [row for part in parts for row in part], start
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:

@@ -220,7 +220,8 @@ class Recipe:
 
 def reduced(loss: Tensor, samples: Samples, *, reduction: Reduction, constant: float | None) -> Tensor:
     """[T] the loss of each batch, from that of its tokens, [N]."""
-    weights = token_weights(samples.trainable, samples.row_index, samples.num_rows, reduction=reduction)
+    layout = (samples.trainable, samples.row_index, samples.num_rows)
+    weights = token_weights(*layout, reduction=reduction, dtype=loss.dtype)
     totals = loss.new_zeros(samples.num_batches).index_add(0, samples.batch_of_token, weights * loss)
     return totals / _item_counts(samples, reduction, constant)
 

@@ -66,7 +66,14 @@ def row_sums(values: Tensor, trainable: Tensor, row_index: Tensor, num_rows: int
     return values.new_zeros(num_rows).index_add(0, row_index, values.where(trainable, 0.0))
 
 
-def token_weights(trainable: Tensor, row_index: Tensor, num_rows: int, *, reduction: Reduction) -> Tensor:
+def token_weights(
+    trainable: Tensor,
+    row_index: Tensor,
+    num_rows: int,
+    *,
+    reduction: Reduction,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """What each token's loss is multiplied by before summing; 0 where a token is not trainable.
 
     Args:
@@ -74,17 +81,18 @@ def token_weights(trainable: Tensor, row_index: Tensor, num_rows: int, *, reduct
         row_index: [N] int64, row of each token, in 0 .. B-1.
         num_rows: B.
         reduction: See the table of this module.
+        dtype: Of the weights.
 
     Returns:
-        [N] float32: 1 / (trainable tokens of the row) for `sequence_mean`, else 1.
+        [N]: 1 / (trainable tokens of the row) for `sequence_mean`, else 1.
 
     Raises:
         ValueError: Shapes differ.
     """
     check_same_shape(trainable=trainable, row_index=row_index)
     if reduction != "sequence_mean":
-        return trainable.float()
-    return trainable / trainable_per_row(trainable, row_index, num_rows).clamp(min=1)[row_index]
+        return trainable.to(dtype)
+    return trainable / trainable_per_row(trainable, row_index, num_rows).to(dtype).clamp(min=1)[row_index]
 
 
 def item_count(

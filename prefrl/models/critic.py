@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +26,7 @@ from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.forward import choose_plan, verdict_of
 from prefrl.models.modes import eval_mode
+from prefrl.models.pieces import in_pieces
 from prefrl.models.plans import Plan, lay_out
 from prefrl.models.scoring import (
     inner_model,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from prefrl.models.scoring import ScoringRequest
     from prefrl.types import TokenBatch
 
-__all__ = ["Critic", "HeadCritic", "ModelCritic", "ValueHead", "in_pieces", "value_model"]
+__all__ = ["Critic", "HeadCritic", "ModelCritic", "ValueHead", "value_model"]
 
 _HEAD_FILE = "value_head.safetensors"
 
@@ -93,28 +94,6 @@ class Critic(Protocol):
             ConfigError: There is nothing, or the critic of another model.
         """
         ...
-
-
-def in_pieces(score: Callable[[TokenBatch], Tensor], batch: TokenBatch, *, max_tokens: int | None) -> Tensor:
-    """What `score` gives for each token, without gradient, in passes of at most `max_tokens` forward tokens.
-
-    Args:
-        score: From a batch to [N, ...], aligned with its response tokens.
-        batch: B rows, N response tokens.
-        max_tokens: In one pass; a longer row is a pass of its own. None: one pass.
-
-    Returns:
-        [N, ...] in the batch's order.
-    """
-    with torch.no_grad():
-        if max_tokens is None:
-            return score(batch)
-        # Rows travel with their number, so that they can be put back in order.
-        numbered = batch.replace(group_index=tuple(range(batch.num_rows)))
-        rows: dict[int, Tensor] = {}
-        for piece in numbered.split(max_tokens):
-            rows.update(zip(piece.group_index, torch.split(score(piece), list(piece.response_lengths)), strict=True))
-        return torch.cat([rows[row] for row in range(batch.num_rows)])
 
 
 class ValueHead(nn.Module):

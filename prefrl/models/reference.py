@@ -23,6 +23,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.modes import eval_mode
+from prefrl.models.pieces import joined, pieces_of
 from prefrl.models.scoring import head_logits, inner_model, output_head
 
 if TYPE_CHECKING:
@@ -142,21 +143,11 @@ def scores_in_pieces(
     Raises:
         ConfigError: Hidden states are wanted, and the model's cannot be read.
     """
-    # Rows travel with their number, so that they can be put back in order.
-    numbered = batch.replace(group_index=tuple(range(batch.num_rows)))
-    pieces = [numbered] if max_tokens is None else numbered.split(max_tokens)
+    pieces = pieces_of(batch, max_tokens=max_tokens)
     with torch.no_grad():
         scores = [token_logprobs(model, piece, temperature=temperature, want=want, plan=plan) for piece in pieces]
     columns = {field.name: [getattr(each, field.name) for each in scores] for field in fields(TokenScores)}
-    return TokenScores(**{name: _in_order(pieces, parts) for name, parts in columns.items() if parts[0] is not None})
-
-
-def _in_order(pieces: list[TokenBatch], parts: list[Tensor]) -> Tensor:
-    """[N, ...] from what belongs to each piece, whose `group_index` numbers the rows."""
-    rows: dict[int, Tensor] = {}
-    for piece, part in zip(pieces, parts, strict=True):
-        rows.update(zip(piece.group_index, torch.split(part, list(piece.response_lengths)), strict=True))
-    return torch.cat([rows[row] for row in range(len(rows))])
+    return TokenScores(**{name: joined(pieces, parts) for name, parts in columns.items() if parts[0] is not None})
 
 
 def logprobs_in_pieces(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from prefrl.errors import ConfigError
 from prefrl.losses.policy import POLICY_LOSSES
 from prefrl.losses.reduce import token_weights
 from prefrl.losses.value import value_loss
 from prefrl.metrics import ExplainedVariance, Metric
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
-from prefrl.models.modes import disable_dropout
+from prefrl.models.modes import disable_dropout, eval_mode
+from prefrl.models.pieces import in_pieces
 from prefrl.trainer.objective import token_mean
 from prefrl.types import LossOutput
 
@@ -18,10 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from prefrl.trainer.online_trainer import OnlineTrainer
     from prefrl.trainer.ppo_config import PPOConfig
     from prefrl.types import TokenBatch
 
-__all__ = ["critic_loss", "make_critic"]
+__all__ = ["critic_loss", "make_critic", "policy_and_values", "refuse_reward_model"]
 
 
 def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTrainedModel | None) -> Critic:
@@ -44,6 +48,38 @@ def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTraine
     if args.activation_checkpointing:
         model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
     return ModelCritic(model, plan=args.forward_plan)
+
+
+def refuse_reward_model(given: object, reward_funcs: object) -> None:
+    """Refuse a critic that is a reward too.
+
+    Raises:
+        ConfigError: It is.
+    """
+    sources = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if isinstance(given, torch.nn.Module) and any(source is given for source in sources):
+        raise ConfigError("value_model is also in reward_funcs: training it would change the reward. Give a copy.")
+
+
+def policy_and_values(trainer: OnlineTrainer, batch: TokenBatch, *, critic: Critic, max_tokens: int) -> TokenBatch:
+    """The batch with old log-probs and values of a critic that reads the policy's hidden states, from one pass.
+
+    Args:
+        trainer: Whose policy scores.
+        batch: On the host.
+        critic: One that has `wants`.
+        max_tokens: Forward tokens in one pass.
+    """
+
+    def score(piece: TokenBatch) -> Tensor:
+        scores = trainer.score(trainer.policy, piece, want=(*trainer.frozen_want, *critic.wants))
+        values = critic.values(piece, hidden=scores.hidden)
+        return torch.stack([scores.logprobs, values, *([] if scores.entropy is None else [scores.entropy])], 1)
+
+    with trainer.account.scoring("old_policy", batch), eval_mode(trainer.policy), trainer.accelerator.autocast():
+        columns = in_pieces(score, batch.to(trainer.args.device), max_tokens=max_tokens).to(batch.device)
+    logprobs, values, *entropies = columns.unbind(1)
+    return batch.replace(old_logprobs=logprobs, values=values, entropies=entropies[0] if entropies else None)
 
 
 def critic_loss(args: PPOConfig, batch: TokenBatch, values: Tensor) -> LossOutput:

@@ -170,8 +170,8 @@ class Experience:
             )
             for rollout, length, penalty in zip(rollouts, batch.trainable_counts, penalties, strict=True)
         ]
-        parts = distributed.gather_objects(mine) if over_ranks else [mine]
-        rewards, groups, lengths, reasons, kls, greedy = zip(*(row for part in parts for row in part), strict=True)
+        everyone, start = distributed.gather_rows(mine, over_ranks=over_ranks)
+        rewards, groups, lengths, reasons, kls, greedy = zip(*everyone, strict=True)
         return _Rows(
             rewards=torch.tensor(rewards, dtype=torch.float32),
             groups=torch.tensor(groups, dtype=torch.long),
@@ -179,7 +179,7 @@ class Experience:
             finish_reasons=list(reasons),
             penalties=torch.tensor(kls, dtype=torch.float32),
             greedy=torch.tensor(greedy, dtype=torch.float32),
-            start=sum(len(part) for part in parts[: distributed.rank()]) if over_ranks else 0,
+            start=start,
         )
 
     @property
@@ -203,18 +203,13 @@ class Experience:
 
     def _shaped(self, rows: _Rows) -> Tensor:
         """[B] totals after shaping, without the KL of rows."""
-        args = self.args
-        clip = None if args.reward_clip_range is None else (args.reward_clip_range[0], args.reward_clip_range[1])
-        totals = shaped(
-            row_totals(rows.rewards, self._weights),
-            rows.finish_reasons,
-            stop_properly_penalty_coef=args.stop_properly_penalty_coef,
-            missing_eos_penalty=args.missing_eos_penalty,
-            moments=self.moments,
-            subtract_mean=self.estimator.level == "token",
-            reward_clip_range=clip,
+        totals = row_totals(rows.rewards, self._weights)
+        has_no_group = self.estimator.level == "token"
+        shaping = self.args.shaping_hyperparameters
+        return (
+            shaped(totals, rows.finish_reasons, moments=self.moments, subtract_mean=has_no_group, **shaping)
+            - rows.penalties
         )
-        return totals - rows.penalties
 
     def _counts(self, rows: _Rows, totals: Tensor) -> Tensor:
         """[B] how often each row is learned from."""

@@ -85,19 +85,11 @@ class PairExperience:
 
     def _shaped(self, rollouts: Sequence[Rollout], *, over_ranks: bool) -> list[float]:
         mine = [(rollout.reward, rollout.completion.finish_reason) for rollout in rollouts]
-        parts = distributed.gather_objects(mine) if over_ranks else [mine]
-        rewards, reasons = zip(*(row for part in parts for row in part), strict=True)
-        clip = self.args.reward_clip_range
-        totals = shaped(
-            torch.tensor(rewards, dtype=torch.float64),
-            reasons,
-            stop_properly_penalty_coef=self.args.stop_properly_penalty_coef,
-            missing_eos_penalty=self.args.missing_eos_penalty,
-            moments=self.moments,
-            subtract_mean=False,
-            reward_clip_range=None if clip is None else (clip[0], clip[1]),
-        )
-        start = sum(len(part) for part in parts[: distributed.rank()]) if over_ranks else 0
+        everyone, start = distributed.gather_rows(mine, over_ranks=over_ranks)
+        rewards, reasons = zip(*everyone, strict=True)
+        totals = torch.tensor(rewards, dtype=torch.float64)
+        shaping = self.args.shaping_hyperparameters
+        totals = shaped(totals, reasons, moments=self.moments, subtract_mean=False, **shaping)
         found: list[float] = totals[start : start + len(mine)].tolist()
         return found
 

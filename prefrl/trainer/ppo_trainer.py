@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.models.critic import Critic, in_pieces
-from prefrl.models.modes import eval_mode
+from prefrl.models.critic import Critic
 from prefrl.trainer.base_trainer import Optimizers
-from prefrl.trainer.critics import critic_loss, make_critic
+from prefrl.trainer.critics import critic_loss, make_critic, policy_and_values, refuse_reward_model
 from prefrl.trainer.online_trainer import OnlineTrainer
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.types import LossOutput, TokenBatch
@@ -63,8 +62,7 @@ class PPOTrainer(OnlineTrainer):
         quantization_config: BitsAndBytesConfig | None = None,
         value_model: str | PreTrainedModel | None = None,
     ) -> None:
-        if isinstance(value_model, PreTrainedModel) and value_model in _as_list(reward_funcs):
-            raise ConfigError("value_model is also in reward_funcs: training it would change the reward. Give a copy.")
+        refuse_reward_model(value_model, reward_funcs)
         if optimizers != (None, None):
             raise ConfigError("optimizers: PPO's optimizer also trains the critic. Leave it to the trainer.")
         self._value_model = value_model
@@ -93,16 +91,7 @@ class PPOTrainer(OnlineTrainer):
             with self.account.phase("old_policy"), self.accelerator.autocast():
                 values = self.critic.frozen_values(batch.to(self.args.device), max_tokens=max_tokens)
             return batch.replace(values=values.to(batch.device))
-
-        def score(piece: TokenBatch) -> Tensor:
-            scores = self.score(self.policy, piece, want=(*self.frozen_want, *self.critic.wants))
-            values = self.critic.values(piece, hidden=scores.hidden)
-            return torch.stack([scores.logprobs, values, *([] if scores.entropy is None else [scores.entropy])], 1)
-
-        with self.account.scoring("old_policy", batch), eval_mode(self.policy), self.accelerator.autocast():
-            columns = in_pieces(score, batch.to(self.args.device), max_tokens=max_tokens).to(batch.device)
-        logprobs, values, *entropies = columns.unbind(1)
-        return batch.replace(old_logprobs=logprobs, values=values, entropies=entropies[0] if entropies else None)
+        return policy_and_values(self, batch, critic=self.critic, max_tokens=max_tokens)
 
     @property
     def learns_from_zero_advantage(self) -> bool:
@@ -171,7 +160,3 @@ class PPOTrainer(OnlineTrainer):
         """See `OnlineTrainer`."""
         super().load_update_state(folder)
         self.critic.load(folder / "critic")
-
-
-def _as_list(sources: object) -> list[object]:
-    return sources if isinstance(sources, list) else [sources]

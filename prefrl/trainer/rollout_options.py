@@ -38,6 +38,16 @@ class ShapingOptions:
         given = (self.stop_properly_penalty_coef, self.missing_eos_penalty, self.reward_clip_range)
         return self.normalize_rewards or any(value is not None for value in given)
 
+    @property
+    def shaping_hyperparameters(self) -> dict[str, Any]:
+        """What `rollout.shaping.shaped` is called with, beside totals and their moments."""
+        bounds = self.reward_clip_range
+        return {
+            "stop_properly_penalty_coef": self.stop_properly_penalty_coef,
+            "missing_eos_penalty": self.missing_eos_penalty,
+            "reward_clip_range": None if bounds is None else tuple(bounds),
+        }
+
     def validate_shaping(self) -> None:
         """Refuse bounds that are not in order.
 

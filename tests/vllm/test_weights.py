@@ -32,7 +32,9 @@ MakeSync = Callable[..., WeightSync]
 SHORT = [10, 20, 30]
 LONG = [(7 * i) % 100 + 5 for i in range(200)]  # several blocks of the prefix cache
 TOLERANCE = 1e-4  # nats, float32
-TIE = 1e-5  # nats: which of two tokens is the likelier one is then a matter of rounding
+# nats: which of two tokens is the likelier one is then a matter of rounding, by which log-probs of a token differ by
+# up to 2.5e-5 after hundreds of tokens.
+TIE = 5e-5
 TIMEOUT = 30.0  # seconds
 
 
@@ -271,6 +273,14 @@ def test_files_are_private_and_gone_at_the_end(
     assert not list((tmp_path / "shared").iterdir())
 
 
+def until_cut(attempt: Callable[[], list[Answer]]) -> None:
+    """Repeat it until a sync fell into a request: a busy machine may answer them all before."""
+    for _ in range(10):
+        if max(len(answer.versions) for answer in attempt()) > 1:
+            return
+    raise AssertionError("no sync fell into a request")
+
+
 @pytest.mark.parametrize("method", ["gloo", "shm", "adapter"])
 def test_requests_in_flight_go_on_and_know_which_weights_chose_each_token(
     method: SyncMethod, server: Server, http: Http, info: ServerInfo, make_sync: MakeSync
@@ -279,42 +289,53 @@ def test_requests_in_flight_go_on_and_know_which_weights_chose_each_token(
     make = with_adapter if method == "adapter" else policy
     models = {f"run:{step}": make(server, seed=step) for step in range(4)}
     names = list(models)
-    sync.send({server.url: info}, PolicyWeights(models[names[0]]), version=names[0])
     prompts = [[first, 11, 12] for first in range(6, 30)]
     url = server.url + "/inference/v1/generate"
-    name, max_tokens = sync.model_name(info), 240
-    running = []
-    for i, version in enumerate(names[1:]):
-        for prompt in prompts[8 * i : 8 * (i + 1)]:
-            running.append(http.submit(http.send("POST", url, timeout=120, json=request(prompt, name, max_tokens))))
-        time.sleep(0.1)
-        sync.send({server.url: info}, PolicyWeights(models[version]), version=version)
-    answers = [read_answer(future.result(timeout=120)) for future in running]
-    assert max(len(answer.versions) for answer in answers) > 1  # some were cut by a sync
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert len(answer.token_ids) == max_tokens
-        assert [start for _, start, _ in answer.versions] == [0, *(end for _, _, end in answer.versions[:-1])]
-        assert answer.versions[-1][2] == max_tokens
-        for version, start, end in answer.versions:
-            assert_is(models[version], answer, prompt, start=start, end=end)
+    max_tokens = 240
+
+    def send_during_requests() -> list[Answer]:
+        sync.send({server.url: info}, PolicyWeights(models[names[0]]), version=names[0])
+        name = sync.model_name(info)
+        running = []
+        for i, version in enumerate(names[1:]):
+            for prompt in prompts[8 * i : 8 * (i + 1)]:
+                running.append(
+                    http.submit(http.send("POST", url, timeout=120, json=request(prompt, name, max_tokens)))
+                )
+            time.sleep(0.1)
+            sync.send({server.url: info}, PolicyWeights(models[version]), version=version)
+        answers = [read_answer(future.result(timeout=120)) for future in running]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert len(answer.token_ids) == max_tokens
+            assert [start for _, start, _ in answer.versions] == [0, *(end for _, _, end in answer.versions[:-1])]
+            assert answer.versions[-1][2] == max_tokens
+            for version, start, end in answer.versions:
+                assert_is(models[version], answer, prompt, start=start, end=end)
+        return answers
+
+    until_cut(send_during_requests)
 
 
 def test_requests_with_seeds_go_on_after_a_sync_that_makes_the_server_read_them_again(
     server: Server, http: Http, info: ServerInfo, make_sync: MakeSync
 ) -> None:
     sync = make_sync("gloo")
-    sync.send({server.url: info}, PolicyWeights(policy(server, seed=0)), version="run:0")
     url = server.url + "/inference/v1/generate"
-    running = []
-    for seed in range(32):  # together more tokens than the server reads in one step
-        body = request([6 + seed, *LONG[:99]], info.model, 100)
-        body["sampling_params"] |= {"temperature": 1.0, "seed": seed}
-        running.append(http.submit(http.send("POST", url, timeout=120, json=body)))
-    time.sleep(0.5)
-    sync.send({server.url: info}, PolicyWeights(policy(server, seed=1)), version="run:1")
-    answers = [read_answer(future.result(timeout=120)) for future in running]
-    assert [len(answer.token_ids) for answer in answers] == [100] * 32
-    assert max(len(answer.versions) for answer in answers) == 2
+
+    def send_during_requests() -> list[Answer]:
+        sync.send({server.url: info}, PolicyWeights(policy(server, seed=0)), version="run:0")
+        running = []
+        for seed in range(32):  # together more tokens than the server reads in one step
+            body = request([6 + seed, *LONG[:99]], info.model, 150)
+            body["sampling_params"] |= {"temperature": 1.0, "seed": seed}
+            running.append(http.submit(http.send("POST", url, timeout=120, json=body)))
+        time.sleep(0.2)
+        sync.send({server.url: info}, PolicyWeights(policy(server, seed=1)), version="run:1")
+        answers = [read_answer(future.result(timeout=120)) for future in running]
+        assert [len(answer.token_ids) for answer in answers] == [150] * 32
+        return answers
+
+    until_cut(send_during_requests)
 
 
 def renamed(weights: Iterable[Named]) -> Iterator[Named]:

@@ -194,9 +194,10 @@ def test_a_constant_divides_the_gradient_and_means_over_tokens_bend_it():
         is_equal(expected(same_length, Recipe(reinforce, reduction=reduction)), reward_loss(same_length))
 
 
-def test_a_mean_over_the_tokens_of_a_row_weighs_each_row_by_its_length():
+@pytest.mark.parametrize("length", [2, 3])
+def test_a_mean_over_the_tokens_of_a_row_weighs_each_row_by_its_length(length):
     """The gradient of E[R / length] with the length held, which is that of another reward."""
-    p = problem()
+    p = problem(length=length)
     shorter = p.replace(rewards=p.rewards / p.tree.lengths)
     is_equal(expected(p, Recipe(reinforce, reduction="sequence_mean")), reward_loss(shorter))
 
