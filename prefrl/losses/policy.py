@@ -41,6 +41,7 @@ __all__ = [
     "cispo",
     "clip_cov",
     "clipped_surrogate",
+    "dppo",
     "gmpo",
     "kl_cov",
     "reinforce",
@@ -139,6 +140,36 @@ def aipo(tokens: PolicyTokens, *, aipo_rho: float) -> TokenLoss:
     log_ratio = tokens.log_ratio.detach()
     weights = log_ratio.clamp(max=highest).exp()
     return TokenLoss(_weighted_nll(tokens, weights), {"aipo_clip_ratio": (log_ratio > highest).float()})
+
+
+def dppo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float, delta: float | None) -> TokenLoss:
+    """REINFORCE without the tokens whose probability has moved too far: -m sg[min(r, delta)] A log pi.
+
+    m = 0 where pi - old > epsilon_high and A > 0, or old - pi > epsilon and A < 0; else 1. For a token against all
+    others, |pi - old| is the total variation: rare tokens may change by a large factor, likely ones by a small one.
+
+    Args:
+        tokens: The tokens.
+        epsilon: Most that a probability may fall; in 0 .. 1.
+        epsilon_high: Most that it may rise.
+        delta: Largest ratio, which bounds the weight of rare tokens; None: no bound. `clip_ratio_c` in verl.
+
+    Returns:
+        loss [N], and indicators of tokens without a loss: `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`.
+
+    Raises:
+        ValueError: A bound is out of range.
+
+    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879 (binary total variation)
+    """
+    _log_bounds(epsilon, epsilon_high)
+    if delta is not None:
+        _check_positive(delta=delta)
+    rise = tokens.trainable_logprobs.detach().exp() - tokens.old_logprobs.where(tokens.trainable, 0.0).exp()
+    stats = _clip_stats(rise, tokens.advantages, -epsilon, epsilon_high)
+    highest = MAX_LOG_RATIO if delta is None else math.log(delta)
+    weights = tokens.log_ratio.detach().clamp(max=highest).exp() * (1 - stats["clip_ratio/region"])
+    return TokenLoss(_weighted_nll(tokens, weights), stats)
 
 
 def reinforce(tokens: PolicyTokens) -> TokenLoss:
@@ -312,7 +343,7 @@ def _check_positive(**values: float) -> None:
 
 
 def _clip_stats(log_ratio: Tensor, advantages: Tensor, lowest: float, highest: float) -> dict[str, Tensor]:
-    """Where a log-ratio is outside the bound that limits it."""
+    """Where a log-ratio, or what stands for it, is outside the bound that limits it."""
     is_low = (log_ratio < lowest) & (advantages < 0)
     is_high = (log_ratio > highest) & (advantages > 0)
     stats = {"clip_ratio/low": is_low, "clip_ratio/high": is_high, "clip_ratio/region": is_low | is_high}
@@ -377,6 +408,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gpg": PolicyLoss(reinforce, "token", "Chu et al. 2025, arXiv 2504.02546", _TOKEN),
     "reinforce": PolicyLoss(reinforce, "sequence_sum", "Williams 1992", _TOKEN),
     "aipo": PolicyLoss(aipo, "token", "Wu et al. 2025, arXiv 2505.24034", _WEIGHT),
+    "dppo": PolicyLoss(dppo, "token", "Qi et al. 2026, arXiv 2602.04879", _TOKEN),
     "vespo": PolicyLoss(vespo, "token", "Shen et al. 2026, arXiv 2602.10693", _TOKEN),
     "clip_cov": PolicyLoss(clip_cov, "token", _COV, ("token", "sequence_token"), select_clip_cov),
     "kl_cov": PolicyLoss(kl_cov, "token", _COV, _TOKEN, select_kl_cov),

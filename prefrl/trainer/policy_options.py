@@ -25,6 +25,7 @@ LossType = Literal[
     "gpg",
     "cispo",
     "aipo",
+    "dppo",
     "sapo",
     "gmpo",
     "vespo",
@@ -56,7 +57,9 @@ class PolicyLossOptions:
         "Ratio of each token, of the sequence from its mean log-ratio (sequence: GSPO; sequence_token: GSPO-token, "
         "whose gradient is weighed by token), or from its summed log-ratio (sequence_sum: RLOO).",
     )
-    epsilon: Annotated[float, Ge(0), Le(1)] = opt(0.2, "The ratio is clipped to >= 1 - epsilon.")
+    epsilon: Annotated[float, Ge(0), Le(1)] = opt(
+        0.2, "The ratio is clipped to >= 1 - epsilon. dppo: most that a probability may fall; epsilon_high: may rise."
+    )
     epsilon_high: Annotated[float, Ge(0)] | None = opt(
         None, "The ratio is clipped to <= 1 + epsilon_high; None: as epsilon. DAPO: 0.28."
     )

@@ -301,6 +301,25 @@ def test_aipo_bounds_the_weight_above_and_keeps_the_gradient(ratio, weight, is_c
     assert stats == {"aipo_clip_ratio": is_clipped}
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "side"),
+    [
+        (1.5, 1.0, 1.5, None),  # log pi = -2: from 0.09 to 0.135
+        (3.0, 1.0, 3.0, None),  # from 0.045
+        (0.5, -1.0, 0.5, None),  # from 0.27
+        (0.25, -1.0, 0.0, "low"),  # from 0.54: by 0.41
+        (0.25, 1.0, 0.25, None),
+        (9.0, -1.0, 4.0, None),  # the largest ratio
+    ],
+)
+def test_dppo_drops_tokens_whose_probability_moved_too_far(ratio, advantage, weight, side):
+    loss, gradient, stats = one_token("dppo", ratio, advantage)
+    assert (loss, gradient) == pytest.approx((2 * weight * advantage, -weight * advantage))
+    assert stats == {f"clip_ratio/{key}": float(key in (side, side and "region")) for key in ("low", "high", "region")}
+    # 0.12 of the probability of 0.135 is new where the ratio is 9.
+    assert one_token("dppo", 9.0, 1.0, epsilon_high=0.11)[2]["clip_ratio/high"] == 1.0
+
+
 @pytest.mark.parametrize("name", ["gpg", "reinforce"])
 def test_reinforce_has_no_ratio(name):
     assert one_token(name, 3.0, 1.5) == (3.0, -1.5, {})
@@ -428,10 +447,14 @@ def test_a_missing_selection_is_an_error(name):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        *((name, {"epsilon": 1.1}, "epsilon=1.1") for name in ("grpo", "cispo", "clip_cov")),
-        *((name, {"epsilon": -0.1}, "epsilon=-0.1") for name in ("grpo", "cispo", "clip_cov", "gmpo")),
-        *((name, {"epsilon_high": -0.1}, "epsilon_high=-0.1") for name in ("grpo", "cispo", "clip_cov", "gmpo")),
+        *((name, {"epsilon": 1.1}, "epsilon=1.1") for name in ("grpo", "cispo", "clip_cov", "dppo")),
+        *((name, {"epsilon": -0.1}, "epsilon=-0.1") for name in ("grpo", "cispo", "clip_cov", "dppo", "gmpo")),
+        *(
+            (name, {"epsilon_high": -0.1}, "epsilon_high=-0.1")
+            for name in ("grpo", "cispo", "clip_cov", "dppo", "gmpo")
+        ),
         ("grpo", {"delta": 1.28}, "delta=1.28: needs to be above 1 [+] epsilon_high = 1.28"),
+        ("dppo", {"delta": 0.0}, "delta=0.0: needs to be > 0"),
         ("aipo", {"aipo_rho": 0.9}, "aipo_rho=0.9"),
         ("aipo", {"aipo_rho": math.inf}, "aipo_rho=inf"),
         ("sapo", {"sapo_temperature_pos": 0.0}, "sapo_temperature_pos=0.0: needs to be > 0"),
@@ -466,6 +489,7 @@ def test_table_of_policy_losses():
         "gpg": "token",
         "reinforce": "sequence_sum",
         "aipo": "token",
+        "dppo": "token",
         "vespo": "token",
         "clip_cov": "token",
         "kl_cov": "token",
