@@ -4,7 +4,7 @@
 
 Each case starts from the same supervised weights and takes `STEPS` optimizer steps. Its reward before and after is the
 expected one of a completion on the held-out questions: the probability of the right answer, which needs no sampling.
-Results go to `results/learning.json`.
+Results go to `results/learning.json`, and as a table to `learning.md`.
 """
 
 from __future__ import annotations
@@ -132,6 +132,29 @@ def learn(name: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Pat
     )
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each case, a column for each seed."""
+    seeds = sorted({row["seed"] for row in rows})
+    before = {row["seed"]: row["before"] for row in rows}
+    after = {(row["name"], row["seed"]): row for row in rows}
+    lines = [
+        f"Probability of the right answer to held-out questions of the demo after {STEPS} steps (`python -m "
+        "benchmarks.learning`).",
+        "",
+        f"| case | {' | '.join(f'seed {seed}' for seed in seeds)} | explained variance |",
+        f"|---|{'---|' * len(seeds)}---|",
+        f"| before | {' | '.join(f'{before[seed]:.3f}' for seed in seeds)} | |",
+    ]
+    for name in CASES:
+        found = [after.get((name, seed)) for seed in seeds]
+        cells = ["" if row is None else f"{row['after']:.3f}" for row in found]
+        explained = [row["explained_variance"] for row in found if row is not None and row["explained_variance"]]
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {', '.join(f'{first:.3f} to {last:.3f}' for first, last in explained)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,6 +172,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{name:32} seed {seed}: {row.before:.3f} -> {row.after:.3f}  {row.seconds} s", flush=True)
                 stored[name, seed] = asdict(row)
                 RESULTS.write_text(json.dumps(list(stored.values()), indent=1) + "\n", encoding="utf-8")
+    RESULTS.with_suffix(".md").write_text(table(list(stored.values())), encoding="utf-8")
     return 0
 
 

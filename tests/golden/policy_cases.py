@@ -193,6 +193,15 @@ PEER_CASES: dict[str, PeerCase] = {
         tolerance=_NEARLY,
     ),
     "verl sapo": _verl("sapo", "sapo", _SAPO, tau_pos=1.0, tau_neg=1.05, tolerance=_NEARLY),
+    "verl dppo": _verl(
+        "dppo_tv",
+        "dppo",
+        {"epsilon": 0.1, "epsilon_high": 0.05, "delta": 1.5},
+        clip_ratio=0.1,
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.05,
+        clip_ratio_c=1.5,
+    ),
     "verl gpg": _verl("gpg", "gpg", {}),
     "verl reinforce": _verl("reinforce", "reinforce", {}, loss_agg_mode="seq-mean-token-sum"),
     # With ratio 1 verl's random choice is of all candidates.
