@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "online_dpo": ("online_dpo", {"num_generations": 8, "beta": 0.1}),
     "optimal_token_baseline": ("grpo", {"advantage_estimator": "optimal_token_baseline", "beta": 0.0}),
     "grpo_passk": ("grpo", {"advantage_estimator": "grpo_passk", "beta": 0.0}),
-    "aipo": ("grpo", {"loss_type": "aipo", "beta": 0.0}),
+    **{f"loss {name}": ("grpo", {"loss_type": name, "beta": 0.0}) for name in ("aipo", "dppo", "reinforce")},
     **{f"preset {name}": ("grpo", preset.options) for name, preset in PRESETS.items()},
 }
 # One setting for all. Losses differ in the size of their gradients, which Adam evens out.
@@ -148,10 +148,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for name in CASES:
         found = [after.get((name, seed)) for seed in seeds]
         cells = ["" if row is None else f"{row['after']:.3f}" for row in found]
-        explained = [row["explained_variance"] for row in found if row is not None and row["explained_variance"]]
-        lines.append(
-            f"| {name} | {' | '.join(cells)} | {', '.join(f'{first:.3f} to {last:.3f}' for first, last in explained)} |"
-        )
+        ends = [row["explained_variance"] for row in found if row is not None and row["explained_variance"]]
+        cells.append(", ".join(f"{first:.3f} to {last:.3f}" for first, last in ends))
+        lines.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines) + "\n"
 
 

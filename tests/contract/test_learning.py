@@ -11,8 +11,8 @@ import torch
 from benchmarks import learning
 from tests.contract.cases import make_trainer
 
-RISE = 0.02  # of the probability of the right answer, which begins at 0.23, in 60 steps
-SEED = 0
+RISE = 0.04  # of the probability of the right answer, which begins at 0.21, in 60 steps
+SEED = 1
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]
 def test_right_sums_become_likelier(name: str, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     found = learning.learn(name, SEED, weights, tmp_path)
     assert found.after > found.before + RISE, found
+    if found.explained_variance is not None:
+        first, last = found.explained_variance
+        # A head on a policy that is still bad at sums does not see that an answer is wrong.
+        assert last > (0.03 if name == "ppo_model" else first), found
 
 
 def is_long_prompt(prompts: list[str], **_: Any) -> list[float]:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from prefrl.generation.http import Http
+from tests.vllm.client import MakeGenerator, generators, policy
 from tests.vllm.server import MAX_LORA_RANK, Server, save_tiny_model
 
 StartServer = Callable[..., AbstractContextManager[Server]]
@@ -63,3 +65,16 @@ def http(server: Server) -> Generator[Http, None, None]:
     http = Http(key=server.key)
     yield http
     http.close()
+
+
+@pytest.fixture(scope="module")
+def model(server: Server) -> PreTrainedModel:
+    """The policy whose weights clients of `server` send."""
+    return policy(server.model_dir)
+
+
+@pytest.fixture
+def make(server: Server, model: PreTrainedModel, tmp_path: Path) -> Iterator[MakeGenerator]:
+    """Makes clients of `server`, or of others, which end with the test."""
+    with generators(model, tmp_path, key=server.key) as make:
+        yield make

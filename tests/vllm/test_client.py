@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,22 +24,11 @@ from prefrl.generation.vllm_requests import Guided
 from prefrl.models.export import PolicyWeights
 from prefrl.types import Completion
 from tests.assets import tiny_tokenizer
-from tests.vllm.client import PROMPTS, SEEDS, MakeGenerator, generators, policy
+from tests.vllm.client import PROMPTS, SEEDS, MakeGenerator, policy
 from tests.vllm.faults import GENERATE, proxy_of, second_door
 from tests.vllm.server import MAX_MODEL_LEN, Server
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def model(server: Server) -> PreTrainedModel:
-    return policy(server.model_dir)
-
-
-@pytest.fixture
-def make(server: Server, model: PreTrainedModel, tmp_path: Path) -> Iterator[MakeGenerator]:
-    with generators(model, tmp_path, key=server.key) as make:
-        yield make
 
 
 def sampling(**changes: Any) -> SamplingParams:

@@ -48,17 +48,6 @@ DRAWN = SamplingParams(num_samples=2, max_tokens=8)
 GRACE = 5.0
 
 
-@pytest.fixture(scope="module")
-def model(server: Server) -> PreTrainedModel:
-    return policy(server.model_dir)
-
-
-@pytest.fixture
-def make(server: Server, model: PreTrainedModel, tmp_path: Path) -> Iterator[MakeGenerator]:
-    with generators(model, tmp_path, key=server.key) as make:
-        yield make
-
-
 @pytest.fixture
 def proxy(server: Server) -> Generator[Proxy, None, None]:
     with proxy_of(server.url) as proxy:
