@@ -22,6 +22,7 @@ __all__ = [
     "rank",
     "sum_over_ranks",
     "unwrap",
+    "wait_for_all",
     "world_size",
 ]
 
@@ -55,6 +56,11 @@ def gather_objects(value: T) -> list[T]:
     gathered: list[T | None] = [None] * world_size()
     dist.all_gather_object(gathered, value)
     return gathered  # type: ignore[return-value]  # all_gather_object fills every entry
+
+
+def wait_for_all() -> None:
+    """Return once every rank has called it."""
+    gather_objects(None)
 
 
 def gather_rows(rows: list[T], *, over_ranks: bool = True) -> tuple[list[T], int]:

@@ -96,6 +96,7 @@ def precompute_reference(
         table = _table(scored, fingerprint, tokens)
         if distributed.is_main():
             _write(path, table)
+        distributed.wait_for_all()  # who asks again at once finds the file
     elif distributed.is_main():
         logger.info("Reference log-probs are read from %s", path)
     columns = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=fingerprint)

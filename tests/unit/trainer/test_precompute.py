@@ -5,6 +5,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from prefrl.data.collate import preference_batch, unpaired_batch
 from prefrl.errors import ConfigError, DataError
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.reference import Reference, make_reference
+from prefrl.trainer import precompute as precompute_module
 from prefrl.trainer.precompute import check_same_reference, precompute_reference
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
@@ -332,6 +334,13 @@ def score_on_two_processes(folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     assert distributed.world_size() == 2
     score = Scorer()
+    write = precompute_module._write
+
+    def write_slowly(*arguments: Any) -> None:
+        time.sleep(1)
+        write(*arguments)
+
+    precompute_module._write = write_slowly
     first = precompute(pairs(), score, folder / "cache")
     second = precompute(pairs(), refuse, folder / "cache")
     assert first[:] == second[:]
