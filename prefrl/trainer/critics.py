@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -43,7 +43,8 @@ def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTraine
         if given is not None:
             raise ConfigError("value_model has no effect with critic='head'. Set critic='model', or remove it.")
         return HeadCritic(policy, detach_trunk=args.detach_trunk, plan=args.forward_plan)
-    model = value_model(policy, given)
+    arguments = cast("dict[str, Any] | None", args.model_init_kwargs) if isinstance(given, str) else None
+    model = value_model(policy, given, model_init_kwargs=arguments)
     disable_dropout(model)
     if args.activation_checkpointing:
         model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)

@@ -37,8 +37,9 @@ class PPOTrainer(OnlineTrainer):
     r_s is -beta * (log pi_old - log pi_ref), and the reward on the last token. The critic learns A_t + V_t.
 
     The critic of `critic="model"` is the argument `value_model`: name, path or instance of a sequence classifier with
-    one label, such as a reward model; None: a copy of the policy with a new head. The optimizer is the trainer's: it
-    trains the critic too. See `OnlineTrainer` for the other arguments.
+    one label, such as a reward model; None: a copy of the policy with a new head. One that is given by name is loaded
+    with `model_init_kwargs`. The optimizer is the trainer's: it trains the critic too. See `OnlineTrainer` for the
+    other arguments.
 
     Source: Schulman et al. 2017, arXiv 1707.06347; Schulman et al. 2015 (GAE), arXiv 1506.02438; Ouyang et al. 2022.
     """

@@ -1,0 +1,60 @@
+"""PPO's critic as it is given to the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.ppo_trainer import PPOTrainer
+from tests.assets import tiny_model, tiny_reward_model
+from tests.contract.cases import make_trainer
+
+CRITIC: dict[str, Any] = {"critic": "model", "critic_learning_rate": 0.1}
+
+
+def ppo(folder: Path, **options: Any) -> PPOTrainer:
+    trainer = make_trainer("ppo", folder, **options)
+    assert isinstance(trainer, PPOTrainer)
+    return trainer
+
+
+def test_a_critic_that_is_given_is_trained_in_place(tmp_path: Path) -> None:
+    given = tiny_reward_model(seed=5)
+    before = given.score.weight.detach().clone()
+    trainer = ppo(tmp_path, value_model=given, **CRITIC)
+    assert trainer.critic.module is given
+    trainer.train()
+    assert not torch.equal(given.score.weight, before)
+
+
+def test_a_critic_that_is_named_is_loaded_with_the_arguments_of_the_model(tmp_path: Path) -> None:
+    saved = tiny_reward_model(seed=5)
+    folders = {"model": str(tmp_path / "policy"), "value_model": str(tmp_path / "critic")}
+    tiny_model().save_pretrained(folders["model"])
+    saved.save_pretrained(folders["value_model"])
+    trainer = ppo(tmp_path, **folders, model_init_kwargs={"dtype": "bfloat16"}, **CRITIC)
+    found = trainer.critic.module.score.weight
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), saved.score.weight, atol=0, rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"value_model": "anything"}, "value_model has no effect with critic='head'"),
+        ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "PPO's optimizer also trains the critic"),
+    ],
+)
+def test_what_has_no_effect_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ppo(tmp_path, **options)
+
+
+def test_a_critic_that_is_a_reward_is_refused(tmp_path: Path) -> None:
+    model = tiny_reward_model()
+    with pytest.raises(ConfigError, match="value_model is also in reward_funcs"):
+        ppo(tmp_path, value_model=model, reward=[model], **CRITIC)
