@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ try:
 except KeyboardInterrupt:
     print("ended as asked", flush=True)
 """
+
+
+@pytest.fixture(autouse=True)
+def heeded_signals() -> Iterator[None]:
+    """As in a terminal: tests that run in the background, or under nohup, ignore some, and so would the server."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def run(folder: Path, *answers: int, start_timeout: float = 60.0, health_timeout: float = 60.0) -> signal.Signals:
