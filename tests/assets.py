@@ -1,4 +1,4 @@
-"""Tiny tokenizer and models that tests make on the spot; nothing is downloaded."""
+"""Tiny tokenizer, models and batches that tests make on the spot; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from prefrl.types import TokenBatch
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -75,3 +77,19 @@ def _random_model(auto_class: Any, config: Any, seed: int) -> PreTrainedModel:
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.2)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def ragged_batch() -> TokenBatch:
+    """Rows of 3 prompts, not in the order of the prompts, with tokens that are not trainable."""
+    generator = torch.Generator().manual_seed(0)
+    prompt_lengths, response_lengths, prompt_index = (3, 7, 1), (4, 1, 6, 2, 5), (1, 0, 1, 2, 0)
+    num_tokens = sum(response_lengths)
+    return TokenBatch(
+        prompt_ids=torch.randint(2, 120, (sum(prompt_lengths),), generator=generator),
+        prompt_lengths=prompt_lengths,
+        prompt_index=prompt_index,
+        response_ids=torch.randint(2, 120, (num_tokens,), generator=generator),
+        response_lengths=response_lengths,
+        trainable=torch.rand(num_tokens, generator=generator) < 0.8,
+        group_index=prompt_index,
+    )

@@ -27,7 +27,7 @@ from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.pieces import in_pieces
 from prefrl.models.plans import lay_out
 from prefrl.types import TokenBatch
-from tests.assets import tiny_model, tiny_reward_model
+from tests.assets import ragged_batch, tiny_model, tiny_reward_model
 
 peft = pytest.importorskip("peft")
 # peft 0.21 asks transformers 5.23 by the old name.
@@ -40,22 +40,6 @@ ARCHITECTURES = [
     pytest.param("llama", {"attn_implementation": "eager"}, id="llama-eager"),
     pytest.param("mistral", {"sliding_window": 4}, id="mistral-window-4"),
 ]
-
-
-def ragged_batch() -> TokenBatch:
-    """Rows of 3 prompts, not in the order of the prompts, with tokens that are not trainable."""
-    generator = torch.Generator().manual_seed(0)
-    prompt_lengths, response_lengths, prompt_index = (3, 7, 1), (4, 1, 6, 2, 5), (1, 0, 1, 2, 0)
-    num_tokens = sum(response_lengths)
-    return TokenBatch(
-        prompt_ids=torch.randint(2, 120, (sum(prompt_lengths),), generator=generator),
-        prompt_lengths=prompt_lengths,
-        prompt_index=prompt_index,
-        response_ids=torch.randint(2, 120, (num_tokens,), generator=generator),
-        response_lengths=response_lengths,
-        trainable=torch.rand(num_tokens, generator=generator) < 0.8,
-        group_index=prompt_index,
-    )
 
 
 BATCH = ragged_batch()

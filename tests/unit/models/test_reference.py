@@ -14,27 +14,11 @@ from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.reference import Reference, logprobs_in_pieces, make_reference
 from prefrl.types import TokenBatch
-from tests.assets import tiny_model
+from tests.assets import ragged_batch, tiny_model
 
 peft = pytest.importorskip("peft")
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
-
-def ragged_batch() -> TokenBatch:
-    """Rows of 3 prompts, not in the order of the prompts, with tokens that are not trainable."""
-    generator = torch.Generator().manual_seed(0)
-    prompt_lengths, response_lengths, prompt_index = (3, 7, 1), (4, 1, 6, 2, 5), (1, 0, 1, 2, 0)
-    num_tokens = sum(response_lengths)
-    return TokenBatch(
-        prompt_ids=torch.randint(2, 120, (sum(prompt_lengths),), generator=generator),
-        prompt_lengths=prompt_lengths,
-        prompt_index=prompt_index,
-        response_ids=torch.randint(2, 120, (num_tokens,), generator=generator),
-        response_lengths=response_lengths,
-        trainable=torch.rand(num_tokens, generator=generator) < 0.8,
-        group_index=prompt_index,
-    )
 
 
 BATCH = ragged_batch()
