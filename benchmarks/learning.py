@@ -136,7 +136,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a line for each case, a column for each seed."""
     seeds = sorted({row["seed"] for row in rows})
     before = {row["seed"]: row["before"] for row in rows}
-    after = {(row["name"], row["seed"]): row for row in rows}
+    by_case = {(row["name"], row["seed"]): row for row in rows}
     lines = [
         f"Probability of the right answer to held-out questions of the demo after {STEPS} steps (`python -m "
         "benchmarks.learning`).",
@@ -146,7 +146,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"| before | {' | '.join(f'{before[seed]:.3f}' for seed in seeds)} | |",
     ]
     for name in CASES:
-        found = [after.get((name, seed)) for seed in seeds]
+        found = [by_case.get((name, seed)) for seed in seeds]
         cells = ["" if row is None else f"{row['after']:.3f}" for row in found]
         ends = [row["explained_variance"] for row in found if row is not None and row["explained_variance"]]
         cells.append(", ".join(f"{first:.3f} to {last:.3f}" for first, last in ends))
