@@ -352,6 +352,16 @@ CUDA_WORKLOADS = (
         options={"beta": 0.0},
     ),
     Workload(
+        "cuda_grpo_loss_liger",
+        "GRPO loss step, Q (0.5 B), 4 prompts of 512, completions 128 to 1,024, Liger in both",
+        "grpo_loss",
+        MODEL_Q,
+        VERY_LONG_LENGTHS,
+        prompt_length=512,
+        num_prompts=4,
+        options={"beta": 0.0, "use_liger_kernel": True},
+    ),
+    Workload(
         "cuda_grpo_loss_kl",
         "GRPO loss step with reference, Q (0.5 B), 4 prompts of 512",
         "grpo_loss",
@@ -394,6 +404,15 @@ CUDA_WORKLOADS = (
         "sft",
         MODEL_Q,
         TEXT_LENGTHS * 4,
+        trl_options={"padding_free": True},
+    ),
+    Workload(
+        "cuda_sft_liger",
+        "SFT, Q (0.5 B), 32 texts, TRL padding-free, Liger in both",
+        "sft",
+        MODEL_Q,
+        TEXT_LENGTHS * 4,
+        options={"use_liger_kernel": True},
         trl_options={"padding_free": True},
     ),
     Workload(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ __all__ = [
     "Sum",
     "host",
     "merge",
+    "values_of",
 ]
 
 # A variance below this share of the mean square is what float32 makes of equal numbers: eps^2 is 1.4e-14.
@@ -217,6 +218,14 @@ def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
             raise TypeError(f"metric {key!r} is {type(into[key]).__name__} and {type(metric).__name__}")
         else:
             into[key] = into[key].merge(metric)  # type: ignore[arg-type]  # same kind, checked above
+
+
+def values_of(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """The numbers of metrics of which several processes have a part."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        merge(merged, part)
+    return {name: metric.value() for name, metric in merged.items()}
 
 
 def host(metric: Metric) -> Metric:

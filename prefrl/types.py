@@ -231,6 +231,13 @@ class TokenBatch:
         starts = range(0, self.num_rows, rows_per_chunk)
         return [self.select(range(start, min(start + rows_per_chunk, self.num_rows))) for start in starts]
 
+    @classmethod
+    def idle(cls, token: int = 0) -> Self:
+        """One token without a loss behind another one: what a rank without rows runs while others run theirs."""
+        ids = torch.tensor([token])
+        lengths = (1,)
+        return cls(ids, lengths, (0,), ids, lengths, trainable=torch.tensor([False]), group_index=(0,), is_idle=True)
+
     def split(self, token_budget: int, *, whole_groups: bool = False) -> list[Self]:
         """Batches of at most `token_budget` forward tokens each, as few and as even as a greedy fit finds.
 

@@ -34,15 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One worker runs all tests with vLLM servers, so that they share one; they are the first that are given out.
 
+    One also runs all tests of a file in tests/distributed, which share what several processes trained.
     `--dist loadgroup` would say the same with less, but pytest-xdist 3.8 groups nothing under pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneWorkerForServers(LoadScopeScheduling):
+    class OneWorkerForWhatIsShared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "vllm" if nodeid.startswith("tests/vllm/") else nodeid
+            if nodeid.startswith("tests/vllm/"):
+                return "vllm"
+            return nodeid.partition("::")[0] if nodeid.startswith("tests/distributed/") else nodeid
 
-    return OneWorkerForServers(config, log)
+    return OneWorkerForWhatIsShared(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

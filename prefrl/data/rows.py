@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import datasets
+import numpy as np
+import pyarrow.compute as pc
 
 from prefrl.data.formats import AnyDataset
 from prefrl.errors import ConfigError, DataError
 
-__all__ = ["REMEDY", "EncodeRow", "InvalidRows", "drop_rows", "map_rows"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["REMEDY", "EncodeRow", "InvalidRows", "drop_rows", "list_lengths", "map_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +144,14 @@ def _check_no_processes(num_proc: int | None) -> None:
             f"dataset_num_proc={num_proc}: a streaming dataset is tokenised while it is read, not beforehand. "
             "Set dataset_num_proc=None"
         )
+
+
+def list_lengths(dataset: datasets.Dataset, column: str) -> NDArray[np.int64]:
+    """[rows] numbers of entries in the lists of a column; 0 for None."""
+    tables = dataset.select_columns([column]).with_format("arrow").iter(10_000)
+    return np.concatenate(
+        [pc.list_value_length(table[column]).fill_null(0).to_numpy().astype(np.int64) for table in tables]
+    )
 
 
 def _list_of(problems: Mapping[int, str], num_rows: int) -> str:

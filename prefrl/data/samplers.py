@@ -1,17 +1,21 @@
 """Which rows a rank sees, micro-batch by micro-batch.
 
-The order of rows depends on (seed, epoch) alone; ranks and micro-batches only cut it. So the rows of an optimizer step
-are the same however the work is cut, and a group of completions stays on one rank.
+The order of rows depends on (seed, epoch) alone; ranks and micro-batches only share them out. So the rows of an
+optimizer step are the same however the work is cut, and a group of completions stays on one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Sampler
+
+if TYPE_CHECKING:
+    from prefrl.data.dealing import Dealing
 
 __all__ = ["EpochDataLoader", "GenerationBatchSampler", "StepBatchSampler", "cut_step", "positions_of_rank"]
 
@@ -39,24 +43,36 @@ def positions_of_rank(num_prompts: int, *, num_updates: int, rank: int, world_si
 
 
 def cut_step(
-    rows: Sequence[T], *, micro_batch_size: int, micro_batches_per_step: int, rank: int, world_size: int
+    rows: Sequence[T],
+    *,
+    micro_batch_size: int,
+    micro_batches_per_step: int,
+    rank: int,
+    world_size: int,
+    dealing: Dealing | None = None,
 ) -> list[list[T]]:
     """The micro-batches of one rank for the rows of one optimizer step.
 
-    Ranks take consecutive shares that differ by at most one row. Every step has `micro_batches_per_step` micro-batches
-    on every rank, because HuggingFace updates after that many; in a shorter step some are not full or empty.
+    Every step has `micro_batches_per_step` micro-batches on every rank, because HuggingFace updates after that many;
+    in a shorter step some are not full or empty.
 
     Args:
         rows: Of all ranks; at most `micro_batch_size * micro_batches_per_step * world_size`.
-        micro_batch_size: Rows of a full micro-batch.
+        micro_batch_size: Rows of a full micro-batch, or more where ranks do not take equal numbers of rows.
         micro_batches_per_step: Gradient accumulation steps.
         rank: This process's number.
         world_size: Number of processes.
+        dealing: Which rows a rank takes; None: consecutive shares that differ by at most one row.
     """
-    mine = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
-    return [list(mine[i * micro_batch_size : (i + 1) * micro_batch_size]) for i in range(micro_batches_per_step)]
+    if dealing is None:
+        mine = list(rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size])
+    else:
+        mine = dealing.share(rows, rank=rank, world_size=world_size)
+    size = max(micro_batch_size, -(-len(mine) // micro_batches_per_step))
+    return [mine[i * size : (i + 1) * size] for i in range(micro_batches_per_step)]
 
 
+@dataclass(eq=False)
 class StepBatchSampler(Sampler[list[int]]):
     """Micro-batches of dataset rows. Each optimizer step takes the next rows of one global order.
 
@@ -65,36 +81,27 @@ class StepBatchSampler(Sampler[list[int]]):
 
     Args:
         num_rows: Size of the dataset.
-        micro_batch_size: Rows of a micro-batch on one rank.
+        micro_batch_size: See `cut_step`.
         micro_batches_per_step: Gradient accumulation steps.
         rank: This process's number.
         world_size: Number of processes.
+        dealing: Which rows of a step a rank takes, see `cut_step`.
         shuffle: A new order each epoch, or the dataset's own.
         seed: Of the order.
         drop_last: Leave the shorter step out.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        *,
-        micro_batch_size: int,
-        micro_batches_per_step: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        self.num_rows = num_rows
-        self.micro_batch_size = micro_batch_size
-        self.micro_batches_per_step = micro_batches_per_step
-        self.rank = rank
-        self.world_size = world_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
+    num_rows: int
+    _: KW_ONLY
+    micro_batch_size: int
+    micro_batches_per_step: int = 1
+    rank: int = 0
+    world_size: int = 1
+    dealing: Dealing | None = None
+    shuffle: bool = False
+    seed: int = 0
+    drop_last: bool = False
+    epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch."""
@@ -120,6 +127,7 @@ class StepBatchSampler(Sampler[list[int]]):
                 micro_batches_per_step=self.micro_batches_per_step,
                 rank=self.rank,
                 world_size=self.world_size,
+                dealing=self.dealing,
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from prefrl.data.samplers import cut_step
 from prefrl.errors import DataError
+
+if TYPE_CHECKING:
+    from prefrl.data.dealing import Dealing
 
 __all__ = ["StreamLoader"]
 
@@ -77,6 +80,7 @@ class StreamLoader(DataLoader[Any]):
         micro_batches_per_step: Gradient accumulation steps.
         rank: This process's number.
         world_size: Number of processes.
+        dealing: Which rows of a step a rank takes, see `cut_step`.
         drop_last: Leave the shorter step at the end of the stream out.
         collate_fn: Makes an item of the rows of a micro-batch; `[]` may come in.
         repeat: Start over at the end, each time with the stream's next epoch, and never stop.
@@ -86,7 +90,7 @@ class StreamLoader(DataLoader[Any]):
 
     dataset: _MicroBatches
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - those of StepBatchSampler that a stream has, and what becomes of the rows
         self,
         dataset: datasets.IterableDataset,
         *,
@@ -97,6 +101,7 @@ class StreamLoader(DataLoader[Any]):
         drop_last: bool,
         collate_fn: Callable[[list[Row]], Any],
         repeat: bool = False,
+        dealing: Dealing | None = None,
     ) -> None:
         cut = partial(
             cut_step,
@@ -104,6 +109,7 @@ class StreamLoader(DataLoader[Any]):
             micro_batches_per_step=micro_batches_per_step,
             rank=rank,
             world_size=world_size,
+            dealing=dealing,
         )
         rows_per_step = micro_batch_size * micro_batches_per_step * world_size
         micro_batches = _MicroBatches(

@@ -62,7 +62,10 @@ def _check(field: str, value: object, is_allowed: bool, allowed: str) -> None:
 
 
 class WeightSource(Protocol):
-    """The policy's full weights under the names of its checkpoint, read anew and in order at each iteration."""
+    """The policy's full weights under the names of its checkpoint, read anew and in order at each iteration.
+
+    An iteration may be broken off after any weight.
+    """
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, adapters merged into the layers that they are on; tied duplicates are left out."""
@@ -84,6 +87,14 @@ class WeightSource(Protocol):
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter alone, as peft saves it."""
+        ...
+
+    def lead(self, task: Callable[[], None]) -> None:
+        """Run `task` on the main process, which may read the weights in it; the others take part in that.
+
+        Weights may be partitioned over processes, so all of them must call it. What the task raises is raised on the
+        main process alone.
+        """
         ...
 
 

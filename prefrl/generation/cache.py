@@ -18,15 +18,25 @@ if TYPE_CHECKING:
 __all__ = ["keep_rows", "rows_of_cache"]
 
 
-def rows_of_cache(cache: Cache, rows: Tensor, *, room: int) -> Cache:
-    """A cache with copies of some rows, which may repeat, and room for more tokens; the original stays as it is."""
-    copied = copy.copy(cache)
-    # Layers of other kinds (sliding windows, recurrent states) have a bounded size and know how to select rows.
-    copied.layers = [
-        _RoomyLayer(layer, rows, room) if type(layer) is DynamicLayer else _rows_of_layer(layer, rows)
-        for layer in cache.layers
-    ]
-    return copied
+def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = False) -> Cache:
+    """A cache with copies of some rows, which may repeat, and room for more tokens; the original stays as it is.
+
+    Args:
+        cache: Of the prompts.
+        rows: [R] int64, places in `cache`.
+        room: Tokens to come in each row.
+        offloads: Keep the copies in host memory.
+    """
+
+    def copied(layer: CacheLayerMixin) -> CacheLayerMixin:
+        if type(layer) is DynamicLayer:
+            return _RoomyLayer(layer, rows, room, offloads=offloads)
+        # Layers of other kinds (sliding windows, recurrent states) have a bounded size and know how to select rows.
+        return _rows_of_layer(layer, rows)
+
+    filled = copy.copy(cache)
+    filled.layers = [copied(layer) for layer in cache.layers]
+    return filled
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
@@ -42,14 +52,18 @@ def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
 class _RoomyLayer(DynamicLayer):
     """A layer's keys and values in memory that has room for all tokens to come: a new token is written in place.
 
-    `DynamicLayer` copies the whole layer for every token.
+    `DynamicLayer` copies the whole layer for every token. Where it offloads, the memory is the host's, and only what
+    `update` returns is on the device.
     """
 
-    def __init__(self, filled: DynamicLayer, rows: Tensor, room: int) -> None:
+    def __init__(self, filled: DynamicLayer, rows: Tensor, room: int, *, offloads: bool) -> None:
         super().__init__()
         self.lazy_initialization(filled.keys, filled.values)
         self._length = filled.get_seq_length()
-        self._key_room, self._value_room = (_with_room(state, rows, room) for state in (filled.keys, filled.values))
+        device = torch.device("cpu") if offloads else filled.keys.device
+        self._key_room, self._value_room = (
+            _with_room(state, rows, room, device) for state in (filled.keys, filled.values)
+        )
         self._show()
 
     def update(
@@ -61,7 +75,7 @@ class _RoomyLayer(DynamicLayer):
         self._value_room[:, :, self._length : end] = value_states
         self._length = end
         self._show()
-        return self.keys, self.values
+        return self.keys.to(key_states.device), self.values.to(value_states.device)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only `rows` stay; of these, the ones that change their place are copied."""
@@ -77,9 +91,9 @@ class _RoomyLayer(DynamicLayer):
         self.values = self._value_room[:, :, : self._length]
 
 
-def _with_room(state: Tensor, rows: Tensor, room: int) -> Tensor:
+def _with_room(state: Tensor, rows: Tensor, room: int, device: torch.device) -> Tensor:
     _, heads, length, size = state.shape
-    roomy = state.new_empty(len(rows), heads, length + room, size)
+    roomy = state.new_empty(len(rows), heads, length + room, size, device=device)
     roomy[:, :, :length] = state[rows]
     return roomy
 

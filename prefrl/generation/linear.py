@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
+
+from prefrl.models.scoring import HEAD_FORWARD
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,19 +34,21 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
 
     Equal to the layers' own results up to rounding; without gradients. Weights must not change inside.
     """
-    packed: list[nn.Linear] = []
+    packed: list[tuple[nn.Linear, Any]] = []
     memory = _MEMORY if _has_packing() else 0
     try:
         for module in _packable(model):
             memory -= module.weight.nbytes
             if memory < 0:
                 break
+            packed.append((module, vars(module).get("forward")))
             module.forward = _packed_forward(module)  # type: ignore[assignment, method-assign]  # of this module alone
-            packed.append(module)
         yield
     finally:
-        for module in packed:
+        for module, before in packed:
             del module.forward
+            if before is not None:
+                vars(module)["forward"] = before
 
 
 def _has_packing() -> bool:
@@ -61,7 +65,7 @@ def _packable(model: nn.Module) -> list[nn.Linear]:
         module
         for module in reversed(list(model.modules()))
         if type(module) is nn.Linear
-        and "forward" not in vars(module)
+        and ("forward" not in vars(module) or HEAD_FORWARD in vars(module))
         and type(module.weight) is nn.Parameter
         and module.weight.dtype == torch.float32
         and module.weight.device.type == "cpu"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
+from prefrl import distributed
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
 from prefrl.generation.cache import keep_rows, rows_of_cache
@@ -68,6 +69,10 @@ class LocalGenerator:
         model: The model that is trained, without what a back-end puts around it; may be a PeftModel.
         tokenizer: Its end-of-sequence token stops a sample, besides those of the model's generation config.
         max_rows: Samples that decode together at most; bounds the memory of the key/value cache.
+        gathers: Whether all weights of a partitioned model are on each rank while it samples; else they are gathered
+            layer by layer for each token.
+        offloads_cache: Whether keys and values of completions are kept in host memory; those of the layer that is
+            computed are on the device.
 
     Raises:
         ConfigError: `max_rows` is not positive.
@@ -75,7 +80,13 @@ class LocalGenerator:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None, max_rows: int = 64
+        self,
+        model: PreTrainedModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_rows: int = 64,
+        gathers: bool = True,
+        offloads_cache: bool = False,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"max_rows={max_rows}: must be at least 1")
@@ -83,6 +94,8 @@ class LocalGenerator:
         self._base = model.get_base_model() if is_peft_model(model) else model
         self._tokenizer = tokenizer
         self._max_rows = max_rows
+        self._gathers = gathers
+        self._offloads_cache = offloads_cache
         self._version = 0
         self._arguments = frozenset(inspect.signature(type(self._base).forward).parameters)
         self._position_limit = _position_limit(self._base)
@@ -114,18 +127,37 @@ class LocalGenerator:
         completions: dict[_Row, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
         pays = sampling.max_tokens >= _STEPS_THAT_PAY_FOR_PACKING
-        with torch.inference_mode(), eval_mode(self._model), packed_linears(self._base) if pays else nullcontext():
+        is_sharded = distributed.is_sharded(self._model)
+        # FSDP2 keeps the memory that it gathers into, and trains in it.
+        no_grad = torch.no_grad() if is_sharded else torch.inference_mode()
+        packs = pays and (self._gathers or not is_sharded)
+        with (
+            self._whole_or_in_company(),
+            no_grad,
+            eval_mode(self._model),
+            packed_linears(self._base) if packs else nullcontext(),
+        ):
             for batch in _batches(prompts, sampling.num_samples, self._max_rows):
                 prefill = self._prefill(list(batch))
                 rows = [(number, row) for number, group in enumerate(batch.values()) for row in group]
                 for start in range(0, len(rows), self._max_rows):
-                    wave = _Wave(prefill, rows[start : start + self._max_rows], sampling, seeds)
+                    live = rows[start : start + self._max_rows]
+                    wave = _Wave(prefill, live, sampling, seeds, offloads_cache=self._offloads_cache)
                     self._decode(wave, TokenSampler(sampling), stop_ids)
                     completions |= wave.completions(self._version)
         return [
             [completions[_Row(request, sample)] for sample in range(sampling.num_samples)]
             for request in range(len(prompts))
         ]
+
+    def _whole_or_in_company(self) -> AbstractContextManager[object]:
+        if self._gathers:
+            return distributed.full_params(self._model)
+        return distributed.in_company([(self._model, self._idle)], self._base.device)
+
+    def _idle(self) -> None:
+        """A pass that other ranks need."""
+        self._model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self._base.device), use_cache=False)
 
     def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
         """See `generate`, which runs when the completions are asked for."""
@@ -224,7 +256,13 @@ class _Wave:
     """Rows that decode together: what was drawn for all of them, and what the next step needs of the live ones."""
 
     def __init__(
-        self, prefill: _Prefill, rows: list[tuple[int, _Row]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prefill: _Prefill,
+        rows: list[tuple[int, _Row]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        offloads_cache: bool,
     ) -> None:
         self.max_tokens = sampling.max_tokens
         self._device, self._width = prefill.ids.device, prefill.ids.shape[1]
@@ -242,7 +280,7 @@ class _Wave:
         padding = prefill.padding[prompts, None]
         self._positions = columns - padding  # [R, W + T]
         self._mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
-        self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens)
+        self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
         self.first_logits = prefill.logits[prompts]
 
     @property

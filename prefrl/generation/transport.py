@@ -140,7 +140,7 @@ class WeightSync:
     def send(self, servers: Mapping[str, ServerInfo], weights: WeightSource, *, version: str) -> None:
         """Give servers these weights. What they are generating goes on with them.
 
-        `weights` is read once and to its end, also after a failure: where it is sharded, other processes take part.
+        `weights` is read once, in order, and no further when all servers have failed.
 
         Args:
             servers: By base URL.
@@ -262,6 +262,8 @@ class WeightSync:
         self._each(servers, "finishing", self._finish)
 
     def _send_files(self, servers: list[_Server], weights: Iterable[wire.Named]) -> None:
+        if all(server.error is not None for server in servers):
+            return
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=self._private_folder()))
         names: Counter[str] = Counter()
         try:
@@ -291,7 +293,8 @@ class WeightSync:
             update = self._post(server, "/update_weights", {"update_info": {}}, grace=_WORDS_SECONDS)
             server.answer = self._http.submit(update)
         device = next((group.device for group in live.values()), wire.HOST_DEVICE)
-        for message in wire.messages(weights, device=device):
+        messages = wire.messages(weights, device=device)
+        while any(server.error is None for server in live) and (message := next(messages, None)) is not None:
             self.bytes_sent += message.nbytes
             self._broadcast(live, message)
         for server in live:
@@ -303,6 +306,7 @@ class WeightSync:
         for server, group in groups.items():
             if server.error is None:
                 with self._failures(server, "sending weights"):
+                    self._check(server)  # messages that arrive at once are not waited for
                     group.start(message)
         for server, group in groups.items():
             if server.error is None:

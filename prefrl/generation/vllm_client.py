@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefrl.distributed import gather_objects, is_main, rank
+from prefrl.distributed import gather_objects, rank
 from prefrl.errors import ConfigError, GenerationError, WeightSyncError
 from prefrl.generation.http import HttpError, Overdue, Refused, Unreachable
 from prefrl.generation.vllm_balance import Balance, Server
@@ -212,15 +212,15 @@ class VLLMGenerator:
     # Servers and weights; the caller's thread.
 
     def _align(self, *, reconnect: bool) -> None:
-        error = None
-        try:
-            if reconnect or not self._infos:
-                self._connect()
-            if is_main():
-                self._send_weights()
-        except Exception as its_error:
-            error = its_error
-        raise_shared(error)
+        """Have all servers, and their weights; what fails on one process is raised on all.
+
+        All processes take each step together: those that read nothing take part in what process 0 reads.
+        """
+        assert self._weights is not None
+        raise_shared(_error_of(self._connect) if reconnect or not self._infos else None)
+        errors: list[Exception | None] = []
+        self._weights.lead(lambda: errors.append(_error_of(self._send_weights)))
+        raise_shared(errors[0] if errors else None)
         self._balance.trust_all()
 
     def _connect(self) -> None:
@@ -406,3 +406,12 @@ class VLLMGenerator:
 
     def _error(self, server: Server, prompt: Prompt, reason: str) -> GenerationError:
         return GenerationError(f"prompt {prompt.number} of process {rank()}: the vLLM server at {server.url} {reason}")
+
+
+def _error_of(task: Callable[[], None]) -> Exception | None:
+    """What a task raises."""
+    try:
+        task()
+    except Exception as error:
+        return error
+    return None

@@ -42,6 +42,7 @@ __all__ = [
     "chunked_logprobs",
     "default_chunk_size",
     "module_logprobs",
+    "num_chunks_of",
 ]
 
 # What can be computed beside log-probs: optional fields of TokenScores. The other one, `full_kl`, needs a reference.
@@ -75,6 +76,11 @@ class TokenScores:
 def default_chunk_size(device: torch.device) -> int:
     """Rows of logits that are held at once: 128 on CPU; 512 elsewhere, where each chunk reads the whole head again."""
     return 128 if device.type == "cpu" else 512
+
+
+def num_chunks_of(hidden: Tensor) -> int:
+    """Calls of the head that `module_logprobs` makes for [M, h]."""
+    return max(len(slices_of(hidden.shape[0], default_chunk_size(hidden.device))), 1)
 
 
 def chunked_logprobs(
@@ -152,6 +158,7 @@ def module_logprobs(
     want: Collection[WantName],
     reference: ReferenceLogits | None = None,
     chunk_size: int | None = None,
+    min_chunks: int = 1,
 ) -> TokenScores:
     """`chunked_logprobs` for a head that is no plain matrix: with LoRA, quantised, or of a user's own making.
 
@@ -165,6 +172,7 @@ def module_logprobs(
         want: What to compute beside log-probs, by its name in `TokenScores`.
         reference: What `full_kl` is the divergence from; None: it is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
+        min_chunks: Call the head as often at least.
 
     Returns:
         Scores of each token.
@@ -191,8 +199,9 @@ def module_logprobs(
             None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows)),
         )
 
-    # An empty batch is one empty chunk, so that the head's parameters get a gradient, of zeros.
-    slices = slices_of(hidden.shape[0], chunk_size) or [slice(0, 0)]
+    # Empty chunks call the head, too, and its parameters get a gradient, of zeros.
+    slices = slices_of(hidden.shape[0], chunk_size)
+    slices += [slice(0, 0)] * (min_chunks - len(slices))
     columns = zip(*(checkpoint(score, rows, use_reentrant=False) for rows in slices), strict=True)
     logprobs, *wanted, divergence = (None if column[0] is None else torch.cat(column) for column in columns)
     assert logprobs is not None

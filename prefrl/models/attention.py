@@ -4,12 +4,16 @@ The tokens of a flat row form trees, see `Layout`. It travels in a keyword argum
 attention function: gradient checkpointing passes it again when it recomputes a layer, where a global variable would be
 stale. Without that argument our functions are the implementation that they replace. On CUDA a single kernel computes
 what the trees say where one can, see `kernels`; elsewhere it is done segment by segment.
+
+Of a row that the processes of a team share, each has some tokens of all heads. For attention they exchange them, so
+that each has all tokens of some heads, and back (Ulysses).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from prefrl.distributed import exchange_in_team
 from prefrl.models import segments
 from prefrl.models.kernels import Inputs, choose_kernel
 from prefrl.models.layout import Layout, Tree
@@ -57,10 +62,10 @@ def flat_attention(
     """Attention of a flat row: every token sees its own segment up to itself and, in a branch, the trunk before it.
 
     Args:
-        query: [1, H, T, D].
+        query: [1, H, T, D]; of a row that processes share, this one's part of the tokens.
         key: [1, KV, T, D] with KV dividing H.
         value: [1, KV, T, D].
-        layout: Trees of T tokens together.
+        layout: Trees of all tokens of the row.
         scaling: Factor on the scores; None is D^-0.5.
         dropout: Probability, on the attention weights.
         window: A token sees at most this many tokens, itself included; distances run along trunk and branch.
@@ -68,6 +73,26 @@ def flat_attention(
         [1, T, H, D].
     """
     query, key, value = (_as_autocast_would(x) for x in (query, key, value))
+    if layout.num_parts > 1:
+        # Where there are fewer heads of keys than processes, each goes to all that read it.
+        copies = layout.num_parts // gcd(layout.num_parts, key.size(1))
+        key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
+        query, key, value = (exchange_in_team(x, split=1, join=2) for x in (query, key, value))
+    output = _attend(query, key, value, layout, scaling=scaling, dropout=dropout, window=window)
+    return output if layout.num_parts == 1 else exchange_in_team(output, split=1, join=2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """`flat_attention` of all tokens of the row."""
     if window is not None and window >= layout.longest:
         window = None
     if dropout > 0:  # of the kernels, only this one drops

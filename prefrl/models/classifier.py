@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
 from prefrl.models.forward import choose_plan, verdict_of
-from prefrl.models.plans import Plan, lay_out
+from prefrl.models.plans import Plan, lay_out, own_part
 from prefrl.models.scoring import inner_model, is_classifier, score_sequences
 
 if TYPE_CHECKING:
@@ -42,5 +42,5 @@ def sequence_scores(model: nn.Module, batch: TokenBatch, *, plan: Plan = "auto")
             "AutoModelForSequenceClassification."
         )
     verdict = verdict_of(model)
-    inputs = lay_out(batch, choose_plan(model, batch, plan, verdict))
+    inputs = own_part(lay_out(batch, choose_plan(model, batch, plan, verdict)))
     return score_sequences(model, batch, inputs, own_logits=verdict.own_logits).scores

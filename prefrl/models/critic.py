@@ -9,7 +9,6 @@ first step on, because the gradient of its weights is the error times the hidden
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
+from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.forward import choose_plan, verdict_of
@@ -83,8 +83,8 @@ class Critic(Protocol):
         """`values` without gradient or dropout, from a pass of its own, see `in_pieces`."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write every bit of the weights into `folder`, which is made if it is missing."""
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write every bit of the module's whole weights into `folder`, which is made if it is missing."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -147,12 +147,12 @@ class HeadCritic:
             return _scored(self._policy, piece, self._plan, self.module.score)
 
         with eval_mode(self._policy):
-            return in_pieces(score, batch, max_tokens=max_tokens)
+            return in_pieces(self._policy, score, batch, max_tokens=max_tokens)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """See `Critic`."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.module.state_dict(), folder / _HEAD_FILE)
+        save_file(dict(state), folder / _HEAD_FILE)
 
     def load(self, folder: Path) -> None:
         """See `Critic`."""
@@ -183,11 +183,11 @@ class ModelCritic:
     def frozen_values(self, batch: TokenBatch, *, max_tokens: int | None) -> Tensor:
         """See `Critic`."""
         with eval_mode(self.module):
-            return in_pieces(self.values, batch, max_tokens=max_tokens)
+            return in_pieces(self.module, self.values, batch, max_tokens=max_tokens)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """See `Critic`; `value_model` reads the folder too."""
-        self.module.save_pretrained(folder)
+        self.module.save_pretrained(folder, state_dict=dict(state))
 
     def load(self, folder: Path) -> None:
         """See `Critic`."""
@@ -285,17 +285,17 @@ def _copy_with_head(policy: PreTrainedModel) -> PreTrainedModel:
             "use a value head."
         )
     if not is_peft_model(policy):
-        body = copy.deepcopy(policy.base_model)
+        body = copy_of(policy.base_model)
     elif policy.active_peft_config.is_prompt_learning:
         raise ConfigError(
             "value_model=None: the policy's adapter puts virtual tokens in front of each row, which cannot be merged "
             "into a copy. Give a value_model, or use a value head."
         )
     else:
-        body = copy.deepcopy(policy).merge_and_unload().base_model
+        body = copy_of(policy).merge_and_unload().base_model
     body.config.num_labels = 1
     try:
-        with torch.device("meta"):  # the body is there already
+        with unpartitioned(), torch.device("meta"):  # the body is there already
             model: PreTrainedModel = AutoModelForSequenceClassification.from_config(body.config)
     except ValueError as error:
         raise ConfigError(
@@ -359,12 +359,19 @@ def _loading(name: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _load_state(module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
+    own = module.state_dict(keep_vars=True)
+    differing = sorted(name for name in own.keys() | state.keys() if _shape(own.get(name)) != _shape(state.get(name)))
+    if differing:
         raise ConfigError(
-            f"the critic saved in {folder} is of another model. Resume with the one that was saved: {error}"
-        ) from error
+            f"the critic saved in {folder} is of another model: {', '.join(differing[:3])}. Resume with the one that "
+            "was saved."
+        )
+    for name, weight in own.items():
+        load_whole(weight, state[name])
+
+
+def _shape(tensor: Tensor | None) -> torch.Size | None:
+    return None if tensor is None else shape_of(tensor)
 
 
 def _check(model: nn.Module, policy: PreTrainedModel) -> None:

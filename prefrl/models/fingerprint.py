@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 
+from prefrl.distributed import memory_of, shape_of, whole
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.scoring import user_model
 from prefrl.optional import require
@@ -53,9 +54,9 @@ def weights_fingerprint(model: nn.Module) -> str:
     if not is_peft_model(inner):
         return combined([type(inner).__name__, digest_of(_tensors(inner))])
     adapters = {name: _adapter_tensors(inner, name) for name in inner.peft_config}
-    owned = {tensor.data_ptr() for tensors in adapters.values() for tensor in tensors.values()}
+    owned = {memory_of(tensor) for tensors in adapters.values() for tensor in tensors.values()}
     base = inner.get_base_model()
-    tensors = {name: tensor for name, tensor in _tensors(base).items() if tensor.data_ptr() not in owned}
+    tensors = {name: tensor for name, tensor in _tensors(base).items() if memory_of(tensor) not in owned}
     parts = [type(base).__name__, digest_of(tensors)]
     for name in _deciding_adapters(inner):
         parts += [digest_of(adapters[name]), _config_digest(inner.peft_config[name])]
@@ -102,7 +103,7 @@ def is_neutral_adapter(model: PreTrainedModel) -> bool:
             continue
         elif parameter.requires_grad or "modules_to_save" in kind or "lora_magnitude_vector" in kind:
             others.append(parameter)
-    return bool(zeros) and not others and not any(bool(parameter.any()) for parameter in zeros)
+    return bool(zeros) and not others and not any(bool(whole(parameter).any()) for parameter in zeros)
 
 
 class _Digests:
@@ -115,8 +116,9 @@ class _Digests:
         return combined([[name, self._of(tensors[name])] for name in sorted(tensors)])
 
     def _of(self, tensor: Tensor) -> str:
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = (memory_of(tensor), tensor.dtype, shape_of(tensor), tensor.stride())
         if key not in self._known:
+            tensor = whole(tensor)
             hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             for piece in torch.split(tensor.detach().reshape(-1).view(torch.uint8), _BYTES_PER_PIECE):
                 hasher.update(piece.cpu().numpy().data)
@@ -129,7 +131,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     # A dynamic RoPE changes inv_freq with the lengths that it sees; original_inv_freq is what it starts from.
     moving = {name for name in buffers if name.replace("inv_freq", "original_inv_freq") in buffers.keys() - {name}}
-    tensors = {**buffers, **model.state_dict()}
+    tensors = {**buffers, **model.state_dict(keep_vars=True)}
     return {
         ".".join(part for part in name.split(".") if part not in _PEFT_NAMES): tensor
         for name, tensor in tensors.items()
@@ -140,7 +142,10 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _adapter_tensors(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
     peft = require("peft", extra="peft", feature="an adapter")
     # Without the embeddings of the base model: they are digested with it.
-    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    state = model.state_dict(keep_vars=True)  # a detached ZeRO-3 parameter does not know how it is partitioned
+    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        model, state_dict=state, adapter_name=name, save_embedding_layers=False
+    )
     return tensors
 
 

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from prefrl.distributed import is_sharded, shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import inner_model, is_classifier, output_head
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import TokenBatch
 
-__all__ = ["FlopCounter", "ModelCost", "Products", "floor_flops", "model_cost", "recomputed_share"]
+__all__ = ["FlopCounter", "ModelCost", "Products", "floor_flops", "model_cost", "num_weights", "recomputed_share"]
 
 _ATTENTION = ("sdpa", "eager", "prefrl_sdpa", "prefrl_eager")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -146,11 +147,19 @@ def model_cost(model: nn.Module, *, with_adapter: bool = True) -> ModelCost:
     )
 
 
+def num_weights(model: PreTrainedModel) -> int:
+    """Weights outside embeddings, also where they are partitioned; of quantized ones as many as are stored."""
+    embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    return sum(shape_of(parameter).numel() for parameter in model.parameters() if id(parameter) not in embedded)
+
+
 def _unknown(model: PreTrainedModel) -> str | None:
     """Why the formula does not hold; None if it does."""
     config = model.config.get_text_config()
     if model.device.type != "cpu":
         return f"the counter does not see the attention kernels of device {model.device}"
+    if is_sharded(model):
+        return "its weights are partitioned over processes while it is loaded"
     if getattr(model, "is_quantized", False):
         return "its weights are quantised, whose products are not counted"
     if config._attn_implementation not in _ATTENTION:

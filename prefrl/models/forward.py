@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from prefrl.distributed import is_main
+from prefrl.distributed import is_main, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.logprobs import TokenScores, WantName
 from prefrl.models.modes import dropout_rates
-from prefrl.models.plans import ForwardPlan, Plan, lay_out
+from prefrl.models.plans import ForwardPlan, Plan, lay_out, own_part
 from prefrl.models.scoring import ScoredTokens, inner_model, is_classifier, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import Verdict, check_plans, fingerprint
 
@@ -71,7 +71,7 @@ def token_logprobs(
     scored = score_tokens(
         model,
         batch,
-        lay_out(batch, choose_plan(model, batch, plan, verdict)),
+        own_part(lay_out(batch, choose_plan(model, batch, plan, verdict))),
         temperature=temperature,
         want=want,
         own_logits=verdict.own_logits,
@@ -121,8 +121,20 @@ def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdic
     """The plan to lay a batch out by, where `plan` is asked for.
 
     Raises:
-        ConfigError: It does not work for this model, or there is no such plan.
+        ConfigError: It does not work for this model, there is no such plan, or processes share rows and this plan has
+            none that could be shared.
     """
+    chosen = _chosen(model, batch, plan, verdict)
+    if chosen == "padded" and team_size() > 1:
+        reason = verdict.reasons.get("packed", f'plan="{plan}" pads')
+        raise ConfigError(
+            f"sp_size={team_size()} does not work for {type(inner_model(model)).__name__}: processes can only share "
+            f"flat rows, and {reason}. Set sp_size=1."
+        )
+    return chosen
+
+
+def _chosen(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ForwardPlan:
     if plan == "auto":
         shares = batch.num_prompts < batch.num_rows and not any(module.training for module, _ in dropout_rates(model))
         return _working("shared_prefix" if shares else "packed", verdict)

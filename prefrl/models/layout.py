@@ -43,6 +43,7 @@ class Layout:
     """The trees of a flat row, end to end."""
 
     trees: tuple[Tree, ...]
+    num_parts: int = 1  # processes that have an equal part of the tokens each
     # Sliding windows that attention layers asked for: what the self-check reads.
     windows: set[int | None] = field(default_factory=set)
     _made: dict[Hashable, Any] = field(default_factory=dict)

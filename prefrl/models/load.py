@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from prefrl.distributed import shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.seeding import seeded
@@ -154,7 +155,7 @@ def load_tokenizer(
                 "the tokenizer has neither pad_token nor eos_token: no text could end. Set tokenizer.eos_token."
             )
         tokenizer.pad_token = tokenizer.eos_token
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    num_embeddings = shape_of(model.get_input_embeddings().weight)[0]
     if len(tokenizer) > num_embeddings:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens and the model embeddings for {num_embeddings}. Use the "

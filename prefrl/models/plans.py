@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from prefrl.distributed import place_in_team, team_size
 from prefrl.models.attention import Layout, Tree
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import TokenBatch
 
-__all__ = ["ForwardPlan", "ModelInputs", "Plan", "lay_out"]
+__all__ = ["ForwardPlan", "ModelInputs", "Plan", "lay_out", "own_part", "part_of"]
 
 ForwardPlan = Literal["shared_prefix", "packed", "padded"]
 Plan = Literal["auto", "shared_prefix", "packed", "padded"]
@@ -32,6 +33,7 @@ class ModelInputs:
     attention_mask: Tensor | None  # padded: [B, width] int64, 1 on tokens
     predictors: Tensor  # [N] int64: position in the flattened input_ids whose output predicts each response token
     layout: Layout | None  # of a flat row
+    start: int = 0  # where in the flat row `input_ids` begins; positions are numbered through the whole row
 
 
 def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
@@ -50,6 +52,36 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
         return _padded(batch)
     groups = _rows_by_prompt(batch) if plan == "shared_prefix" else [[row] for row in range(batch.num_rows)]
     return _flat(batch, groups)
+
+
+def own_part(inputs: ModelInputs) -> ModelInputs:
+    """What this process computes of inputs that all processes of its team have."""
+    if team_size() == 1 or inputs.layout is None:
+        return inputs
+    return part_of(inputs, place_in_team(), team_size())
+
+
+def part_of(inputs: ModelInputs, place: int, num_parts: int) -> ModelInputs:
+    """The part of a flat row that one of `num_parts` processes has: as many tokens as the others, in order.
+
+    One more sequence, which nothing reads, makes the number of tokens divisible.
+    """
+    assert inputs.layout is not None
+    assert inputs.position_ids is not None
+    padding = -inputs.input_ids.size(1) % num_parts
+    width = (inputs.input_ids.size(1) + padding) // num_parts
+    start = place * width
+
+    def part(tensor: Tensor) -> Tensor:
+        return torch.nn.functional.pad(tensor, (0, padding))[:, start : start + width]
+
+    return replace(
+        inputs,
+        input_ids=part(inputs.input_ids),
+        position_ids=part(inputs.position_ids),
+        layout=Layout((*inputs.layout.trees, *([Tree(padding)] if padding else [])), num_parts),
+        start=start,
+    )
 
 
 def _rows_by_prompt(batch: TokenBatch) -> list[list[int]]:

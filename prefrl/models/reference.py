@@ -6,7 +6,6 @@ before, or a model that the user gives.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -17,13 +16,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.func import functional_call
 
+from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.losses.logprobs import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.modes import eval_mode
-from prefrl.models.pieces import joined, pieces_of
+from prefrl.models.pieces import joined, score_pieces
 from prefrl.models.scoring import head_logits, inner_model, output_head
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ __all__ = ["Reference", "logprobs_in_pieces", "make_reference", "scores_in_piece
 
 class Reference(Protocol):
     """Scores tokens under the reference weights."""
+
+    own_model: PreTrainedModel | None  # that runs passes of its own, beside the policy
 
     def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
         """[N] float32 nats, no gradient, see `scores_in_pieces`; the policy is as before afterwards."""
@@ -109,13 +111,17 @@ def make_reference(
     if given is not None:
         _check_given(model, given, beta=beta, moves=moves)
         prepare_for_scoring(given)
-        return _Separate(copy.deepcopy(given).eval() if moves else given, plan)
+        return _Separate(_copy(given) if moves else given, plan)
     if beta == 0:
         return None
     if not is_peft_model(model):
-        return _Separate(copy.deepcopy(model).eval(), plan)
+        return _Separate(_copy(model), plan)
     kind = _AdapterOff if is_neutral_adapter(model) and not moves else _Swapped
     return kind(model, plan)
+
+
+def _copy(model: PreTrainedModel) -> PreTrainedModel:
+    return distributed.copy_of(model).requires_grad_(False).eval()
 
 
 def scores_in_pieces(
@@ -129,9 +135,11 @@ def scores_in_pieces(
 ) -> TokenScores:
     """Scores of the response tokens without gradient, in passes of at most `max_tokens` forward tokens.
 
+    All ranks must call it where they have the model's weights together, also those without a row.
+
     Args:
         model: Scored in the mode that it is in.
-        batch: B rows, N response tokens.
+        batch: B rows, N response tokens, perhaps none.
         temperature: Of the distribution scored.
         max_tokens: In one pass; a longer row is a pass of its own. None: one pass.
         plan: How a pass lays out its rows.
@@ -143,11 +151,10 @@ def scores_in_pieces(
     Raises:
         ConfigError: Hidden states are wanted, and the model's cannot be read.
     """
-    pieces = pieces_of(batch, max_tokens=max_tokens)
-    with torch.no_grad():
-        scores = [token_logprobs(model, piece, temperature=temperature, want=want, plan=plan) for piece in pieces]
+    score = partial(token_logprobs, model, temperature=temperature, want=want, plan=plan)
+    pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
     columns = {field.name: [getattr(each, field.name) for each in scores] for field in fields(TokenScores)}
-    return TokenScores(**{name: joined(pieces, parts) for name, parts in columns.items() if parts[0] is not None})
+    return TokenScores(**{name: joined(batch, pieces, of) for name, of in columns.items() if of[0] is not None})
 
 
 def logprobs_in_pieces(
@@ -159,6 +166,8 @@ def logprobs_in_pieces(
 
 class _Base(ABC):
     """What references have in common, wherever they keep their weights."""
+
+    own_model: PreTrainedModel | None = None
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         self._model = model
@@ -212,6 +221,10 @@ class _Base(ABC):
 class _Separate(_Base):
     """A model of its own: a copy of the policy, or one that the user gave."""
 
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        super().__init__(model, plan)
+        self.own_model = model
+
     def scores(
         self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None, want: Collection[WantName] = ()
     ) -> TokenScores:
@@ -223,11 +236,11 @@ class _Separate(_Base):
         return super().logits(hidden)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        return dict(self._model.named_parameters())  # themselves: a detached one does not know how it is partitioned
 
     def _go_to(self, device: torch.device) -> None:
         # Models that are spread over devices or quantised refuse to be moved, also to where they are.
-        if self._model.device != device:
+        if self._model.device != device and not distributed.is_sharded(self._model):
             self._model.to(device)
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
@@ -297,15 +310,25 @@ class _Swapped(_Base):
 
     @contextmanager
     def _in_place(self) -> Iterator[PreTrainedModel]:
-        parameters = dict(self._model.named_parameters())
-        current = {name: parameters[name].data for name in self._weights}
+        parameters = {name: p for name, p in self._model.named_parameters() if name in self._weights}
+        if distributed.is_sharded(self._model):
+            current = {name: distributed.whole(p).detach().clone() for name, p in parameters.items()}
+            put = distributed.load_whole
+        else:
+            current = {name: p.data for name, p in parameters.items()}
+            put = _point_at
         try:
             for name, weight in self._weights.items():
-                parameters[name].data = weight.to(current[name].device)
+                put(parameters[name], weight.to(current[name].device))
             yield self._model
         finally:
             for name, data in current.items():
-                parameters[name].data = data
+                put(parameters[name], data)
+
+
+def _point_at(target: Tensor, value: Tensor) -> None:
+    """Exchange the memory, so that nothing is copied."""
+    target.data = value
 
 
 def _without_adapter(module: nn.Module) -> nn.Module:
@@ -343,13 +366,13 @@ def _check_given(model: PreTrainedModel, given: PreTrainedModel, *, beta: float,
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+    return {name: distributed.shape_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def _mix(weights: Mapping[str, Tensor], policy: nn.Module, alpha: float) -> None:
     parameters = dict(policy.named_parameters())
     for name, weight in weights.items():
-        weight.lerp_(parameters[name].detach().to(weight), alpha)
+        distributed.mix(weight, parameters[name], alpha)
 
 
 def _load(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -360,4 +383,4 @@ def _load(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
             "all). Resume with the model, peft_config and freeze that the checkpoint was written with."
         )
     for name, weight in weights.items():
-        weight.copy_(state[name])
+        distributed.load_whole(weight, state[name])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
 from prefrl.errors import ConfigError
 from prefrl.losses.full_kl import ReferenceLogits
-from prefrl.losses.logprobs import Head, TokenScores, WantName, chunked_logprobs, module_logprobs
+from prefrl.losses.logprobs import Head, TokenScores, WantName, chunked_logprobs, module_logprobs, num_chunks_of
 from prefrl.models.attention import LAYOUT_KWARG, Layout, mask_placeholder
 
 if TYPE_CHECKING:
@@ -35,24 +36,31 @@ if TYPE_CHECKING:
     from prefrl.types import TokenBatch
 
 __all__ = [
+    "HEAD_FORWARD",
     "ScoredSequences",
     "ScoredTokens",
     "ScoringState",
+    "coarsest_dtype",
     "head_logits",
     "inner_model",
+    "inside",
     "is_classifier",
     "logit_transform",
     "output_head",
+    "packed",
     "pad_token_id",
     "predicting",
     "prepare_for_scoring",
     "read_out",
     "score_sequences",
     "score_tokens",
+    "unpacked",
     "user_model",
 ]
 
 _STATE = "_prefrl_scoring_state"
+# Where a head that reads out has its own forward.
+HEAD_FORWARD = "_prefrl_original_forward"
 
 
 class Readout(Protocol):
@@ -68,6 +76,7 @@ class ScoringRequest:
     """M positions of the flattened input_ids, and what to compute there."""
 
     predictors: Tensor  # [M] int64
+    held: Tensor | None  # [M] int64: which of the positions that were asked for these are; None: all
     width: int  # tokens in a row of input_ids
     layout: Layout | None  # of a flat row; None: the model's own attention and masks
     own_logits: bool  # from the model's own logits, where we cannot reproduce what makes them
@@ -97,6 +106,7 @@ class ScoringState:
 
     original_forward: Callable[..., Any]
     verdict: Verdict | None = None
+    is_inside: bool = False  # a task runs inside the model's call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A state whose forward is bound to the copied model."""
@@ -175,14 +185,39 @@ def prepare_for_scoring(model: nn.Module) -> ScoringState:
         state = ScoringState(inner.forward)
         setattr(inner, _STATE, state)
         inner.forward = MethodType(_scoring_forward(inner.forward), inner)
+    head = output_head(inner)
+    if head is not None and not is_classifier(inner) and HEAD_FORWARD not in vars(head):
+        setattr(head, HEAD_FORWARD, head.forward)
+        head.forward = MethodType(_reading_forward, head)
     return state
+
+
+def _reading_forward(
+    self: nn.Module, *args: Any, prefrl_readout: Callable[[nn.Module, Tensor], Any] | None = None, **kwargs: Any
+) -> Any:
+    """The head's own forward, or what is read out inside its call: its weights are whole there, and nowhere else."""
+    if prefrl_readout is None:
+        return getattr(self, HEAD_FORWARD)(*args, **kwargs)
+    return prefrl_readout(self, *args)
 
 
 def _scoring_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """A plain function of the model, so that a deep copy of the model binds it to the copy."""
 
-    def forward(self: PreTrainedModel, *args: Any, prefrl_scoring: ScoringRequest | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: PreTrainedModel,
+        *args: Any,
+        prefrl_scoring: ScoringRequest | None = None,
+        prefrl_task: Callable[[], dict[str, Tensor]] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         state: ScoringState = getattr(self, _STATE)
+        if prefrl_task is not None:
+            state.is_inside = True
+            try:
+                return prefrl_task()
+            finally:
+                state.is_inside = False
         if prefrl_scoring is None:
             return state.original_forward(*args, **kwargs)
         return _score(self, state, prefrl_scoring, *args, **kwargs)
@@ -192,6 +227,15 @@ def _scoring_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
     forward.__signature__ = signature.replace(parameters=[myself, *signature.parameters.values()])  # type: ignore[attr-defined]
     return forward
+
+
+def inside(model: nn.Module, task: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What `task` gives, run inside one call of the (wrapped) model: back-ends see its parts as parts of one pass.
+
+    The model and modules that were added to it may be run in it, each at most once.
+    """
+    output: dict[str, Tensor] = model(prefrl_task=task)
+    return output
 
 
 def score_tokens(
@@ -220,7 +264,7 @@ def score_tokens(
     reference = _reference_of(batch, reference_logits)
     readout = _TokenReadout(batch.response_ids[positions], temperature, want, reference)
     output = read_out(model, inputs, inputs.predictors[positions], readout, own_logits=own_logits)
-    scores = TokenScores(**{field.name: output[field.name] for field in fields(TokenScores) if field.name in output})
+    scores, _ = unpacked(output, {*want, *(() if reference is None else ("full_kl",))})
     if reference_logits is not None and reference is None:
         scores = replace(scores, full_kl=scores.logprobs)  # of no token
     return ScoredTokens(scores, positions, output["compute_dtype"])
@@ -259,12 +303,30 @@ def _with_own_padding(inputs: ModelInputs, token: int | None) -> ModelInputs:
 def read_out(
     model: nn.Module, inputs: ModelInputs, predictors: Tensor, readout: Readout, *, own_logits: bool
 ) -> dict[str, Any]:
-    """Run the (prepared, possibly wrapped) model on `inputs`: what `readout` gives, and `compute_dtype`."""
-    request = ScoringRequest(predictors, inputs.input_ids.size(1), inputs.layout, own_logits, readout)
+    """Run the (prepared, possibly wrapped) model on `inputs`: what `readout` gives, and `compute_dtype`.
+
+    Processes that share a row read out at the positions of their own part, and get what all of them found.
+    """
+    width = inputs.input_ids.size(1)
+    held, count = None, len(predictors)
+    if inputs.layout is not None and inputs.layout.num_parts > 1:
+        predictors = predictors - inputs.start
+        held = ((predictors >= 0) & (predictors < width)).nonzero().squeeze(1)
+        predictors = predictors[held]
+    request = ScoringRequest(predictors, held, width, inputs.layout, own_logits, readout)
     extras = {"position_ids": inputs.position_ids, "attention_mask": inputs.attention_mask}
     given = {name: tensor for name, tensor in extras.items() if tensor is not None}
-    output: dict[str, Any] = model(input_ids=inputs.input_ids, **given, prefrl_scoring=request)
-    return output
+    state: ScoringState | None = vars(inner_model(model)).get(_STATE)
+    call = user_model(model).forward if state is not None and state.is_inside else model
+    output: dict[str, Any] = call(input_ids=inputs.input_ids, **given, prefrl_scoring=request)
+    return output if held is None else {name: _of_all(found, held, count) for name, found in output.items()}
+
+
+def _of_all(found: Any, held: Tensor, count: int) -> Any:
+    """[count, ...] what the processes of the team found at all positions, of [M, ...] at those `held` by this one."""
+    if not isinstance(found, torch.Tensor):
+        return found
+    return sum_over_team(found.new_zeros(count, *found.shape[1:]).index_copy(0, held, found))
 
 
 def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest, **inputs: Any) -> dict[str, Any]:
@@ -274,7 +336,7 @@ def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest,
         output: Tensor = state.original_forward(**inputs, use_cache=False).logits
     else:
         output = _hidden_states(model, request, inputs)
-    return {**request.readout(model, output, request), "compute_dtype": _coarsest_dtype(model, output)}
+    return {**request.readout(model, output, request), "compute_dtype": coarsest_dtype(model, output)}
 
 
 def _hidden_states(model: PreTrainedModel, request: ScoringRequest, inputs: dict[str, Any]) -> Tensor:
@@ -295,30 +357,69 @@ def predicting(output: Tensor, request: ScoringRequest) -> Tensor:
 class _TokenReadout:
     """Log-probs of the tokens that stand after the positions."""
 
-    targets: Tensor  # [M] int64
+    targets: Tensor  # [M] int64, of all positions that were asked for
     temperature: float
     want: Collection[WantName]
     reference: ReferenceLogits | None
 
     def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+        if request.held is not None:
+            assert self.reference is None, "trainers that compare whole distributions do not share rows"
+            part = replace(self, targets=self.targets[request.held])
+            return part(model, output, replace(request, held=None))
         rows = predicting(output, request)
-        scores = self._scores(model, None if request.own_logits else output_head(model), rows)
-        values = {field.name: getattr(scores, field.name) for field in fields(TokenScores)}
-        return {name: tensor for name, tensor in values.items() if tensor is not None}
-
-    def _scores(self, model: PreTrainedModel, head: nn.Module | None, rows: Tensor) -> TokenScores:
-        options: dict[str, Any] = {
-            "temperature": self.temperature,
-            "want": self.want,
-            "reference": self.reference,
-        }
+        head = None if request.own_logits else output_head(model)
         if head is None:
-            return module_logprobs(rows, self.targets, _identity, **options)
+            return packed(module_logprobs(rows, self.targets, _identity, **self._options))
+        if HEAD_FORWARD not in vars(head) or _has_foreign_hooks(head):
+            return packed(module_logprobs(rows, self.targets, partial(head_logits, model, head), **self._options))
+        # One call whatever the number of chunks: ranks that gather weights for it make as many as each other.
+        scores: dict[str, Tensor] = head(rows, prefrl_readout=partial(self._in_head, model))
+        return scores
+
+    def _in_head(self, model: PreTrainedModel, head: nn.Module, rows: Tensor) -> dict[str, Tensor]:
         if _is_bare_linear(head):
             scale, softcap = logit_transform(model)
             linear = Head(head.weight, head.bias, scale=scale, softcap=softcap)
-            return chunked_logprobs(rows, self.targets, linear, **options)
-        return module_logprobs(rows, self.targets, partial(head_logits, model, head), **options)
+            return packed(chunked_logprobs(rows, self.targets, linear, **self._options))
+        forward = partial(head_logits, model, getattr(head, HEAD_FORWARD))
+        # Modules inside the head gather weights of their own, chunk by chunk.
+        num_chunks = most_chunks(rows) if is_sharded(head) else 1
+        return packed(module_logprobs(rows, self.targets, forward, min_chunks=num_chunks, **self._options))
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "want": self.want, "reference": self.reference}
+
+
+def most_chunks(rows: Tensor) -> int:
+    """Chunks of the rank that has most. All ranks must call it."""
+    return int(max_over_ranks([num_chunks_of(rows)], rows.device)[0])
+
+
+def packed(scores: TokenScores, **more: Tensor) -> dict[str, Tensor]:
+    """The scores as one tensor [M, K], the hidden states beside it.
+
+    Back-ends put hooks on what a call returns. ZeRO-3 compares over ranks how many of them a backward pass meets: one
+    tensor that every loss reads is as many on a rank without rows as on the others.
+    """
+    values = {field.name: getattr(scores, field.name) for field in fields(TokenScores)} | more
+    hidden = values.pop("hidden")
+    columns = [tensor.to(scores.logprobs.dtype) for tensor in values.values() if tensor is not None]
+    output = {"packed": torch.stack(columns, 1)}
+    return output if hidden is None else {**output, "hidden": hidden}
+
+
+def unpacked(output: Mapping[str, Tensor], want: Collection[str], *more: str) -> tuple[TokenScores, list[Tensor]]:
+    """What was packed; `want` names what is there beside log-probs, `more` what came after the scores."""
+    names = [f.name for f in fields(TokenScores) if f.name in want and f.name != "hidden"]
+    columns = dict(zip(["logprobs", *names, *more], output["packed"].unbind(1), strict=True))
+    rest = [columns.pop(name) for name in more]
+    if "correct" in columns:
+        columns["correct"] = columns["correct"] > 0.5
+    for name in {"mean_logit", "log_collision"} & columns.keys():
+        columns[name] = columns[name].detach()
+    return TokenScores(**columns, hidden=output.get("hidden")), rest
 
 
 def head_logits(model: PreTrainedModel, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -338,14 +439,17 @@ def _sequence_readout(model: PreTrainedModel, output: Tensor, request: ScoringRe
     return {"scores": head(predicting(output, request)).float()}
 
 
-def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:
-    """Whether the head is no more than its weight and bias: hooks, LoRA and quantisation live in the module's call."""
-    return (
-        type(head) is nn.Linear
-        and not head._forward_pre_hooks
-        and not head._forward_hooks
-        and "forward" not in vars(head)
+def _has_foreign_hooks(head: nn.Module) -> bool:
+    """Hooks that expect logits: they live in the head's call for each chunk."""
+    return any(
+        not is_backend_hook(hook) for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
     )
+
+
+def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:
+    """Whether the head is no more than its weight and bias: LoRA and quantisation live in its forward."""
+    forward = getattr(head, HEAD_FORWARD)
+    return isinstance(head, nn.Linear) and getattr(forward, "__func__", None) is nn.Linear.forward
 
 
 def _identity(logits: Tensor) -> Tensor:
@@ -364,7 +468,8 @@ def logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
     return scale / divisor, softcap
 
 
-def _coarsest_dtype(model: PreTrainedModel, output: Tensor) -> torch.dtype:
+def coarsest_dtype(model: PreTrainedModel, output: Tensor) -> torch.dtype:
+    """Of those that a pass which gave `output` computed in."""
     dtypes = [output.dtype, model.get_input_embeddings().weight.dtype]
     if torch.is_autocast_enabled(output.device.type):
         dtypes.append(torch.get_autocast_dtype(output.device.type))

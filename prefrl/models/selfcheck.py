@@ -15,9 +15,11 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models import attention
+from prefrl.models.liger import liger_options_of, without_liger
 from prefrl.models.modes import eval_mode
 from prefrl.models.plans import lay_out
 from prefrl.models.scoring import (
+    coarsest_dtype,
     inner_model,
     is_classifier,
     output_head,
@@ -71,10 +73,10 @@ class Verdict:
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """What must stay as it was for a verdict to hold: the kind of head, of PEFT and of attention."""
+    """What must stay as it was for a verdict to hold: the kind of head, of PEFT, of attention and of kernels."""
     inner = inner_model(model)
-    head = type(output_head(inner))
-    return head, _uses_prompt_learning(model), inner.config.get_text_config()._attn_implementation
+    head, attention_name = type(output_head(inner)), inner.config.get_text_config()._attn_implementation
+    return head, _uses_prompt_learning(model), attention_name, liger_options_of(inner)
 
 
 def check_plans(model: nn.Module) -> Verdict:
@@ -82,10 +84,12 @@ def check_plans(model: nn.Module) -> Verdict:
 
     No gradients, eval mode, token ids from an own generator: weights, modes and random states stay as they are. Every
     call runs the same number of forward passes, so that sharded ranks stay in step. Of a sequence classifier that is
-    not a base model with a score head, only its own forward is tried.
+    not a base model with a score head, only its own forward is tried. With Liger's kernels, the plain forward must
+    give what the model computes without them.
 
     Raises:
-        ConfigError: A sequence classifier needs its own forward, and that reads padding.
+        ConfigError: A sequence classifier needs its own forward, and that reads padding; or Liger's kernels change
+            what the model computes.
     """
     inner = inner_model(model)
     bare = user_model(model)  # nothing to synchronise without gradients
@@ -93,6 +97,8 @@ def check_plans(model: nn.Module) -> Verdict:
     with eval_mode(bare), torch.no_grad():
         attention.uninstall(inner)
         batch = _random_batch(inner)
+        if liger_options_of(inner) is not None:
+            _check_kernels(bare, batch)
         if foreign is not None:
             reasons, own_logits = dict.fromkeys(_FLAT_PLANS, foreign), True
         else:
@@ -298,6 +304,35 @@ def _check_own_padding(model: nn.Module, batch: TokenBatch) -> None:
             f"model is a {type(inner_model(model)).__name__}, whose scores change by {error:.2g} of their size if "
             "rows are padded on the right. Use a decoder with a score head, or an encoder that reads the mask."
         )
+
+
+def _check_kernels(model: nn.Module, batch: TokenBatch) -> None:
+    """See that Liger's kernels are for what the model does: they ignore parts of its config, such as `hidden_act`."""
+    inner = inner_model(model)
+    fused = _last_hidden(model, batch)
+    with without_liger(inner):
+        error = _relative_error(fused, _last_hidden(model, batch))
+    if not error <= _SEQUENCE_TOLERANCES[coarsest_dtype(inner, fused)][0]:
+        raise ConfigError(
+            f"use_liger_kernel=True: with Liger's kernels the hidden states of this {type(inner).__name__} differ by "
+            f"{error:.2g} of their size. Leave it False, or leave the kernel that differs out of liger_kernel_config."
+        )
+
+
+def _last_hidden(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """[tokens, h] from a plain forward for each row: what the head reads."""
+    rows: list[Tensor] = []
+
+    def remember(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        rows.append(output.last_hidden_state[0])
+
+    handle = inner_model(model).base_model.register_forward_hook(remember)
+    try:
+        for ids, _ in _rows(batch):
+            model(input_ids=ids, use_cache=False)
+    finally:
+        handle.remove()
+    return torch.cat(rows)
 
 
 def _relative_error(rows: Tensor, truth: Tensor) -> float:

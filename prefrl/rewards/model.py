@@ -93,6 +93,12 @@ class ModelReward:
                     scores[row] = score
         return self._divided(scores, completion_ids) if self._is_per_token else scores
 
+    def idle_pass(self) -> None:
+        """A pass over one token, whose score nobody reads: other processes need it where weights are partitioned."""
+        token = 0 if self.tokenizer.pad_token_id != 0 else 1
+        with _evaluating(self.model):
+            self._scores([[token]])
+
     def _divided(self, scores: Sequence[float], completion_ids: Sequence[Sequence[int]] | None) -> list[float]:
         lengths = [len(ids) for ids in completion_ids or ()]
         if len(lengths) != len(scores) or 0 in lengths:

@@ -107,6 +107,11 @@ class RewardRunner:
         """K names. A second reward of the same name is `name_2`."""
         return [reward.name for reward in self._rewards]
 
+    @property
+    def models(self) -> list[ModelReward]:
+        """Those that are models."""
+        return [reward.function for reward in self._rewards if isinstance(reward.function, ModelReward)]
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Check that a dataset has the columns that the rewards need.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,35 @@ class RolloutBuffer:
             layout.append({"micro_batches": batches, "num_items": minibatch.num_items})
         state = {"position": self.position if layout else 0, "num_iterations": self.num_iterations}
         save_file(tensors, path, metadata={"layout": json.dumps(layout), "state": json.dumps(state)})
+
+    def load_dealt(
+        self, paths: Sequence[Path], *, cut: Callable[[TokenBatch], list[TokenBatch]], rank: int, world_size: int
+    ) -> None:
+        """Read what another number of ranks wrote, and keep this rank's share.
+
+        Sums over the rows of a minibatch do not depend on who adds what up, so that the update is the same but for
+        rounding; log-probs and advantages are in the files.
+
+        Args:
+            paths: Of all ranks, in their order.
+            cut: Makes micro-batches of the rows of a minibatch.
+            rank: This process's number; it takes every `world_size`-th micro-batch.
+            world_size: Number of processes.
+
+        Raises:
+            DataError: See `load`.
+        """
+        parts = []
+        for path in paths:
+            self.load(path)
+            parts.append(self.minibatches)
+        self.minibatches = []
+        for shares in zip(*parts, strict=True):
+            batches = [batch for share in shares for batch in share.micro_batches]
+            micro_batches = cut(TokenBatch.concat(batches)) if batches else []
+            # Counts are summed over ranks.
+            num_items = sum(share.num_items for share in shares) if rank == 0 else 0.0
+            self.minibatches.append(Minibatch(micro_batches[rank::world_size], num_items))
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote.

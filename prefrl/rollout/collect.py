@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -85,12 +86,14 @@ class Collector:
         tokenizer: Decodes completions, for the rewards alone.
         trainer_state: HuggingFace's, for rewards that ask for it.
         clock: Returns seconds.
+        company: Around the rewards of some rollouts, which all ranks score as often as each other.
     """
 
     rewards: RewardRunner
     tokenizer: PreTrainedTokenizerBase
     trainer_state: object
     clock: Callable[[], float]
+    company: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def collect(self, request: Request) -> Collected:
         """Wait for all completions and score them together.
@@ -120,7 +123,8 @@ class Collector:
                 text = completion_text(self.tokenizer, sample.token_ids, conversational=is_conversational)
                 group = request.groups[number]
                 rollouts.append(Rollout(row["prompt_ids"], sample, row, group, prompt=row["prompt"], text=text))
-        metrics, columns = _score(rollouts, self.rewards, self.trainer_state)
+        with self.company():
+            metrics, columns = _score(rollouts, self.rewards, self.trainer_state)
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
 
 

@@ -16,6 +16,7 @@ __all__ = ["main"]
 
 # What they do, by the name of the command and, with underscores, of its module: `main(argv) -> exit code`.
 _OTHERS = {
+    "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
     "soup": "average checkpoints",
     "verify": "what a loss, an advantage or a KL estimate of your own does on average, computed exactly",
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PrefrlError as error:
         if arguments.debug:
             raise
-        print(f"prefrl {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        # In one write: processes that start together often fail together.
+        print(f"prefrl {arguments.command}: {type(error).__name__}: {error}\n", end="", file=sys.stderr)
         return 2
 
 
@@ -67,7 +69,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     if command in _OTHERS:
         return int(importlib.import_module(f"prefrl.scripts.{command.replace('-', '_')}").main(list(arguments)))
     if command in REGISTRY:
-        return int(importlib.import_module("prefrl.scripts.train").main(REGISTRY[command], arguments))
+        train = importlib.import_module("prefrl.scripts.train").main
+        as_worker = importlib.import_module("prefrl.distributed.launcher").as_worker
+        return int(as_worker(lambda: train(REGISTRY[command], arguments)))
     raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, *_OTHERS])}")
 
 

@@ -45,19 +45,29 @@ class CommandParser(HfArgumentParser):
     """`HfArgumentParser` with `--config FILE.yaml`: the file gives defaults, the command line wins.
 
     A scalar in the file is read as the same text on the command line would be, so `1e-6` and `no` mean what they say.
+
+    Args:
+        command: What stands behind `prefrl` on the command line.
+        dataclass_types: Their fields are the options.
+        description: What the command does, for its help.
+        takes_config: False: there is no `--config`; one that is given is an unknown option like any other.
     """
 
-    def __init__(self, command: str, dataclass_types: Sequence[type], description: str) -> None:
+    def __init__(
+        self, command: str, dataclass_types: Sequence[type], description: str, *, takes_config: bool = True
+    ) -> None:
         super().__init__(
             prog=f"prefrl {command}",
-            usage=f"prefrl {command} [--config FILE.yaml] [--option value ...]",
+            usage=f"prefrl {command} {'[--config FILE.yaml] ' if takes_config else ''}[--option value ...]",
             description=description,
             epilog=_SEE_ALL_EPILOG if _has_training_options(dataclass_types) else None,
             formatter_class=_HelpFormatter,
             add_help=False,
             allow_abbrev=False,
         )
-        self.add_argument("--config", metavar="FILE.yaml", help="Options by name; those of the command line win.")
+        self._takes_config = takes_config
+        if takes_config:
+            self.add_argument("--config", metavar="FILE.yaml", help="Options by name; those of the command line win.")
         self.add_argument("-h", "--help", action="store_true", help="Show prefrl's own options and the common others.")
         self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
         for cls in dataclass_types:
@@ -92,14 +102,26 @@ class CommandParser(HfArgumentParser):
         """
         return self._parse(argv, takes_unknown=True)
 
-    def _parse(self, argv: Sequence[str], *, takes_unknown: bool) -> tuple[tuple[Any, ...], list[str]]:
+    def values(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Every option by name, of the right type but not yet checked against the others.
+
+        Raises:
+            ConfigError: An unknown or missing option, or a value of the wrong type.
+            SystemExit: Help was asked for.
+        """
+        return self._read(argv, takes_unknown=False)[0]
+
+    def _read(self, argv: Sequence[str], *, takes_unknown: bool) -> tuple[dict[str, Any], list[str]]:
         early = _EarlyParser(argv)
         if early.wants_help:
             self.print_help(everything=early.wants_all)
             raise SystemExit(0)
-        if early.config is not None:
+        if early.config is not None and self._takes_config:
             self._read_defaults(Path(early.config))
-        values, unknown = self._values(argv, takes_unknown=takes_unknown)
+        return self._values(argv, takes_unknown=takes_unknown)
+
+    def _parse(self, argv: Sequence[str], *, takes_unknown: bool) -> tuple[tuple[Any, ...], list[str]]:
+        values, unknown = self._read(argv, takes_unknown=takes_unknown)
         try:
             configs = tuple(cls(**{f.name: values[f.name] for f in _fields(cls)}) for cls in self.dataclass_types)
         except ConfigError:

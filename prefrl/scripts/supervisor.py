@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
-import os
 import re
 import signal
 import subprocess
@@ -13,15 +12,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from prefrl.errors import GenerationError
+from prefrl.scripts.processes import StopNote, kill_all, of_session, stop_signals_noted
 
-__all__ = ["Supervisor"]
+__all__ = ["Supervisor", "health"]
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
 _STOP_SECONDS = 20.0
@@ -64,7 +63,7 @@ class Supervisor:
         self._health_timeout = health_timeout
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._shared_memory: set[Path] = set()
-        self._signal: signal.Signals | None = None
+        self._stop = StopNote()
 
     def run(self, *, when_ready: str) -> signal.Signals:
         """Run until a signal ends it.
@@ -78,7 +77,7 @@ class Supervisor:
         Raises:
             GenerationError: It did not start in time, ended by itself, or hangs; with the end of its log.
         """
-        with self._signals_noted():
+        with stop_signals_noted() as self._stop:
             self._process = subprocess.Popen(
                 self._command,
                 env=self._environment,
@@ -97,23 +96,8 @@ class Supervisor:
                 reader.join(timeout=_ANSWER_SECONDS)
         if problem is not None:
             raise GenerationError(self._with_log(problem))
-        assert self._signal is not None  # nothing else ends the watch
-        return self._signal
-
-    @contextlib.contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        """Signals that end a program only leave a note, so that nothing is left half started or half ended."""
-
-        def note(number: int, _frame: object) -> None:
-            self._signal = signal.Signals(number)
-
-        heeded = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as by nohup
-        before = {number: signal.signal(number, note) for number in heeded}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        assert self._stop.signal is not None  # nothing else ends the watch
+        return self._stop.signal
 
     def _read(self, pipe: IO[bytes]) -> None:
         """Pass its output on, and keep the end of it."""
@@ -128,11 +112,11 @@ class Supervisor:
         """Wait until it fails, and say how, or until a signal: None."""
         began = answered = time.monotonic()
         is_ready = False
-        while self._signal is None:
+        while self._stop.signal is None:
             code = self._exit_code(_POLL_SECONDS)
             if code is not None:
                 return f"vLLM ended by itself, with exit code {code}."
-            status, now = _health(self._address), time.monotonic()
+            status, now = health(self._address), time.monotonic()
             if status == 200:
                 answered = now
                 if not is_ready:
@@ -152,7 +136,7 @@ class Supervisor:
     def _exit_code(self, seconds: float) -> int | None:
         """The exit code, if it ends within some seconds; a signal ends the wait."""
         deadline = time.monotonic() + seconds
-        while self._signal is None and time.monotonic() < deadline:
+        while self._stop.signal is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self._process.wait(timeout=0.1)
         return None
@@ -165,12 +149,7 @@ class Supervisor:
             self._process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_STOP_SECONDS)
-        deadline = time.monotonic() + _KILL_SECONDS
-        while (living := _living(session)) and time.monotonic() < deadline:
-            for pid in living:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+        kill_all(lambda: of_session(session), seconds=_KILL_SECONDS)
         for path in self._shared_memory:
             path.unlink(missing_ok=True)
 
@@ -192,7 +171,7 @@ def _causes(lines: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _health(address: tuple[str, int]) -> int | None:
+def health(address: tuple[str, int]) -> int | None:
     """The status of `GET /health`, or None without an answer."""
     connection = http.client.HTTPConnection(*address, timeout=_ANSWER_SECONDS)
     try:
@@ -204,26 +183,10 @@ def _health(address: tuple[str, int]) -> int | None:
         connection.close()
 
 
-def _living(session: int) -> list[int]:
-    """Processes of a session that have not ended."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # After the name in brackets, which may hold anything: state, parent, group, session.
-            state, _, _, its_session = (
-                path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:4]
-            )
-        except OSError:  # it has just ended
-            continue
-        if int(its_session) == session and state not in "ZX":
-            found.append(int(path.parent.name))
-    return found
-
-
 def _shared_memory(session: int) -> set[Path]:
     """Segments of Python's shared memory that processes of a session use."""
     found: set[Path] = set()
-    for pid in _living(session):
+    for pid in of_session(session):
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
             found |= {Path(match) for match in _SHARED_MEMORY.findall(maps)}

@@ -17,7 +17,7 @@ from prefrl.scripts.suggest import nearest
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
 
-__all__ = ["load_part", "main"]
+__all__ = ["load_part", "main", "parser_of"]
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -35,11 +35,7 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     Raises:
         PrefrlError: Something that was asked for cannot work.
     """
-    config_class = algorithm.load_config()
-    takes_rewards = "reward_weights" in {field.name for field in dataclasses.fields(config_class)}
-    script_class = RewardArguments if takes_rewards else ScriptArguments
-    parser = CommandParser(algorithm.name, (script_class, config_class), f"Dataset: {algorithm.dataset}.")
-    script, config = parser.parse(argv)
+    script, config = parser_of(algorithm).parse(argv)
     _check_stream(script, config)
     _merge(config, "model_revision", "revision", script.model_revision)
     _merge(config, f"load_in_{script.bits}bit", "quantization_config", _quantization(script, config))
@@ -60,6 +56,14 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
         trainer.push_to_hub()
     trainer.end()  # a process that exits with its group open may be aborted
     return 0
+
+
+def parser_of(algorithm: Algorithm) -> CommandParser:
+    """Reads the options of `prefrl <algorithm>`: what to train on what, and the config."""
+    config_class = algorithm.load_config()
+    takes_rewards = "reward_weights" in {field.name for field in dataclasses.fields(config_class)}
+    script_class = RewardArguments if takes_rewards else ScriptArguments
+    return CommandParser(algorithm.name, (script_class, config_class), f"Dataset: {algorithm.dataset}.")
 
 
 def _check_stream(script: ScriptArguments, config: Any) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "REFUSED",
     "REFUSED_SHORT",
     "ServeArguments",
+    "check_port",
     "main",
     "serve_command",
     "serve_environment",
@@ -151,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
         print(shlex.join([*(f"{name}={value}" for name, value in added.items()), *command]))
         return 0
     _check_vllm()
-    _check_port(options.host, options.port)
+    check_port(options.host, options.port)
     supervisor = Supervisor(
         command,
         {**os.environ, **added},
@@ -283,8 +284,12 @@ def _check_vllm() -> None:
         )
 
 
-def _check_port(host: str, port: int) -> None:
-    """Refuse a port that is in use: vLLM would share it, and requests would reach either server."""
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that is in use: vLLM would share it, and requests would reach either server.
+
+    Raises:
+        ConfigError: It is, or nobody can listen there.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

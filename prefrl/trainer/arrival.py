@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from prefrl import distributed
-from prefrl.errors import ConfigError
 from prefrl.rollout.buffer import Minibatch
 from prefrl.rollout.collect import Collected, Request
 from prefrl.types import TokenBatch
@@ -38,33 +37,26 @@ def train_on_arrival(trainer: OnlineTrainer, model: nn.Module, step: ArrivingSte
 
     Returns:
         The loss of the step, on this rank.
-
-    Raises:
-        ConfigError: The back-end keeps gradients where they cannot be divided.
     """
     device = trainer.args.device
     total = torch.zeros((), device=device)
     for minibatch in _arriving_minibatches(trainer, step):
         step.num_items += minibatch.num_items
-        for batch in minibatch.micro_batches:
+        # A rank has as many groups as the others, but not as many micro-batches of each.
+        num_missing = distributed.missing_passes(trainer.policy, len(minibatch.micro_batches), device)
+        for batch in [*minibatch.micro_batches, *[trainer.idle_batch()] * num_missing]:
             total += trainer.micro_step(model, batch, 1.0, is_last=False)
-            step.append(batch)
-    if distributed.world_size() > 1:
-        # A rank does not know which of its groups comes last: all synchronise gradients in a pass without any.
-        trainer.micro_step(model, trainer.idle_batch(), 1.0, is_last=True)
-    trainer.account.switch("optimizer")
+        step += minibatch.micro_batches
     seen = sum(trainer.tokens_seen(batch) for batch in step)
     count, num_tokens = distributed.sum_over_ranks([step.num_items, seen], device)
     trainer.state.num_input_tokens_seen += int(num_tokens)
-    gradients = [parameter.grad for parameter in trainer.trained_parameters() if parameter.grad is not None]
-    if step and not gradients:
-        raise ConfigError(
-            "generation_mode='overlap': the back-end keeps gradients where they cannot be divided. Use 'sync' or "
-            "'async' with it."
-        )
-    for gradient in gradients:
-        gradient.div_(max(count, 1.0))
-    return total / max(count, 1.0)
+    divisor = max(count, 1.0)
+    with distributed.divided_update(trainer.accelerator, model, divisor):
+        # No rank knows which of its groups comes last: gradients are synchronized in a pass that has none of its own.
+        if distributed.world_size() > 1 or distributed.updates_in_backward(trainer.accelerator):
+            trainer.micro_step(model, trainer.idle_batch(), 1.0, is_last=True)
+    trainer.account.switch("optimizer")
+    return total / divisor
 
 
 def _arriving_minibatches(trainer: OnlineTrainer, step: ArrivingStep) -> Iterator[Minibatch]:

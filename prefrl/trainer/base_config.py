@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Ge
 from transformers import TrainingArguments
 
+from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.models.liger import liger_options
+from prefrl.optional import require
 from prefrl.trainer.options import check_fields, check_no_effect, opt, parse_json
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
@@ -50,6 +54,16 @@ class BaseConfig(TrainingArguments):
         "Keep what the forward pass saves for the backward pass in the host's memory instead of the GPU's; with "
         "activation_checkpointing, the inputs of the layers. Changes memory and speed, never the update.",
     )
+    use_liger_kernel: bool = opt(
+        False,
+        "Compute norms, rotary embeddings and MLPs with Liger's fused kernels, which need a GPU and the extra liger. "
+        "Changes memory and speed, and the update by rounding alone.",
+    )
+    liger_kernel_config: dict[str, bool] | str | None = opt(
+        None,
+        'Which of Liger\'s kernels are used or left out, such as {"rope": false}; None: those that Liger uses for the '
+        "model by itself. JSON on the command line. Liger's losses are never used.",
+    )
     dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Processes that tokenise the dataset.")
     log_flops: bool = opt(
         False,
@@ -68,7 +82,8 @@ class BaseConfig(TrainingArguments):
             ConfigError: Names the field, its value, what is allowed and what to do.
         """
         check_fields(self)
-        parse_json(self, "model_init_kwargs")
+        distributed.check_processes(self, os.environ)
+        parse_json(self, "model_init_kwargs", "liger_kernel_config")
         if self.remove_unused_columns:
             raise ConfigError("remove_unused_columns=True: must be False, columns are chosen by the data layer")
         if self.train_sampling_strategy not in ("random", "sequential"):
@@ -83,17 +98,13 @@ class BaseConfig(TrainingArguments):
             )
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size=True is not supported; set max_tokens_per_micro_batch instead")
-        if self.use_liger_kernel:
-            raise ConfigError(
-                "use_liger_kernel=True is not supported: it replaces the forward that scores tokens. The head here is "
-                "chunked without it. Leave it False."
-            )
         if self.neftune_noise_alpha is not None:
             raise ConfigError(
                 f"neftune_noise_alpha={self.neftune_noise_alpha} is not supported: its noise is scaled by the length "
                 "of a padded row, and there are none here. Leave it None."
             )
         self._validate_activations()
+        self._validate_liger()
         check_no_effect(
             name="average_tokens_across_devices",
             value=self.average_tokens_across_devices,
@@ -133,3 +144,22 @@ class BaseConfig(TrainingArguments):
                 because="activation_checkpointing=False",
                 remedy="Set activation_checkpointing=True.",
             )
+
+    def _validate_liger(self) -> None:
+        if not self.use_liger_kernel:
+            check_no_effect(
+                name="liger_kernel_config",
+                value=self.liger_kernel_config,
+                unset=None,
+                because="use_liger_kernel=False",
+                remedy="Set use_liger_kernel=True.",
+            )
+            return
+        if self.device.type in ("cpu", "mps"):
+            raise ConfigError(
+                "use_liger_kernel=True: Liger's kernels are Triton programs for GPUs, and this run is on the "
+                f"{self.device.type.upper()}. Leave it False, or run on a GPU."
+            )
+        require("liger_kernel", extra="liger", feature="use_liger_kernel=True")
+        # HuggingFace hands them to Liger, too.
+        self.liger_kernel_config = liger_options(cast("dict[str, bool] | None", self.liger_kernel_config))

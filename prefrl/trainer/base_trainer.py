@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,23 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
-from prefrl.data.collate import flat_batch
 from prefrl.errors import ConfigError
-from prefrl.metrics import Metric, host, merge
-from prefrl.models.flops import model_cost
+from prefrl.metrics import Metric, host, merge, values_of
+from prefrl.models.export import whole_state
+from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
 from prefrl.models.load import load_model, load_tokenizer
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
-from prefrl.models.reference import make_reference, scores_in_pieces
+from prefrl.models.reference import make_reference
+from prefrl.trainer.callbacks.new_training import NewTraining
 from prefrl.trainer.callbacks.sync_reference import SyncReference
+from prefrl.trainer.checkpoints import checkpoint_folder, load_reference, save_reference
+from prefrl.trainer.frozen import FrozenScores
+from prefrl.trainer.kernels import add_kernels
 from prefrl.trainer.model_card import write_model_card
-from prefrl.trainer.step_account import EndOfOptimizerPhase, StepAccount, StepFlops
+from prefrl.trainer.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers.trainer_utils import TrainOutput
 
     from prefrl.losses.logprobs import TokenScores
     from prefrl.models.forward import WantName
@@ -44,10 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["BaseTrainer"]
 
 Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
-
-# Tokens of a pass without gradients, which keeps the activations of one layer at a time, for each token of one that
-# keeps them all: models have more layers than this.
-_NO_GRAD_TOKENS = 4
 
 
 class BaseTrainer(Trainer):
@@ -64,6 +65,7 @@ class BaseTrainer(Trainer):
     # The loss is divided here, over the whole accumulated batch.
     loss_is_scaled_for_ga = True
     algorithm: str  # as in the registry
+    splits_rows = False  # processes can share the tokens of its rows
 
     args: BaseConfig
     reference: Reference | None = None
@@ -82,11 +84,12 @@ class BaseTrainer(Trainer):
         peft_config: PeftConfig | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
-        if args.n_gpu > 1:
-            raise ConfigError(
-                f"{args.n_gpu} GPUs are visible to one process: start one process for each with `accelerate launch`, "
-                "or set CUDA_VISIBLE_DEVICES to one of them"
-            )
+        distributed.check_devices(args.n_gpu)
+        distributed.tell_deepspeed()
+        name = type(self).__name__
+        self._parallelism = distributed.set_up_parallelism(
+            args.parallelism_config, trainer=name, splits_rows=self.splits_rows
+        )
         model = self.load_policy(
             model,
             model_init_kwargs=cast("dict[str, Any] | None", args.model_init_kwargs),
@@ -95,6 +98,8 @@ class BaseTrainer(Trainer):
             seed=args.seed,
             quantization_config=quantization_config,
         )
+        distributed.check_model(model, trainer=name)
+        add_kernels(args, model)
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
@@ -110,16 +115,25 @@ class BaseTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self.frozen = FrozenScores(args, self.accelerator, self.account, lambda: self.policy)
+        distributed.check_back_end(args, os.environ, self.accelerator)
+        distributed.check_deepspeed(self.accelerator, trainer=name)
+        distributed.keep_outputs_exact(self.accelerator)
         self.model.add_model_tags(["prefrl", self.algorithm])
         self.add_callback(EndOfOptimizerPhase(self.account))
+        self.add_callback(NewTraining(begin=self.begin_training, end=self.end_training))
         if args.log_flops:
-            self._count_flops()
+            self.account.flops = StepFlops(self.policy, model_cost(self.policy))
+            with self.accelerator.autocast():  # the check of the first use is no part of a step
+                verdict_of(self.policy)
 
-    def _count_flops(self) -> None:
-        self.account.flops = StepFlops(self.policy, model_cost(self.policy))
-        # The check of the first use is no part of a step.
-        with self.accelerator.autocast():
-            verdict_of(self.policy)
+    def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
+        """HuggingFace's hook before it makes its accelerator."""
+        return {**super()._build_accelerator_args(**arguments), "parallelism_config": self._parallelism}
+
+    def get_total_train_batch_size(self, args: BaseConfig) -> int:
+        """HuggingFace's hook: rows of a step, over all ranks."""
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -152,10 +166,15 @@ class BaseTrainer(Trainer):
         """The model to train, see `models.load.load_model`."""
         return load_model(model, **options)
 
-    # The reference policy.
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """HuggingFace's hook, after it has called Liger on the model once more, for the whole process."""
+        add_kernels(self.args, self.policy)
+        return super()._inner_training_loop(*args, **kwargs)
 
     def add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
         """Keep the reference that the options ask for, and move it if they say so."""
+        if given is not None:
+            add_kernels(self.args, given)
         self.reference = make_reference(
             self.model,
             beta=options.beta,
@@ -163,6 +182,8 @@ class BaseTrainer(Trainer):
             plan=self.args.forward_plan,
             given=given,
         )
+        if self.reference is not None and self.reference.own_model is not None:
+            distributed.prepare_frozen(self.accelerator, self.reference.own_model)
         if self.reference is not None and self.account.flops is not None:
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
             self.account.flops.reference = cost
@@ -172,19 +193,26 @@ class BaseTrainer(Trainer):
             self.add_callback(SyncReference(self.reference, alpha=alpha, steps=steps))
             self._reference_moves = True
 
+    def begin_training(self) -> None:
+        """Called before the first step of a training, on all ranks."""
+        if distributed.num_processes() > 1:  # the first use is several passes, which FSDP2 has to run by themselves
+            verdict_of(self.policy)
+            distributed.release(self.policy)
+
+    def end_training(self) -> None:
+        """Called after the last step of a training, on all ranks."""
+
     def reference_scores(
         self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
     ) -> TokenScores:
-        """[N] scores under the reference, in passes of at most `max_tokens`; None: the budget of a micro-batch."""
+        """[N] scores under the reference, in passes of at most `max_tokens`; None: the budget of a micro-batch.
+
+        All ranks must call it, also those without a row.
+        """
         assert self.reference is not None
-        with self.account.scoring("reference", batch), self.accelerator.autocast():
-            scores = self.reference.scores(
-                batch.to(self.args.device),
-                temperature=self.scoring_temperature,
-                max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
-                want=want,
-            )
-        return scores.to(batch.device)
+        return self.frozen.of_reference(
+            self.reference, batch, temperature=self.scoring_temperature, max_tokens=max_tokens, want=want
+        )
 
     def reference_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
         """[N] log-probs of `reference_scores`."""
@@ -194,28 +222,11 @@ class BaseTrainer(Trainer):
         self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
     ) -> TokenScores:
         """[N] scores under the policy as it is now, without gradient or dropout; see `reference_scores`."""
-        with self.account.scoring("old_policy", batch), eval_mode(self.policy), self.accelerator.autocast():
-            scores = scores_in_pieces(
-                self.policy,
-                batch.to(self.args.device),
-                temperature=self.scoring_temperature,
-                max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
-                plan=self.args.forward_plan,
-                want=want,
-            )
-        return scores.to(batch.device)
+        return self.frozen.of_policy(batch, temperature=self.scoring_temperature, max_tokens=max_tokens, want=want)
 
     def frozen_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
         """[N] log-probs of `frozen_scores`."""
         return self.frozen_scores(batch, max_tokens=max_tokens).logprobs
-
-    def no_grad_budget(self, micro_batches: Sequence[TokenBatch]) -> int:
-        """Forward tokens that a pass without gradients may hold where these are the passes with gradients."""
-        with_gradients = max(batch.num_forward_tokens for batch in micro_batches)
-        # With these a training pass hardly keeps more activations than one without gradients.
-        is_lean = self.args.activation_checkpointing or self.args.activation_offloading
-        factor = 1 if is_lean else _NO_GRAD_TOKENS
-        return factor * (self.args.max_tokens_per_micro_batch or with_gradients)
 
     # One optimizer step.
 
@@ -245,11 +256,13 @@ class BaseTrainer(Trainer):
             return [], 0.0
         micro_batches, count = self.micro_batches_of_step(items)
         seen = sum(self.tokens_seen(batch) for batch in micro_batches)
-        total_count, num_tokens = distributed.sum_over_ranks([count, seen], device)
+        run = sum(batch.num_forward_tokens for batch in micro_batches)
+        total_count, num_tokens, num_run = distributed.sum_over_ranks([count, seen, run], device)
         # HuggingFace's state is saved, so that the count goes on after a resume.
         self.state.num_input_tokens_seen += int(num_tokens)
         # ZeRO and FSDP gather weights in every forward: all ranks run the same number of them.
-        (num_forwards,) = distributed.max_over_ranks([max(len(micro_batches), 1)], device)
+        num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
+        merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
         micro_batches += [self.idle_batch()] * (int(num_forwards) - len(micro_batches))
         return [[] for _ in items[1:]] + [micro_batches], total_count
 
@@ -259,8 +272,7 @@ class BaseTrainer(Trainer):
 
     def idle_batch(self) -> TokenBatch:
         """One token without a loss: a forward and backward pass with zero gradients for every parameter."""
-        token = self.processing_class.pad_token_id
-        return flat_batch([[token]], [[token]], trainable=[[False]]).replace(is_idle=True)
+        return TokenBatch.idle(self.processing_class.pad_token_id)
 
     def training_step(
         self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
@@ -277,6 +289,7 @@ class BaseTrainer(Trainer):
         self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
     ) -> Tensor:
         """Forward and backward of one micro-batch; gradients are synchronised over ranks in the last of a step."""
+        distributed.announce_backward(self.accelerator, is_last=is_last)
         # HuggingFace's step is compute_loss, which is the forward phase, and the backward pass.
         with (
             self.account.passes("training", [batch]),
@@ -331,8 +344,7 @@ class BaseTrainer(Trainer):
 
     def floating_point_ops(self, inputs: list[TokenBatch]) -> int:
         """6 * parameters outside embeddings * tokens: HuggingFace's estimate, of the tokens really run."""
-        parameters = int(self.policy.num_parameters(exclude_embeddings=True))
-        return 6 * parameters * sum(batch.num_forward_tokens for batch in inputs)
+        return 6 * num_weights(self.policy) * sum(batch.num_forward_tokens for batch in inputs)
 
     # Datasets.
 
@@ -355,13 +367,11 @@ class BaseTrainer(Trainer):
         elif eval_dataset is None and self.eval_dataset is None:
             raise ConfigError("eval_dataset=None: evaluation needs a dataset, here or in the constructor")
         if isinstance(eval_dataset, Mapping):
-            parts = {
-                name: super(BaseTrainer, self).evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
-                for name, part in eval_dataset.items()
-            }
-            return {key: value for metrics in parts.values() for key, value in metrics.items()}
-        metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return metrics
+            metrics: dict[str, float] = {}
+            for name, part in eval_dataset.items():
+                metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        return cast("dict[str, float]", super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
 
     def evaluation_loop(
         self,
@@ -372,12 +382,13 @@ class BaseTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
-        model = self.policy.to(self.args.device)
+        model = self.policy if distributed.is_sharded(self.policy) else self.policy.to(self.args.device)
         num_rows = 0
-        with self.account.phase(None), eval_mode(model), torch.no_grad():
+        with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model):
             for item in dataloader:
                 merge(self.metrics["eval"], self.evaluation_step(model, item))
                 num_rows += self.rows_of(item)
+        distributed.release(model)
         (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
         values = {f"{metric_key_prefix}_{name}": value for name, value in self._drain("eval").items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))
@@ -406,10 +417,7 @@ class BaseTrainer(Trainer):
         """Host values of the metrics so far, merged over ranks; starts anew."""
         hosted = {name: host(metric) for name, metric in self.metrics[mode].items()}
         self.metrics[mode] = {}
-        merged: dict[str, Metric] = {}
-        for part in distributed.gather_objects(hosted):
-            merge(merged, part)
-        return {name: metric.value() for name, metric in merged.items()}
+        return values_of(distributed.gather_objects(hosted))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """HuggingFace's hook: adds the metrics since the last log, under TRL's names."""
@@ -419,6 +427,25 @@ class BaseTrainer(Trainer):
         super().log(logs, start_time)
 
     # Checkpoints.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """HuggingFace's loop.
+
+        Raises:
+            ConfigError: This run's processes cannot read the checkpoint's state of training, or cannot train again.
+        """
+        distributed.check_first_training(self.accelerator, self.model_wrapped)
+        folder = checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
+        if folder is not None:
+            distributed.check_resumable(self.accelerator, folder)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook. It would make one more step of a training that is resumed at its end."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -432,20 +459,31 @@ class BaseTrainer(Trainer):
             self.load_update_state(Path(checkpoint))
 
     def save_update_state(self, folder: Path) -> None:
-        """Write what decides the next update beyond model, optimizer, scheduler and random states."""
-        if self._reference_moves and self.reference is not None and distributed.is_main():
-            save_file(self.reference.state_dict(), folder / "reference.safetensors")
+        """Write what decides the next update beyond model, optimizer, scheduler and random states. On all ranks."""
+        if self.args.should_save:
+            distributed.sign_checkpoint(self.accelerator, folder)
+        if self._reference_moves and self.reference is not None:
+            save_reference(self.reference, folder, writes=self.args.should_save)
 
     def load_update_state(self, folder: Path) -> None:
-        """Read what `save_update_state` wrote."""
+        """Read what `save_update_state` wrote. On all ranks."""
         if self._reference_moves and self.reference is not None:
-            self.reference.load_state_dict(load_file(folder / "reference.safetensors"))
+            load_reference(self.reference, folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model and tokenizer, with a model card."""
-        super().save_model(output_dir, _internal_call)
+        """Save model and tokenizer, with a model card, so that `from_pretrained` loads them. All ranks must call it.
+
+        Partitioned weights are gathered one at a time, for the process that writes. In the middle of training they are
+        left to the back-end's own checkpoint if its settings ask for partitioned ones.
+        """
+        is_checkpoint = _internal_call and output_dir is not None  # HuggingFace names a folder for these alone
+        folder = output_dir or self.args.output_dir
+        if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
+            self._save(folder, whole_state(self.policy, keep=self.args.should_save))
         if self.args.should_save:
-            self.write_card(Path(output_dir or self.args.output_dir))
+            self.write_card(Path(folder))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook before a push to the hub."""
@@ -454,5 +492,5 @@ class BaseTrainer(Trainer):
 
     def write_card(self, folder: Path) -> None:
         """Write README.md, the model card, into `folder`."""
-        base_model = str(self.policy.config.name_or_path)
-        write_model_card(folder, algorithm=self.algorithm, base_model=base_model, log_history=self.state.log_history)
+        base, history = str(self.policy.config.name_or_path), self.state.log_history
+        write_model_card(folder, algorithm=self.algorithm, base_model=base, log_history=history)

@@ -81,8 +81,10 @@ class DPOTrainer(OfflineTrainer):
         return batches
 
     def _all_pairs(self, batches: list[TokenBatch]) -> StepPairs:
+        logprobs = self.logprobs_of_step(self.frozen_logprobs, batches)
         parts = [
-            self._pairs(self._rows(self.frozen_logprobs(batch), batch), self._reference(batch)) for batch in batches
+            self._pairs(self._rows(policy, batch), self._reference(batch))
+            for policy, batch in zip(logprobs, batches, strict=True)
         ]
         return StepPairs(parts, [group for batch in batches for group in pair_groups(batch)])
 

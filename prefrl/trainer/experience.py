@@ -135,7 +135,13 @@ class Experience:
         parts = [range(start, min(start + size, len(rollouts))) for start in range(0, len(rollouts), size)]
         is_good = (totals_of(rollouts) > 0).tolist()
         return [
-            self._minibatch(batch, [row for row in part for _ in range(repeats[row])], is_good, is_first=i == 0)
+            self._minibatch(
+                batch,
+                [row for row in part for _ in range(repeats[row])],
+                is_good,
+                is_first=i == 0,
+                over_ranks=over_ranks,
+            )
             for i, part in enumerate(parts)
         ]
 
@@ -349,7 +355,9 @@ class Experience:
 
     # Minibatches.
 
-    def _minibatch(self, batch: TokenBatch, rows: list[int], is_good: list[bool], *, is_first: bool) -> Minibatch:
+    def _minibatch(
+        self, batch: TokenBatch, rows: list[int], is_good: list[bool], *, is_first: bool, over_ranks: bool
+    ) -> Minibatch:
         trainer, args = self.trainer, self.args
         batch = batch.select(rows)
         if is_first:
@@ -359,17 +367,16 @@ class Experience:
         if args.positive_nll_coef is not None:
             batch = self._with_nll_weights(batch, torch.tensor([is_good[row] for row in rows]), num_items)
         batch = batch.select(self._rows_with_gradient(batch))
-        micro_batches = trainer.cut(batch, args.per_device_train_batch_size)
-        if micro_batches:
-            # Scored before it is cut: a prompt is computed once for its whole group.
-            max_tokens = trainer.no_grad_budget(micro_batches)
-            if trainer.reference is not None and batch.ref_logprobs is None:
-                batch = trainer.with_reference(batch, max_tokens=max_tokens)
-            if not is_first and batch.old_logprobs is None:
-                # Earlier minibatches will have moved the policy by the time that this one is learned from.
-                batch = batch.replace(old_logprobs=trainer.frozen_logprobs(batch, max_tokens=max_tokens))
-            micro_batches = trainer.cut(batch, args.per_device_train_batch_size)
-        return Minibatch(micro_batches, num_items)
+        if over_ranks:
+            batch = trainer.dealt(batch)
+        # Scored before it is cut: a prompt is computed once for its whole group.
+        max_tokens = trainer.frozen.budget(trainer.cut(batch, args.per_device_train_batch_size))
+        if trainer.reference is not None and batch.ref_logprobs is None:
+            batch = trainer.with_reference(batch, max_tokens=max_tokens)
+        if not is_first and batch.old_logprobs is None:
+            # Earlier minibatches will have moved the policy by the time that this one is learned from.
+            batch = batch.replace(old_logprobs=trainer.frozen_logprobs(batch, max_tokens=max_tokens))
+        return Minibatch(trainer.cut(batch, args.per_device_train_batch_size), num_items)
 
     def _with_nll_weights(self, batch: TokenBatch, is_good: Tensor, num_items: float) -> TokenBatch:
         """Weights that make a mean over the tokens of good rows of a sum that is divided by the step's items."""

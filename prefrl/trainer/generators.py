@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
     from prefrl.generation.base import WeightSource
     from prefrl.generation.transport import SyncMethod
+    from prefrl.trainer.online_config import OnlineConfig
     from prefrl.trainer.vllm_options import VLLMOptions
 
 __all__ = ["make_generator", "server_metrics", "sync_method"]
 
 
 def make_generator(
-    args: VLLMOptions,
+    args: OnlineConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -48,7 +49,13 @@ def make_generator(
         ConfigError: `weight_sync` does not fit the model.
     """
     if not args.use_vllm:
-        return LocalGenerator(model, tokenizer=tokenizer, max_rows=max_rows)
+        return LocalGenerator(
+            model,
+            tokenizer=tokenizer,
+            max_rows=max_rows,
+            gathers=args.ds3_gather_for_generation,
+            offloads_cache=args.cache_implementation == "offloaded",
+        )
     method = sync_method(args, has_adapter=weights.has_adapter)
     if weights.is_quantized and method != "adapter":
         raise ConfigError(

@@ -98,11 +98,9 @@ class KTOTrainer(OfflineTrainer):
         unsided = [(batch, sorted(set(range(batch.num_rows)) - set(sided_rows(batch)))) for batch in batches]
         parts = [batch.select(rows) for batch, rows in unsided if rows]
         log_ratio = torch.zeros((), device=self.args.device)
-        if parts:
-            mismatched = TokenBatch.concat(parts)
-            assert mismatched.ref_logprobs is not None
-            logprobs = self.frozen_logprobs(mismatched, max_tokens=self.no_grad_budget(batches))
-            log_ratio += ((logprobs - mismatched.ref_logprobs) * mismatched.trainable).sum().to(log_ratio.device)
+        for batch, logprobs in zip(parts, self.logprobs_of_step(self.frozen_logprobs, parts), strict=True):
+            assert batch.ref_logprobs is not None
+            log_ratio += ((logprobs - batch.ref_logprobs) * batch.trainable).sum().to(log_ratio.device)
         count = sum(batch.num_rows for batch in parts)
         # One wait for the device in each step.
         total, all_rows = distributed.sum_over_ranks([float(log_ratio), count], self.args.device)

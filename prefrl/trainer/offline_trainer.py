@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
@@ -11,6 +11,7 @@ import datasets
 import torch
 
 from prefrl import distributed
+from prefrl.data.dealing import Dealing, dealing_of
 from prefrl.data.samplers import EpochDataLoader, StepBatchSampler
 from prefrl.data.stream import StreamLoader
 from prefrl.errors import ConfigError
@@ -69,6 +70,7 @@ class OfflineTrainer(BaseTrainer):
         DataError: A dataset that cannot be used; names the row and the column.
     """
 
+    splits_rows = True
     args: OfflineConfig
     row_kind: RowKind
     train_dataset: Any
@@ -151,11 +153,10 @@ class OfflineTrainer(BaseTrainer):
         """
         if self.reward_mean is not None:
             self.reward_mean.fold()
-        if self.reference is not None and batches:
+        if self.reference is not None:
             # On the device from here on: the scores need not travel.
             batches = [batch.to(self.args.device) for batch in batches]
-            logprobs = self.reference_logprobs(TokenBatch.concat(batches), max_tokens=self.no_grad_budget(batches))
-            parts = torch.split(logprobs, [batch.num_tokens for batch in batches])
+            parts = self.logprobs_of_step(self.reference_logprobs, batches)
             return [batch.replace(ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
         if self._precomputed_from is not None and any(batch.ref_logprobs is None for batch in batches):
             raise ConfigError(
@@ -163,6 +164,15 @@ class OfflineTrainer(BaseTrainer):
                 "be scored. Give it to the constructor as eval_dataset, or set precompute_ref_log_probs=False."
             )
         return batches
+
+    def logprobs_of_step(self, score: Callable[..., Tensor], batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """[N] log-probs of each micro-batch of a step by `reference_logprobs` or `frozen_logprobs`.
+
+        All ranks must call it, also those without a micro-batch.
+        """
+        rows = TokenBatch.concat(batches) if batches else self.idle_batch().select([])
+        logprobs = score(rows, max_tokens=self.frozen.budget(batches))
+        return list(torch.split(logprobs, [batch.num_tokens for batch in batches]))
 
     # Datasets.
 
@@ -187,11 +197,14 @@ class OfflineTrainer(BaseTrainer):
         dataset = self.train_dataset
         if dataset is None:
             raise ConfigError("train_dataset=None: training needs a dataset")
+        # Under a budget of tokens, micro-batches do not have a number of rows.
+        dealing = self._dealing(dataset, equal_counts=self.args.max_tokens_per_micro_batch is None)
         if isinstance(dataset, datasets.IterableDataset):
             return self._stream_loader(
                 dataset,
                 micro_batch_size=self.args.per_device_train_batch_size,
                 micro_batches_per_step=self.args.gradient_accumulation_steps,
+                dealing=dealing,
                 drop_last=self.args.dataloader_drop_last,
                 repeat=True,
             )
@@ -201,6 +214,7 @@ class OfflineTrainer(BaseTrainer):
             micro_batches_per_step=self.args.gradient_accumulation_steps,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
+            dealing=dealing,
             shuffle=self.args.train_sampling_strategy == "random",
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=self.args.dataloader_drop_last,
@@ -213,19 +227,28 @@ class OfflineTrainer(BaseTrainer):
         return self._loader(dataset, sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader | StreamLoader:
-        """All rows of an evaluation dataset in order, shared out over the ranks."""
+        """All rows of an evaluation dataset, shared out over the ranks."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
+        dealing = self._dealing(dataset, equal_counts=True)
         if isinstance(dataset, datasets.IterableDataset):
-            return self._stream_loader(dataset, micro_batch_size=self.args.per_device_eval_batch_size)
+            size = self.args.per_device_eval_batch_size
+            return self._stream_loader(dataset, micro_batch_size=size, dealing=dealing)
         sampler = StepBatchSampler(
             len(dataset),
             micro_batch_size=self.args.per_device_eval_batch_size,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
+            dealing=dealing,
         )
         return self._loader(dataset, sampler)
+
+    def _dealing(self, dataset: Any, *, equal_counts: bool) -> Dealing | None:
+        if distributed.world_size() == 1:
+            return None
+        hidden_size = self.policy.config.get_text_config().hidden_size
+        return dealing_of(dataset, hidden_size=hidden_size, equal_counts=equal_counts)
 
     def _loader(self, dataset: Any, sampler: StepBatchSampler) -> EpochDataLoader:
         return EpochDataLoader(
@@ -244,6 +267,7 @@ class OfflineTrainer(BaseTrainer):
         *,
         micro_batch_size: int,
         micro_batches_per_step: int = 1,
+        dealing: Dealing | None,
         drop_last: bool = False,
         repeat: bool = False,
     ) -> StreamLoader:
@@ -258,6 +282,7 @@ class OfflineTrainer(BaseTrainer):
             micro_batches_per_step=micro_batches_per_step,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
+            dealing=dealing,
             drop_last=drop_last,
             repeat=repeat,
             collate_fn=self.collate,
@@ -277,6 +302,8 @@ class OfflineTrainer(BaseTrainer):
         """The loss and its metrics on one micro-batch."""
         batches = self.prepare_step([] if item is None else [item])
         metrics: dict[str, Metric] = {}
+        if not batches:  # other ranks may need a pass
+            self.forward_sum(model, self.idle_batch().to(self.args.device))
         for batch in batches:
             count = float(self.num_items(batch))
             output = self.loss(model, batch.to(self.args.device))
@@ -292,10 +319,10 @@ class OfflineTrainer(BaseTrainer):
     def save_update_state(self, folder: Path) -> None:
         """See `BaseTrainer.save_update_state`; also which weights the reference has."""
         super().save_update_state(folder)
-        if (fingerprint := self._reference_fingerprint()) is not None and distributed.is_main():
+        if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
             (folder / _REFERENCE_FILE).write_text(json.dumps({"weights": fingerprint}), encoding="utf-8")
         if self.reward_mean is not None:
-            self.reward_mean.save(folder / _REWARD_MEAN_FILE)
+            self.reward_mean.save(folder / _REWARD_MEAN_FILE, writes=self.args.should_save)
 
     def load_update_state(self, folder: Path) -> None:
         """See `BaseTrainer.load_update_state`.

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.trainer.base_config import BaseConfig, TruncationMode
+from prefrl.trainer.local_options import LocalOptions
 from prefrl.trainer.options import check_no_effect, opt, parse_json
 from prefrl.trainer.rollout_options import PromptOptions, ShapingOptions
 from prefrl.trainer.vllm_options import VLLMOptions
@@ -71,7 +72,9 @@ class RewardOptions:
 
 
 @dataclass
-class OnlineConfig(SamplingOptions, VLLMOptions, PromptOptions, RewardOptions, ShapingOptions, BaseConfig):
+class OnlineConfig(
+    SamplingOptions, LocalOptions, VLLMOptions, PromptOptions, RewardOptions, ShapingOptions, BaseConfig
+):
     """Options of the rollout loop."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
@@ -96,6 +99,7 @@ class OnlineConfig(SamplingOptions, VLLMOptions, PromptOptions, RewardOptions, S
         self._validate_generation_size()
         self._validate_groups()
         self._validate_prompt_loading()
+        self.validate_local(use_vllm=self.use_vllm)
         self.validate_vllm()
         self.validate_shaping()
         self.validate_prompts()

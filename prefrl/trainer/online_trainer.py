@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,11 +25,11 @@ from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
+from prefrl.rollout.share import share_out
 from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
 from prefrl.trainer.arrival import ArrivingStep, train_on_arrival
 from prefrl.trainer.base_config import TRUNCATION_SIDES
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers
-from prefrl.trainer.callbacks.new_training import NewTraining
 from prefrl.trainer.experience import Experience, ExperienceMaker
 from prefrl.trainer.generators import make_generator, server_metrics
 from prefrl.trainer.objective import Objective, PolicyObjective
@@ -119,6 +121,8 @@ class OnlineTrainer(BaseTrainer):
             quantization_config=quantization_config,
         )
         self._check_dataset_size()
+        for reward in self.rewards.models:
+            distributed.prepare_frozen(self.accelerator, reward.model)
         self.add_reference(args)
         self.weights = PolicyWeights(self.policy)
         self.generator: Generator = make_generator(
@@ -128,7 +132,6 @@ class OnlineTrainer(BaseTrainer):
         self.rollouts = Rollouts(self, args)
         self._fresh_logprobs: list[Tensor] = []
         self.prepare_learning()
-        self.add_callback(NewTraining(begin=self._start_over, end=self.rollouts.ahead.drop))
 
     def prepare_learning(self) -> None:
         """Make what turns rollouts into minibatches, and those into a loss."""
@@ -270,16 +273,28 @@ class OnlineTrainer(BaseTrainer):
                 self._generation_at(self.state.global_step), last=self._generation_at(self.state.max_steps - 1)
             )
 
-    def _start_over(self) -> None:
-        """Optimizer steps are counted anew, so their numbers do not tell the weights of two trainings apart."""
+    def begin_training(self) -> None:
+        """See `BaseTrainer`."""
+        super().begin_training()
+        # Steps are counted anew, so their numbers do not tell the weights of two trainings apart.
         self.rollouts.ahead.drop()
         self.generator.invalidate()
+
+    def end_training(self) -> None:
+        """See `BaseTrainer`."""
+        self.rollouts.ahead.drop()
 
     @property
     def collector(self) -> Collector:
         """Makes scored rollouts of completions."""
         # HuggingFace makes a new state for each training.
-        return Collector(self.rewards, self.processing_class, self.state, self.account.clock)
+        return Collector(
+            self.rewards, self.processing_class, self.state, self.account.clock, self._reward_models_in_company
+        )
+
+    def _reward_models_in_company(self) -> AbstractContextManager[None]:
+        scorers = [(reward.model, reward.idle_pass) for reward in self.rewards.models]
+        return distributed.in_company(scorers, self.args.device)
 
     def _generation_at(self, step: int) -> int:
         """Number of the generation batch that an optimizer step learns from."""
@@ -299,13 +314,23 @@ class OnlineTrainer(BaseTrainer):
         for rollout, total in zip(rollouts, totals.tolist(), strict=True):
             rollout.reward = total
 
+    def dealt(self, batch: TokenBatch) -> TokenBatch:
+        """The rows that this rank learns from, of those that all ranks sampled for a step; see `share_out`."""
+        if distributed.world_size() == 1:
+            return batch
+        return share_out(
+            batch,
+            hidden_size=self.policy.config.get_text_config().hidden_size,
+            # Under a budget of tokens, micro-batches do not have a number of rows.
+            equal_counts=self.args.max_tokens_per_micro_batch is None,
+            device=self.args.device,
+        )
+
     # Log-probs that a loss compares with.
 
     def scored_first(self, batch: TokenBatch) -> TokenBatch:
         """The rows of a generation batch with what advantages and the selection of tokens read of the models."""
-        if not batch.num_rows:
-            return batch
-        max_tokens = self.no_grad_budget(self.cut(batch, self.args.per_device_train_batch_size))
+        max_tokens = self.frozen.budget(self.cut(batch, self.args.per_device_train_batch_size))
         batch = self.with_frozen_scores(batch, max_tokens=max_tokens)
         return batch if self.reference is None else self.with_reference(batch, max_tokens=max_tokens)
 
@@ -345,10 +370,6 @@ class OnlineTrainer(BaseTrainer):
         if inputs and self.args.num_iterations > 1 and self._fresh_logprobs:
             self.buffer.keep_old_logprobs(self._fresh_logprobs)
         return loss
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """All parameters whose gradients make the update."""
-        return list(self.model.parameters())
 
     def old_logprobs(self, batch: TokenBatch, scores: TokenScores) -> Tensor:
         """[N] log-probs under the policy that sampled; those just computed if the policy has not moved since."""
@@ -434,31 +455,31 @@ class OnlineTrainer(BaseTrainer):
     def save_update_state(self, folder: Path) -> None:
         """The rollouts still to be learned from, and a reference that moves."""
         super().save_update_state(folder)
-        self.buffer.save(folder / f"rollouts_{distributed.rank()}_of_{distributed.world_size()}.safetensors")
-        self.rollouts.save(folder / "curriculum.safetensors")
-        if distributed.is_main():
+        self.buffer.save(folder / _rollouts_file(distributed.rank(), distributed.world_size()))
+        if self.args.should_save:
+            self.rollouts.save(folder / "curriculum.safetensors")
             state = {"objective": self.objective.state_dict(), "experience": self.experience.state_dict()}
             (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def load_update_state(self, folder: Path) -> None:
-        """Read what `save_update_state` wrote.
-
-        Raises:
-            ConfigError: The checkpoint was written by another number of processes, in the middle of its rollouts.
-        """
-        path = folder / f"rollouts_{distributed.rank()}_of_{distributed.world_size()}.safetensors"
-        if not path.exists():
-            found = sorted(p.name for p in folder.glob("rollouts_*.safetensors"))
-            raise ConfigError(
-                f"{folder} has no rollouts for process {distributed.rank()} of {distributed.world_size()} "
-                f"(found: {', '.join(found) or 'none'}). Resume with the number of processes that wrote it."
-            )
-        self.buffer.load(path)
+        """Read what `save_update_state` wrote; another number of processes shares the rollouts out anew."""
+        rank, world_size = distributed.rank(), distributed.world_size()
+        num_files = distributed.writer_of(folder).num_processes
+        paths = [folder / _rollouts_file(number, num_files) for number in range(num_files)]
+        if num_files == world_size:
+            self.buffer.load(paths[rank])
+        else:
+            cut = partial(self.cut, rows_per_micro_batch=self.args.per_device_train_batch_size)
+            self.buffer.load_dealt(paths, cut=cut, rank=rank, world_size=world_size)
         self.rollouts.load(folder / "curriculum.safetensors")
         state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
         self.objective.load_state_dict(state["objective"])
         self.experience.load_state_dict(state["experience"])
         super().load_update_state(folder)
+
+
+def _rollouts_file(rank: int, world_size: int) -> str:
+    return f"rollouts_{rank}_of_{world_size}.safetensors"
 
 
 def _nan_if_none(value: float | None) -> float:

@@ -81,7 +81,10 @@ class PairExperience:
         totals = self._shaped(rollouts, over_ranks=over_ranks)
         size = -(-len(rollouts) // num_parts)
         parts = [range(start, min(start + size, len(rollouts))) for start in range(0, len(rollouts), size)]
-        return [self._minibatch([rollouts[row] for row in part], [totals[row] for row in part]) for part in parts]
+        return [
+            self._minibatch([rollouts[row] for row in part], [totals[row] for row in part], over_ranks=over_ranks)
+            for part in parts
+        ]
 
     def _shaped(self, rollouts: Sequence[Rollout], *, over_ranks: bool) -> list[float]:
         mine = [(rollout.reward, rollout.completion.finish_reason) for rollout in rollouts]
@@ -93,7 +96,7 @@ class PairExperience:
         found: list[float] = totals[start : start + len(mine)].tolist()
         return found
 
-    def _minibatch(self, rollouts: Sequence[Rollout], totals: Sequence[float]) -> Minibatch:
+    def _minibatch(self, rollouts: Sequence[Rollout], totals: Sequence[float], *, over_ranks: bool) -> Minibatch:
         chosen, rejected = [], []
         for rollout in rollouts:
             rollout.advantage = 0.0
@@ -108,11 +111,11 @@ class PairExperience:
         batch = batch.select(rows).replace(is_preferred=tuple([True, False] * len(chosen)))
         batch = batch.select(_whole_pairs(batch))
         num_items = batch.num_rows / 2
-        micro_batches = self.trainer.cut(batch, self.args.per_device_train_batch_size)
-        if micro_batches:
-            batch = self.trainer.with_reference(batch, max_tokens=self.trainer.no_grad_budget(micro_batches))
-            micro_batches = self.trainer.cut(batch, self.args.per_device_train_batch_size)
-        return Minibatch(micro_batches, num_items)
+        if over_ranks:
+            batch = self.trainer.dealt(batch)
+        max_tokens = self.trainer.frozen.budget(self.trainer.cut(batch, self.args.per_device_train_batch_size))
+        batch = self.trainer.with_reference(batch, max_tokens=max_tokens)
+        return Minibatch(self.trainer.cut(batch, self.args.per_device_train_batch_size), num_items)
 
     def state_dict(self) -> dict[str, Any]:
         """Running moments of rewards."""

@@ -13,7 +13,19 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.critic import Critic
 from prefrl.trainer.base_trainer import Optimizers
-from prefrl.trainer.critics import critic_loss, make_critic, policy_and_values, refuse_reward_model
+from prefrl.trainer.critics import (
+    add_critic_group,
+    attach_critic,
+    critic_loss,
+    load_left_out,
+    make_critic,
+    policy_and_values,
+    refuse_reward_model,
+    save_left_out,
+    scores_and_values,
+    split_state,
+    without_critic,
+)
 from prefrl.trainer.online_trainer import OnlineTrainer
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.types import LossOutput, TokenBatch
@@ -24,7 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
-    from prefrl.losses.logprobs import WantName
     from prefrl.rewards.base import RewardSource
 
 __all__ = ["PPOTrainer"]
@@ -84,14 +95,11 @@ class PPOTrainer(OnlineTrainer):
         """See `OnlineTrainer`; makes the critic."""
         super().prepare_learning()
         self.critic: Critic = make_critic(self.args, self.policy, self._value_model)
+        # One module is trained, so that any back-end reduces and shards the gradients of both.
+        attach_critic(self.policy, self.critic)
 
     def with_frozen_scores(self, batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
         """See `OnlineTrainer`; adds the critic's values, those of a head from the same pass."""
-        if not self.critic.wants:
-            batch = super().with_frozen_scores(batch, max_tokens=max_tokens)
-            with self.account.phase("old_policy"), self.accelerator.autocast():
-                values = self.critic.frozen_values(batch.to(self.args.device), max_tokens=max_tokens)
-            return batch.replace(values=values.to(batch.device))
         return policy_and_values(self, batch, critic=self.critic, max_tokens=max_tokens)
 
     @property
@@ -105,59 +113,61 @@ class PPOTrainer(OnlineTrainer):
 
     def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """See `BaseTrainer`; gradients for what has some on other ranks."""
-        with torch.set_grad_enabled(not self._is_warmup):
-            scores = self.score(model, batch, want=self.critic.wants)
-        return scores.logprobs.sum() + self.critic.values(batch, hidden=scores.hidden).sum()
+        scores, values = scores_and_values(self, model, batch, self.critic, want=())
+        return scores.logprobs.sum() + values.sum()
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
-        """The policy's loss, but for the steps of `critic_warmup`, and the critic's."""
-        want: tuple[WantName, ...] = (*self.objective.want, *self.critic.wants)
-        with torch.set_grad_enabled(not self._is_warmup):
-            scores = self.score(model, batch, want=want)
-            output = self.objective(batch, scores, self.old_logprobs(batch, scores))
-        with self.accelerator.autocast():  # HuggingFace wraps the policy alone
-            value = critic_loss(self.args, batch, self.critic.values(batch, hidden=scores.hidden))
-        total = value.total if self._is_warmup else output.total + value.total
-        return LossOutput(total, output.metrics | value.metrics)
+        """The policy's loss, times 0 in the steps of `critic_warmup`, and the critic's."""
+        scores, values = scores_and_values(self, model, batch, self.critic, want=self.objective.want)
+        output = self.objective(batch, scores, self.old_logprobs(batch, scores))
+        value = critic_loss(self.args, batch, values)
+        weight = 0.0 if self._is_warmup else 1.0
+        return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)
 
-    # The critic's parameters, which HuggingFace does not know.
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """See `OnlineTrainer`."""
-        return [*super().trained_parameters(), *self.critic.parameters()]
+    # The critic is a part of the model that HuggingFace trains, and the last group of its optimizer.
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """HuggingFace's optimizer with a group for the critic."""
         is_new = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if is_new:
-            group: dict[str, Any] = {"params": self.critic.parameters(), "lr": self.args.critic_learning_rate}
-            optimizer.add_param_group(group | {"weight_decay": 0.0})
+            add_critic_group(optimizer, self.critic, learning_rate=self.args.critic_learning_rate)
+            self._weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
         return optimizer
 
     def training_step(
         self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
-        """See `OnlineTrainer`; the critic's gradients are averaged over ranks as the policy's are."""
-        for parameter in self.critic.parameters():
-            parameter.grad = None
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if inputs:
-            distributed.average_gradients(self.critic.parameters())
-        return loss
+        """See `OnlineTrainer`; while the critic learns alone, the policy's weights do not decay either."""
+        for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):
+            group["weight_decay"] = 0.0 if self._is_warmup else weight_decay
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        norm = super()._clip_grad_norm(model)
+        if distributed.updates_in_backward(self.accelerator):  # and has clipped the gradients of both together
+            return super()._clip_grad_norm(model)
+        policy = without_critic(model.parameters(), self.critic)
+        norm = self.accelerator.clip_grad_norm_(policy, self.args.max_grad_norm)
         torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.args.max_grad_norm)
         return norm
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """See `BaseTrainer`; the critic is in the folder `critic`."""
-        super().save_model(output_dir, _internal_call)
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """HuggingFace's hook, on the process that writes; the critic goes to the folder `critic`."""
+        policy, critic = split_state(self.policy.state_dict() if state_dict is None else state_dict)
+        super()._save(output_dir, policy)
         if self.args.should_save:
-            self.critic.save(Path(output_dir or self.args.output_dir) / "critic")
+            self.critic.save(Path(output_dir or self.args.output_dir) / "critic", critic)
+
+    def save_update_state(self, folder: Path) -> None:
+        """See `OnlineTrainer`; the critic is not in all checkpoints of a back-end."""
+        super().save_update_state(folder)
+        save_left_out(self, self.critic, folder)
 
     def load_update_state(self, folder: Path) -> None:
-        """See `OnlineTrainer`."""
+        """See `OnlineTrainer`; back-ends that shard have mostly loaded the critic with the policy."""
         super().load_update_state(folder)
-        self.critic.load(folder / "critic")
+        load_left_out(self, self.critic, folder)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        load_left_out(self, self.critic, Path(str(self.state.best_model_checkpoint)))

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from prefrl import distributed
+from prefrl.data.rows import list_lengths
 from prefrl.errors import ConfigError, DataError
 from prefrl.models.fingerprint import combined, rows_fingerprint
 
@@ -82,14 +83,14 @@ def precompute_reference(
             f"precompute_ref_log_probs=True with an {type(dataset).__name__}: every row is scored before training, "
             "which needs a dataset of known length. Give a datasets.Dataset, or set precompute_ref_log_probs=False."
         )
-    tokens = {column: _lengths(dataset, column) for column in REFERENCE_COLUMNS if column in dataset.column_names}
+    tokens = {column: list_lengths(dataset, column) for column in REFERENCE_COLUMNS if column in dataset.column_names}
     rows = rows_fingerprint(dataset, ["prompt_ids", *tokens])
     fingerprint = combined([_FILE_VERSION, weights, rows, str(dtype), temperature])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "prefrl_reference" if cache_dir is None else cache_dir
     path = folder / f"{fingerprint}.parquet"
     table = _read(path, fingerprint, tokens)
     if not all(distributed.gather_objects(table is not None)):
-        order = np.argsort(-_lengths(dataset, "prompt_ids") - sum(tokens.values()), kind="stable")
+        order = np.argsort(-list_lengths(dataset, "prompt_ids") - sum(tokens.values()), kind="stable")
         if distributed.is_main():
             folder.mkdir(parents=True, exist_ok=True)  # before the work, so that it is not in vain
         scored = _score(dataset, order, tokens, reference_logprobs, collate, batch_size)
@@ -119,12 +120,6 @@ def check_same_reference(saved: str, now: str) -> None:
             f"run's is {now}. Construct the trainer with the model (and ref_model, if there was one) that the run "
             "started from, not with the checkpoint's."
         )
-
-
-def _lengths(dataset: datasets.Dataset, column: str) -> Any:
-    """[rows] tokens in each row."""
-    tables = dataset.select_columns([column]).with_format("arrow").iter(10_000)
-    return np.concatenate([pc.list_value_length(table[column]).fill_null(0).to_numpy() for table in tables])
 
 
 def _score(

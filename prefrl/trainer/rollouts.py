@@ -142,8 +142,8 @@ class Rollouts:
     # Checkpoints: the curriculum is the same on all ranks.
 
     def save(self, path: Path) -> None:
-        """Write what decides the next prompts."""
-        if self.curriculum is not None and distributed.is_main():
+        """Write what decides the next prompts; called on one rank."""
+        if self.curriculum is not None:
             save_file(self.curriculum.state_dict(), path)
 
     def load(self, path: Path) -> None:

@@ -46,10 +46,10 @@ class RunningMean:
         self._total += total
         self._count += count
 
-    def save(self, path: Path) -> None:
-        """Write the state, what was added included. All ranks must call it; the main process writes."""
+    def save(self, path: Path, *, writes: bool) -> None:
+        """Write the state, what was added included. All ranks must call it; those that write have the same."""
         self.fold()
-        if distributed.is_main():
+        if writes:
             path.write_text(json.dumps({"total": self._total, "count": self._count}), encoding="utf-8")
 
     def load(self, path: Path) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import TokenBatch
 
-__all__ = ["EndOfOptimizerPhase", "Pass", "StepAccount", "StepFlops"]
+__all__ = ["EndOfOptimizerPhase", "Pass", "StepAccount", "StepFlops", "idle_share"]
 
 # Passes whose operations are counted.
 Pass = Literal["training", "reference", "old_policy"]
@@ -268,16 +268,17 @@ class StepFlops:
 
         Returns:
             `perf/flops` and `perf/flops_floor`, per step, summed over ranks; `perf/step_efficiency`, the floor's share
-            of what ran; `perf/tflops_per_s`, 10^12 operations in a second of those passes, of one rank.
+            of what ran; `perf/tflops_per_s`, 10^12 operations in a second of those passes, of one process.
         """
         steps_of_all = num_steps / distributed.world_size()
-        counted, floor = self._counted, self._floor
+        (counted,) = distributed.team_totals([self._counted], next(self._model.parameters()).device)
+        floor = self._floor
         self._counted = self._floor = 0.0
         return {
             "perf/flops": Mean(counted, steps_of_all),
             "perf/flops_floor": Mean(floor, steps_of_all),
             "perf/step_efficiency": Mean(floor, counted),
-            "perf/tflops_per_s": Mean(counted / 1e12, seconds),
+            "perf/tflops_per_s": Mean(counted / 1e12, seconds * distributed.team_size()),
         }
 
 
@@ -290,3 +291,15 @@ class EndOfOptimizerPhase(TrainerCallback):
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """HuggingFace's hook, right after the optimizer's step."""
         self.account.switch("other")
+
+
+def idle_share(num_tokens: float, most_tokens: float, world_size: int) -> dict[str, Metric]:
+    """The share of the ranks' time in which they wait for the one with most tokens, if there are several.
+
+    Args:
+        num_tokens: That all ranks run forward in a step.
+        most_tokens: That one of them runs.
+        world_size: Number of ranks.
+    """
+    room = most_tokens * world_size
+    return {"balance/idle_share": Mean(room - num_tokens, room)} if world_size > 1 and room else {}

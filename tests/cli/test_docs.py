@@ -17,8 +17,10 @@ from prefrl.losses.reference_free import CPO_LOSSES
 from prefrl.losses.table import LossRow
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments import RewardArguments, ScriptArguments
+from prefrl.scripts.launch import LaunchArguments
 from prefrl.scripts.main import main
 from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.train import parser_of
 from tests.cli.conftest import write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +90,9 @@ def test_python_blocks_run(code: str, workspace: Path, model_folder: Path, rewar
     exec(compile(code.replace(MODEL, str(model_folder)), "<docs>", "exec"), {"__name__": "__main__"})
 
 
-def _command_lines() -> list[object]:
+def _command_lines(command: str | None = None) -> list[object]:
+    """Words of each line with an algorithm, behind `prefrl` or behind `prefrl COMMAND`."""
+    before = ["prefrl"] if command is None else ["prefrl", command]
     lines = [
         (page, line)
         for page in PAGES
@@ -97,9 +101,9 @@ def _command_lines() -> list[object]:
     ]
     found = [(page, line, words) for page, line in lines for words in [shlex.split(line, comments=True)]]
     return [
-        pytest.param(words[1:], id=f"{name(page)}: {line}")
+        pytest.param(words[len(before) :], id=f"{name(page)}: {line}")
         for page, line, words in found
-        if words[:1] == ["prefrl"] and words[1] in REGISTRY
+        if words[: len(before)] == before and words[len(before)] in REGISTRY
     ]
 
 
@@ -110,6 +114,15 @@ def test_command_lines_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) 
     arguments = RewardArguments if words[0] == "grpo" else ScriptArguments
     script, _ = CommandParser(words[0], (arguments, config), "").parse([*words[1:], "--use_cpu"])
     assert script.model_name_or_path == MODEL
+
+
+@pytest.mark.parametrize("words", _command_lines("launch"))
+def test_launches_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    parser = CommandParser("launch", (LaunchArguments,), "", takes_config=False)
+    (options,), forwarded = parser.parse_known(words[1:])
+    options.check_machines()
+    assert parser_of(REGISTRY[words[0]]).values(forwarded)["model_name_or_path"] == MODEL
 
 
 EXAMPLE_CONFIGS = sorted((ROOT / "examples").glob("*.yaml"))

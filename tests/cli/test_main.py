@@ -17,6 +17,7 @@ from prefrl.scripts.main import main
 from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
+OTHERS = ("demo", "launch", "soup", "verify", "vllm-serve")
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
 
@@ -42,9 +43,7 @@ def test_help_loads_nothing_heavy_and_names_every_command() -> None:
     assert loaded == "[]"
     assert {line.split()[0] for line in help_lines if line.startswith("  ") and line.strip()} >= {
         *REGISTRY,
-        "demo",
-        "soup",
-        "vllm-serve",
+        *OTHERS,
     }
 
 
@@ -98,7 +97,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
         pytest.param(["grop"], "prefrl grop: ConfigError: unknown command. Did you mean 'grpo'?", id="command"),
         pytest.param(
             ["xyz"],
-            f"unknown command. Known: {', '.join(sorted([*REGISTRY, 'demo', 'soup', 'verify', 'vllm-serve']))}.",
+            f"unknown command. Known: {', '.join(sorted([*REGISTRY, *OTHERS]))}.",
             id="command unlike any",
         ),
         pytest.param(

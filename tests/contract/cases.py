@@ -19,7 +19,6 @@ from prefrl.generation.local import LocalGenerator
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.online_trainer import OnlineTrainer
-from prefrl.trainer.ppo_trainer import PPOTrainer
 from prefrl.types import Completion
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 
@@ -200,17 +199,11 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def trained_weights(trainer: BaseTrainer) -> dict[str, torch.Tensor]:
-    """Copies of all parameters, those of a critic too."""
-    critic = weights_of(trainer.critic.module) if isinstance(trainer, PPOTrainer) else {}
-    return weights_of(trainer.model) | {f"critic.{name}": value for name, value in critic.items()}
-
-
 def update_of(trainer: BaseTrainer, *, resume_from_checkpoint: str | None = None) -> torch.Tensor:
     """The change of all weights over `train()`, as one vector; from the first weights also after a resume."""
-    before = trained_weights(trainer)
+    before = weights_of(trainer.model)
     trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-    after = trained_weights(trainer)
+    after = weights_of(trainer.model)
     return torch.cat([(after[name] - before[name]).flatten() for name in before])
 
 

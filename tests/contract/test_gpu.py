@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from prefrl.generation.base import SamplingParams
+from prefrl.generation.local import LocalGenerator
 from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
-from tests.contract.cases import ONLINE, make_trainer, relative_difference, train_inside, update_of
+from tests.contract.cases import ONLINE, make_trainer, relative_difference, stopping_model, train_inside, update_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -43,3 +45,16 @@ def test_a_step_does_not_wait_for_the_device(algorithm: str, options: dict[str, 
     trainer = make_trainer(algorithm, tmp_path, use_cpu=False, max_steps=3, **options)
     verdict_of(trainer.policy)
     assert train_inside(trainer, no_waiting) == 3
+
+
+def test_completions_are_the_same_with_an_offloaded_cache_and_less_memory() -> None:
+    model = stopping_model(num_hidden_layers=8, eos_token_id=[1]).cuda()
+    sampling = SamplingParams(num_samples=16, max_tokens=256, temperature=1.0)
+    drawn, peaks = [], []
+    for offloads in (False, True):
+        torch.cuda.reset_peak_memory_stats()
+        generator = LocalGenerator(model, offloads_cache=offloads)
+        drawn.append(generator.generate([[5, 6, 7]], sampling, seeds=[0]))
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert drawn[0] == drawn[1]
+    assert peaks[1] < peaks[0]

@@ -13,7 +13,7 @@ import torch
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_config import BaseConfig
-from tests.contract.cases import ONLINE, make_trainer, trained_weights
+from tests.contract.cases import ONLINE, make_trainer, weights_of
 
 # A second pass over a generation, far enough from the first for ratios to be clipped.
 BASE: dict[str, Any] = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1.0}
@@ -142,6 +142,8 @@ NEUTRAL = {
     "temperature_eval",  # test_one_step
     "reward_timeout",  # test_runner
     "chat_template_kwargs",  # test_tokenize
+    "ds3_gather_for_generation",  # tests/distributed
+    "cache_implementation",  # test_gpu
     "log_completions",  # test_summary
     "num_completions_to_print",  # test_summary
 }
@@ -189,7 +191,7 @@ def trace(algorithm: str, folder: Path, options: dict[str, Any]) -> tuple[list[t
         {key: value for key, value in entry.items() if not key.startswith(("time/", "step_time", "train_", "total"))}
         for entry in trainer.state.log_history
     ]
-    return list(trained_weights(trainer).values()), [str(entry) for entry in logs]
+    return list(weights_of(trainer.model).values()), [str(entry) for entry in logs]
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.contract.cases import (
-    Job,
-    make_trainer,
-    model_of,
-    ragged_reward,
-    run_on_two_processes,
-    trained_weights,
-    weights_of,
-)
+from prefrl.errors import ConfigError
+from tests.contract.cases import make_trainer, model_of, ragged_reward, weights_of
 
 SAVED_AT = 3
 STEPS = 8
@@ -58,26 +52,10 @@ def test_resumed_run_is_bit_exact(name: str, options: dict[str, Any], tmp_path: 
     resumed = make_trainer(name, tmp_path, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED_AT}"))
     start = weights_of(model_of(name))
-    expected, actual = trained_weights(whole), trained_weights(resumed)
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
     assert any(not torch.equal(start[key], expected[key]) for key in start)
     for key, value in expected.items():
         assert torch.equal(value, actual[key]), key
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "grpo"])
-def test_resumed_run_on_two_processes(name: str, tmp_path: Path) -> None:
-    options = {**ADAM, "per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
-    if name == "grpo":
-        options |= {"steps_per_generation": 2, "num_iterations": 2}
-    if name == "dpo":
-        options |= {"loss_type": ["bco_pair", "aot"]}
-    checkpoint = tmp_path / "run" / "checkpoint-3"
-    jobs = [
-        Job(name, options, tmp_path / "whole.pt"),
-        Job(name, options, tmp_path / "resumed.pt", checkpoint),
-    ]
-    whole, resumed = run_on_two_processes(jobs)
-    assert torch.equal(whole, resumed)
 
 
 class NoGeneration:
@@ -104,13 +82,37 @@ def test_a_rank_that_saves_first_makes_the_folder(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "checkpoint-1" / "rollouts_0_of_1.safetensors").exists()
 
 
-def test_resume_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("writer", "message"),
+    [
+        ({"backend": "ZeRO-3", "num_processes": 2}, r"2 processes with ZeRO-3.*1 process with no sharding.*model="),
+        (None, r"has no written_by\.json.*model="),
+    ],
+    ids=["another back-end", "a model alone"],
+)
+def test_resume_from_what_cannot_be_read_is_refused(
+    writer: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
     settings = {**ADAM, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    make_trainer("grpo", tmp_path, **settings).train()
-    checkpoint = tmp_path / "checkpoint-1"
-    (checkpoint / "rollouts_0_of_1.safetensors").rename(checkpoint / "rollouts_0_of_2.safetensors")
-    with pytest.raises(ValueError, match=r"process 0 of 1 .*rollouts_0_of_2"):
-        make_trainer("grpo", tmp_path, **settings).train(resume_from_checkpoint=str(checkpoint))
+    make_trainer("sft", tmp_path, **settings).train()
+    signature = tmp_path / "checkpoint-1" / "written_by.json"
+    if writer is None:
+        signature.unlink()
+    else:
+        signature.write_text(json.dumps(writer), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        make_trainer("sft", tmp_path, **settings).train(resume_from_checkpoint=str(signature.parent))
+
+
+def test_a_finished_training_that_is_resumed_makes_no_further_step(tmp_path: Path) -> None:
+    settings = {**ADAM, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = make_trainer("sft", tmp_path, **settings)
+    whole.train()
+    resumed = make_trainer("sft", tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
 
 
 def num_letters(completions: list[str], **_: Any) -> list[float]:
@@ -125,7 +127,7 @@ def test_the_balance_of_rewards_goes_on(balance: str, tmp_path: Path) -> None:
     whole.train()
     resumed = make_trainer("grpo", tmp_path, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    expected, actual = trained_weights(whole), trained_weights(resumed)
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
     assert all(torch.equal(value, actual[key]) for key, value in expected.items())
     weights = [entry["reward_balance/num_letters"] for entry in whole.state.log_history if "loss" in entry]
     assert len(set(weights)) == 4

@@ -1,8 +1,9 @@
-"""Run by the contract tests on several processes: trains each job and stores its update."""
+"""Run by the contract tests on several processes: trains each job and stores its update and what it logged."""
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from pathlib import Path
 
@@ -20,4 +21,5 @@ if __name__ == "__main__":
         update = update_of(trainer, resume_from_checkpoint=checkpoint)
         if distributed.is_main():
             torch.save(update, result)
+            Path(result).with_suffix(".json").write_text(json.dumps(trainer.state.log_history), encoding="utf-8")
     leave(0)

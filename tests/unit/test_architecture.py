@@ -40,9 +40,12 @@ MAX_LEAF_LINES = 150
 # Parameters of each HuggingFace method that a trainer of ours overrides or calls through super(). If this fails after
 # an upgrade of transformers, read the method's new body before changing a line here.
 HOOKS = {
+    "_build_accelerator_args": ["kwargs"],
     "_clip_grad_norm": ["model"],
+    "_load_best_model": [],
     "_load_optimizer_and_scheduler": ["checkpoint"],
     "_prepare_inputs": ["inputs"],
+    "_save": ["output_dir", "state_dict"],
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_track_num_input_tokens": ["inputs"],
     "create_optimizer": ["model"],
@@ -53,18 +56,28 @@ HOOKS = {
     "floating_point_ops": ["inputs"],
     "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
     "get_eval_dataloader": ["eval_dataset"],
+    "get_total_train_batch_size": ["args"],
     "get_train_dataloader": [],
     "log": ["logs", "start_time"],
     "save_model": ["output_dir", "_internal_call"],
     "training_step": ["model", "inputs", "num_items_in_batch"],
 }
 # Their arguments are passed on or ignored as they are.
-VARIADIC = {"__init__", "_maybe_log_save_evaluate", "create_model_card"}
+VARIADIC = {
+    "__init__",
+    "_inner_training_loop",
+    "_maybe_log_save_evaluate",
+    "_run_epoch",
+    "create_model_card",
+    "train",
+}
 
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
     "peft": ("prefrl/models/", "prefrl/rewards/model.py"),
     "bitsandbytes": ("prefrl/models/",),
+    "deepspeed": ("prefrl/distributed/",),
+    "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base_config.py"),
     "sklearn": ("prefrl/trainer/density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
     "matplotlib": ("prefrl/scripts/",),

@@ -431,8 +431,12 @@ def test_a_killed_server_that_is_started_again_goes_on_with_the_right_weights(
 
 
 def test_processes_recover_and_fail_together(server: Server, proxy: Proxy, tmp_path: Path) -> None:
-    """Process 1 first loses all its prompts, then has one that is refused; process 0 has no problem of its own."""
+    """Process 0 has no problem of its own, and needs process 1 to read its weights.
+
+    Process 1 is first taken for a stranger, then loses all its prompts, then has one that is refused.
+    """
     with proxy_of(server.url) as other:
+        other.fail(INFO_PATH, status(403, "no stranger"), times=1)
         other.fail(GENERATE, drop, times=3 * len(PROMPTS))
         job = {"model_dir": str(server.model_dir), "key": server.key, "folder": str(tmp_path)}
         processes = [
@@ -445,6 +449,8 @@ def test_processes_recover_and_fail_together(server: Server, proxy: Proxy, tmp_p
             for number, url in enumerate([proxy.url, other.url])
         ]
         results = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    assert f"{other.url} refuses the key" in results[1]["refusal"]
+    assert results[0]["refusal"] == results[1]["refusal"]
     assert results[0]["completions"] == results[1]["completions"]
     assert len(results[0]["completions"]) == len(PROMPTS)
     assert results[1]["retries"] > results[0]["retries"] == 0

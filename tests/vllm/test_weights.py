@@ -494,7 +494,7 @@ def test_a_server_that_is_not_there_is_named_at_once(
     with pytest.raises(WeightSyncError, match=f"{url}.*pausing.*Connect"):
         make_sync(method).send({url: info}, weights, version="run:0")
     assert time.monotonic() - started < 5
-    assert weights.times_read == 1  # other ranks of a sharded policy take part in reading it
+    assert weights.times_read == 0  # it may be large, and partitioned over processes
 
 
 def test_weights_that_another_trainer_left_half_sent_do_not_matter(

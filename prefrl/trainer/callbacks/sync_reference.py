@@ -34,5 +34,4 @@ class SyncReference(TrainerCallback):
         """Mix after the optimizer's step."""
         model: nn.Module = kwargs["model"]
         if state.global_step % self.steps == 0:
-            with distributed.full_params(model) as policy:
-                self.reference.mix(policy, self.alpha)
+            self.reference.mix(distributed.unwrap(model), self.alpha)

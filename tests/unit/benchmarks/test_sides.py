@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from benchmarks.meter import TurnMeter
 from benchmarks.trl_side import ForcedEnd, ScriptedGenerate
 from benchmarks.worker import Turn
 from benchmarks.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, Task, Workload
+from prefrl.errors import ConfigError
 from prefrl.generation import local
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local import LocalGenerator
 from tests.unit.benchmarks.conftest import TINY, tiny
 
 WORKLOADS = CPU_WORKLOADS + CUDA_WORKLOADS
+WITH_LIGER = [workload for workload in WORKLOADS if workload.options.get("use_liger_kernel")]
 
 
 class OpenPipe:
@@ -50,13 +53,22 @@ def uniform_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "uniform_numbers", local.uniform_numbers)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+@pytest.mark.parametrize("workload", [w for w in WORKLOADS if w not in WITH_LIGER], ids=lambda workload: workload.name)
 def test_prefrl_accepts_the_options_of_each_workload(workload: Workload, tmp_path: Path) -> None:
     config = prefrl_side.config_of(setup_of(workload, tmp_path))
     assert config.max_steps == 3 * workload.steps_per_turn
     if workload.is_online:
         assert config.completions_per_rank == len(workload.lengths) * workload.num_prompts
         assert config.num_generations == len(workload.lengths)
+
+
+@pytest.mark.parametrize("workload", WITH_LIGER, ids=lambda workload: workload.name)
+def test_a_workload_with_liger_is_that_of_another_row_and_needs_a_gpu(workload: Workload, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Triton programs for GPUs"):
+        prefrl_side.config_of(setup_of(workload, tmp_path))
+    options = {name: value for name, value in workload.options.items() if name != "use_liger_kernel"}
+    twin = replace(workload, options=options)
+    assert any(twin == replace(w, name=twin.name, title=twin.title) for w in CUDA_WORKLOADS)
 
 
 def test_names_of_workloads_are_unique() -> None:

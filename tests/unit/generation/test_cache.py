@@ -28,10 +28,11 @@ def prefilled(request: pytest.FixtureRequest) -> DynamicCache:
     return cache
 
 
-def test_rows_and_tokens_are_those_of_a_cache_that_copies(prefilled: DynamicCache) -> None:
+@pytest.mark.parametrize("offloads", [False, True])
+def test_rows_and_tokens_are_those_of_a_cache_that_copies(prefilled: DynamicCache, offloads: bool) -> None:
     expected = copy.deepcopy(prefilled)
     expected.reorder_cache(torch.tensor([0, 0, 0, 1, 1]))
-    cache = rows_of_cache(prefilled, torch.tensor([0, 0, 0, 1, 1]), room=6)
+    cache = rows_of_cache(prefilled, torch.tensor([0, 0, 0, 1, 1]), room=6, offloads=offloads)
     rows = [0, 4, 2]  # 1 and 3 leave, 4 fills the gap
     for step in range(6):
         if step == 2:

@@ -211,7 +211,7 @@ def test_pieces_hold_at_most_so_many_tokens_and_any_number_of_columns():
         sizes.append(piece.num_forward_tokens)
         return torch.stack([piece.response_ids, -piece.response_ids], 1)
 
-    found = in_pieces(score, BATCH, max_tokens=13)
+    found = in_pieces(policy_model(), score, BATCH, max_tokens=13)
     assert torch.equal(found, torch.stack([BATCH.response_ids, -BATCH.response_ids], 1))
     assert len(sizes) > 1
     assert max(sizes) <= 13
@@ -550,13 +550,17 @@ def test_a_head_without_hidden_states_is_an_error():
 # Checkpoints.
 
 
+def save(critic: Critic, folder: Path) -> None:
+    critic.save(folder, critic.module.state_dict())
+
+
 @pytest.mark.parametrize("build", [lambda policy: head_critic(policy), lambda policy: model_critic(policy=policy)])
 def test_saved_and_loaded_values_are_bit_equal_and_parameters_stay_the_same_objects(build, tmp_path):
     policy = policy_model("gpt2")
     critic, other = build(policy), build(policy)
     randomise(critic.module, seed=8)
     expected = critic.frozen_values(BATCH, max_tokens=None)
-    critic.save(tmp_path / "critic")
+    save(critic, tmp_path / "critic")
     parameters = other.parameters()
     state = torch.get_rng_state()
     assert not torch.equal(other.frozen_values(BATCH, max_tokens=None), expected)
@@ -570,7 +574,7 @@ def test_a_saved_critic_is_a_model_that_anyone_can_load(tmp_path):
     policy = policy_model()
     critic = model_critic(policy=policy)
     expected = critic.frozen_values(BATCH, max_tokens=None)  # our attention is installed now
-    critic.save(tmp_path)
+    save(critic, tmp_path)
     again = ModelCritic(value_model(policy, tmp_path))
     saved = critic.module.state_dict()
     assert all(torch.equal(weight, saved[name]) for name, weight in again.module.state_dict().items())
@@ -580,21 +584,21 @@ def test_a_saved_critic_is_a_model_that_anyone_can_load(tmp_path):
 
 
 def test_a_saved_critic_of_another_model_is_refused(tmp_path):
-    model_critic("llama").save(tmp_path / "llama")
-    head_critic(policy_model()).save(tmp_path / "head")
+    save(model_critic("llama"), tmp_path / "llama")
+    save(head_critic(policy_model()), tmp_path / "head")
     critic, head = model_critic(), head_critic(policy_model())
     with pytest.raises(ConfigError, match=r"value_head\.safetensors: resume with the kind of critic"):
         head.load(tmp_path / "llama")
     with pytest.raises(ConfigError, match="the critic cannot be loaded from"):
         critic.load(tmp_path / "head")
-    model_critic(intermediate_size=32).save(tmp_path / "small")
+    save(model_critic(intermediate_size=32), tmp_path / "small")
     with pytest.raises(ConfigError, match="is of another model"):
         critic.load(tmp_path / "small")
     AutoModelForCausalLM.from_config(tiny_model().config).save_pretrained(tmp_path / "policy")
     with pytest.raises(ConfigError, match=r"has no weights for score\.weight"):
         critic.load(tmp_path / "policy")
     wide = policy_model(hidden_size=64)
-    HeadCritic(wide, detach_trunk=True).save(tmp_path / "wide")
+    save(HeadCritic(wide, detach_trunk=True), tmp_path / "wide")
     with pytest.raises(ConfigError, match="is of another model"):
         head.load(tmp_path / "wide")
 

@@ -84,3 +84,23 @@ def test_another_number_of_iterations_is_refused(tmp_path: Path) -> None:
     filled().save(tmp_path / "rollouts.safetensors")
     with pytest.raises(DataError, match=r"num_iterations was 2 .* is 3 now"):
         RolloutBuffer(3).load(tmp_path / "rollouts.safetensors")
+
+
+def test_rollouts_are_dealt_to_another_number_of_ranks(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{rank}.safetensors" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        buffer = RolloutBuffer(2)
+        buffer.fill([Minibatch([batch(10 + 40 * rank), batch(20 + 40 * rank)], 6.0), Minibatch([], 3.0)])
+        buffer.next()
+        buffer.keep_old_logprobs([torch.full((6,), -1.0 - rank), torch.full((6,), -3.0 - rank)])
+        buffer.save(path)
+    dealt = [RolloutBuffer(2) for _ in range(3)]
+    for rank, buffer in enumerate(dealt):
+        buffer.load_dealt(paths, cut=lambda rows: rows.chunks(3), rank=rank, world_size=3)
+    firsts = [buffer.minibatches[0] for buffer in dealt]
+    starts = [[int(rows.response_ids[0]) for rows in first.micro_batches] for first in firsts]
+    assert starts == [[10, 60], [20], [50]]
+    old = [float(rows.old_logprobs[0]) for first in firsts for rows in first.micro_batches]  # type: ignore[index]
+    assert old == [-1.0, -4.0, -3.0, -2.0]
+    assert [[minibatch.num_items for minibatch in buffer.minibatches] for buffer in dealt] == [[12, 6], [0, 0], [0, 0]]
+    assert [buffer.position for buffer in dealt] == [1, 1, 1]

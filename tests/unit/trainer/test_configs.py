@@ -47,6 +47,11 @@ GRPO_RULES = [
         id="scale of gdpo",
     ),
     pytest.param({"dataloader_num_workers": 2}, "dataloader_num_workers=2 has no effect", id="workers"),
+    pytest.param({"cache_implementation": "static"}, "must be one of 'dynamic', 'offloaded'", id="kind of cache"),
+    pytest.param({"cache_implementation": "offloaded"}, "has no effect on the CPU", id="cache on the host"),
+    pytest.param(
+        {"use_vllm": True, "ds3_gather_for_generation": False}, "has no effect because use_vllm=True", id="gathering"
+    ),
     pytest.param({"chat_template_kwargs": "{a"}, "chat_template_kwargs='{a': must be a JSON object", id="json"),
 ]
 SFT_RULES = [
@@ -65,7 +70,9 @@ SFT_RULES = [
     pytest.param(
         {"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0: must be a number >= 1", id="tokens"
     ),
-    pytest.param({"use_liger_kernel": True}, "use_liger_kernel=True is not supported", id="liger"),
+    pytest.param({"use_liger_kernel": True}, "Triton programs for GPUs, and this run is on the CPU", id="liger"),
+    pytest.param({"liger_kernel_config": {"rope": True}}, "no effect because use_liger_kernel=False", id="kernels"),
+    pytest.param({"liger_kernel_config": "{a"}, "liger_kernel_config='{a': must be a JSON object", id="kernels json"),
     pytest.param({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 is not supported", id="neftune"),
     pytest.param({"average_tokens_across_devices": False}, "has no effect because losses are always", id="average"),
     pytest.param({"forward_plan": "dense"}, "forward_plan='dense': must be one of 'auto'", id="plan"),

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.trainer.ppo_trainer import PPOTrainer
@@ -58,3 +60,37 @@ def test_a_critic_that_is_a_reward_is_refused(tmp_path: Path) -> None:
     model = tiny_reward_model()
     with pytest.raises(ConfigError, match="value_model is also in reward_funcs"):
         ppo(tmp_path, value_model=model, reward=[model], **CRITIC)
+
+
+class _Snapshots(TrainerCallback):
+    """The weights after each step."""
+
+    def __init__(self) -> None:
+        self.policy: list[torch.Tensor] = []
+        self.critic: list[torch.Tensor] = []
+
+    def on_step_end(self, *args: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        weights = dict(model.named_parameters())
+        self.policy.append(weights["model.embed_tokens.weight"].detach().clone())
+        self.critic.append(weights["prefrl_critic.score.weight"].detach().clone())
+
+
+def test_the_policy_stays_as_it_is_while_the_critic_learns_alone(tmp_path: Path) -> None:
+    seen = _Snapshots()
+    options = {"critic_warmup": 2, "max_steps": 4, "optim": "adamw_torch", "weight_decay": 0.5}
+    trainer = ppo(tmp_path, callbacks=[seen], **options, **CRITIC)
+    before = trainer.policy.get_input_embeddings().weight.detach().clone()
+    trainer.train()
+    assert [torch.equal(weights, before) for weights in seen.policy] == [True, True, False, False]
+    assert not torch.equal(seen.critic[0], seen.critic[1])
+    # Weights without a gradient of their own decay again.
+    unused = (seen.policy[3] != seen.policy[2]).all(1)
+    assert bool(unused.all())
+
+
+def test_a_policy_that_is_saved_by_hand_has_no_critic(tmp_path: Path) -> None:
+    trainer = ppo(tmp_path / "run", **CRITIC)
+    trainer.policy.save_pretrained(tmp_path / "saved")
+    names = load_file(tmp_path / "saved" / "model.safetensors")
+    assert names
+    assert not [name for name in names if "critic" in name]

@@ -1,0 +1,226 @@
+"""What the back-ends cost on two processes: memory of each for a model, and CPU seconds of a step.
+
+    python -m benchmarks.sharding memory [--sizes 768 12 2304 32000]    all back-ends, about a minute each
+    python -m benchmarks.sharding cost                                  a GRPO and a DPO step; TRL's, if it is there
+
+Two gloo processes share the machine's cores, each with one thread. Nothing of a network is in these figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workloads import MODEL_S, ModelSizes, Workload
+
+BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+MIB = 2**20
+# Bytes of a weight on each of n processes in float32 with Adam: weights + gradients + both moments; DeepSpeed adds a
+# copy of the part that it updates.
+FORMULAS = {
+    "ddp": ("4 + 4 + 8", lambda n: 16.0),
+    "zero1": ("4 + 4 + (8 + 4) / n", lambda n: 8 + 12 / n),
+    "zero2": ("4 + (4 + 8 + 4) / n", lambda n: 4 + 16 / n),
+    "zero3": ("(4 + 4 + 8 + 4) / n", lambda n: 20 / n),
+    "fsdp2": ("(4 + 4 + 8) / n", lambda n: 16 / n),
+}
+LENGTHS = (16, 28, 40, 56, 72, 90, 110, 128)
+PAIRS = (64, 256, 96, 224, 256, 128, 192, 160)
+WORKLOADS = {
+    "grpo": Workload("grpo", "GRPO loss step", "grpo_loss", MODEL_S, LENGTHS, num_prompts=2, options={"beta": 0.0}),
+    "dpo": Workload("dpo", "DPO step, 4 pairs", "dpo", MODEL_S, PAIRS),
+}
+STEPS = 6  # the first of them is the warm-up
+
+
+def memory(sizes: ModelSizes, backends: Sequence[str]) -> None:
+    """A table: resident memory that two steps of SFT with Adam ask for on the first process, by back-end."""
+    print("| back-end | bytes of a weight, n = 2 | weights, MiB | by the formula, MiB | peak growth, MiB |")
+    print("|---|---|---|---|---|")
+    for backend in backends:
+        found = run(backend, "memory", json.dumps([getattr(sizes, name) for name in ModelSizes.__slots__]))
+        text, bytes_of_weight = FORMULAS[backend]
+        weights = found["elements"] * 4 / MIB
+        expected = found["elements"] * bytes_of_weight(2) / MIB
+        print(f"| {backend} | {text} | {weights:.0f} | {expected:.0f} | {found['peak_mib']:.0f} |", flush=True)
+
+
+def cost(backends: Sequence[str], rounds: int) -> None:
+    """A table: CPU seconds of a step, of both processes, in alternation over back-ends and libraries."""
+    libraries = ["prefrl", *(["trl"] if find_spec("trl") else [])]
+    for name in WORKLOADS:
+        seconds: dict[tuple[str, str], list[float]] = {}
+        losses: dict[tuple[str, str], float] = {}
+        for _ in range(rounds):
+            for backend in backends:
+                for library in libraries:
+                    found = run(backend, "cost", json.dumps([name, library]))
+                    seconds.setdefault((backend, library), []).extend(found["seconds"])
+                    losses[backend, library] = found["loss"]
+        print(f"\n{WORKLOADS[name].title}: CPU seconds of a step on each process, median\n")
+        print("| back-end | prefrl | / DDP | TRL | TRL / prefrl | loss |\n|---|---|---|---|---|---|")
+        medians = {key: statistics.median(values) for key, values in seconds.items()}
+        for backend in backends:
+            own = medians[backend, "prefrl"]
+            other = medians.get((backend, "trl"))
+            ratio = "" if other is None else f"{other / own:.2f}"
+            shown = "" if other is None else f"{other:.2f}"
+            loss = ", ".join(f"{losses[backend, library]:.5f}" for library in libraries)
+            print(
+                f"| {backend} | {own:.2f} | {own / medians['ddp', 'prefrl']:.2f} | {shown} | {ratio} | {loss} |",
+                flush=True,
+            )
+
+
+def run(backend: str, *arguments: str) -> Any:
+    """What the first of two processes stored."""
+    with tempfile.TemporaryDirectory(prefix="prefrl-bench-") as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command += ["-m", "benchmarks.sharding", "worker", backend, folder, *arguments]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_CACHE": f"{folder}/cache",
+        }
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+        if done.returncode:
+            sys.exit(f"{backend} {arguments}: {done.stderr[-4000:]}")
+        return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+
+
+def worker(backend: str, folder: Path, kind: str, text: str) -> None:
+    """One of the processes."""
+    from prefrl import distributed
+    from tests.distributed.backends import enter
+
+    options = enter(backend, folder)
+    measure = _memory if kind == "memory" else _cost
+    result = measure(json.loads(text), options, folder)
+    distributed.wait_for_all()
+    if distributed.is_main():
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    distributed.wait_for_all()
+    os._exit(0)
+
+
+def _memory(sizes: list[int], options: dict[str, Any], folder: Path) -> dict[str, float]:
+    from datasets import Dataset
+
+    from benchmarks.inputs import build_model, build_tokenizer
+    from benchmarks.meter import _HostMemory
+    from prefrl import SFTConfig, SFTTrainer, distributed
+
+    meter = _HostMemory()
+    # One short text: activations are small beside weights.
+    rows = Dataset.from_list([{"text": "t5 t6 t7 t8"} for _ in range(4)])
+    tokenizer = build_tokenizer(100)
+    arguments: dict[str, Any] = {
+        "use_cpu": True,
+        "max_steps": 3,
+        "per_device_train_batch_size": 1,
+        "optim": "adamw_torch",
+    }
+    config = SFTConfig(output_dir=str(folder), report_to="none", save_strategy="no", **arguments, **options)
+    ctypes.CDLL(None).malloc_trim(0)
+    meter.reset()
+    model = build_model(ModelSizes(*sizes), seed=0)
+    elements = sum(distributed.shape_of(parameter).numel() for parameter in model.parameters())
+    trainer = SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer)
+    del model
+    trainer.add_callback(_reset_after_first_step(meter))
+    trainer.train()
+    return {"elements": elements, "peak_mib": meter.peak_mib()}
+
+
+def _reset_after_first_step(meter: Any) -> Any:
+    """What a back-end holds while it takes the model over is not what a run holds."""
+    from transformers import TrainerCallback
+
+    held = meter._held, meter._files
+
+    class Reset(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 1:
+                meter.reset()
+                meter._held, meter._files = held
+
+    return Reset()
+
+
+def _cost(arguments: list[str], options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from importlib import import_module
+
+    from transformers import TrainerCallback
+
+    from benchmarks import inputs
+
+    inputs.build_model = _whole(inputs.build_model)  # before those who use it are imported
+    from benchmarks.inputs import TokenCounter
+    from benchmarks.job import Setup
+
+    name, library = arguments
+    seconds: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds.append(time.process_time())
+
+    class OnTwo(Setup):
+        """Each process has half of the rows."""
+
+        def arguments(self) -> dict[str, Any]:
+            both = super().arguments()
+            return both | {"per_device_train_batch_size": both["per_device_train_batch_size"] // 2} | options
+
+        def callback(self) -> Any:
+            return Clock()
+
+    setup = OnTwo(WORKLOADS[name], None, TokenCounter(), str(folder), "cpu", STEPS)  # type: ignore[arg-type]
+    outcome = import_module(f"benchmarks.{library}_side").build(setup)()
+    return {"seconds": [after - before for before, after in pairwise(seconds)], "loss": outcome.loss}
+
+
+def _whole(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Models that are made after the config are whole, too: both libraries get instances."""
+    from prefrl import distributed
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        with distributed.unpartitioned():
+            return build(*arguments, **options)
+
+    return built
+
+
+def main() -> None:
+    """See the module."""
+    if sys.argv[1:2] == ["worker"]:
+        worker(sys.argv[2], Path(sys.argv[3]), sys.argv[4], sys.argv[5])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["memory", "cost"])
+    parser.add_argument(
+        "--sizes", nargs=4, type=int, default=[768, 12, 2304, 32000], help="hidden layers ffn vocabulary"
+    )
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="cost divides by ddp")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each is started, of cost")
+    chosen = parser.parse_args()
+    if chosen.what == "cost":
+        cost(chosen.backends, chosen.rounds)
+        return
+    hidden, layers, ffn, vocabulary = chosen.sizes
+    memory(ModelSizes(hidden, layers, ffn, vocabulary, num_heads=hidden // 64), chosen.backends)
+
+
+if __name__ == "__main__":
+    main()

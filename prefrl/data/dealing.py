@@ -1,0 +1,122 @@
+"""How the rows of an optimizer step are dealt over ranks, so that all of them have about as much to do."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import datasets
+import numpy as np
+
+from prefrl.data.rows import list_lengths
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from prefrl.data.formats import AnyDataset
+
+__all__ = ["Dealing", "deal", "dealing_of", "forward_cost"]
+
+T = TypeVar("T")
+Lengths = TypeVar("Lengths", float, "NDArray[np.float64]")
+
+# Columns of prepared rows that hold tokens end like this; the others are forward passes of their own behind the first.
+_PROMPT, _TOKENS = "prompt_ids", "_ids"
+
+
+def deal(costs: Sequence[float], num_parts: int, *, equal_counts: bool) -> list[list[int]]:
+    """Deal items into parts so that the costliest part costs little more than the others.
+
+    From the costliest on, each item goes to the part that costs least so far: the costliest part is then at most a
+    third above the best there is. Consecutive shares are taken instead where they are as good.
+
+    Args:
+        costs: Of each item, >= 0.
+        num_parts: Number of parts.
+        equal_counts: Numbers of items in two parts differ by at most one.
+
+    Returns:
+        The numbers of the items of each part, the costliest first.
+
+    Source: Graham 1969, SIAM Journal on Applied Mathematics 17(2) (longest processing time first)
+    """
+    count = len(costs)
+    shares = [range(count * part // num_parts, count * (part + 1) // num_parts) for part in range(num_parts)]
+    room = [len(share) if equal_counts else count for share in shares]
+    loads = [(0.0, part) for part in range(num_parts) if room[part]]  # a heap
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for item in _costliest_first(range(count), costs):
+        load, part = loads[0]
+        parts[part].append(item)
+        if len(parts[part]) < room[part]:
+            heapq.heapreplace(loads, (load + costs[item], part))
+        else:
+            heapq.heappop(loads)
+    consecutive = [_costliest_first(share, costs) for share in shares]
+    return min(consecutive, parts, key=lambda dealt: max(fsum(costs[item] for item in part) for part in dealt))
+
+
+def _costliest_first(items: Sequence[int], costs: Sequence[float]) -> list[int]:
+    return sorted(items, key=lambda item: -costs[item])
+
+
+def forward_cost(prompt: Lengths, responses: Sequence[Lengths], *, hidden_size: int) -> Lengths:
+    """What rows with a common prompt cost, in tokens whose attention is free:
+
+        P + sum R_i + [P^2 + sum((P + R_i)^2 - P^2)] / (12 h)
+
+    This is the formula of `models.flops` for layers of 12 h^2 weights, without the head.
+
+    Args:
+        prompt: P, tokens of the prompt; 0 if there is none.
+        responses: R_i, tokens of what follows it.
+        hidden_size: h.
+    """
+    tokens, pairs = prompt, prompt * prompt
+    for response in responses:
+        tokens = tokens + response
+        pairs = pairs + response * (2 * prompt + response)
+    return tokens + pairs / (12 * hidden_size)
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """What decides which rows of a step a rank takes.
+
+    Args:
+        cost_of: Cost of a row: of its number in a dataset, or of the row itself in a stream.
+        equal_counts: Ranks take equal numbers of rows, up to one; else as many as make equal costs.
+    """
+
+    cost_of: Callable[[Any], float]
+    equal_counts: bool
+
+    def share(self, rows: Sequence[T], *, rank: int, world_size: int) -> list[T]:
+        """The rows of a rank, the costliest first."""
+        costs = [self.cost_of(row) for row in rows]
+        return [rows[item] for item in deal(costs, world_size, equal_counts=self.equal_counts)[rank]]
+
+
+def dealing_of(dataset: AnyDataset, *, hidden_size: int, equal_counts: bool) -> Dealing:
+    """How the prepared rows of a dataset or stream are dealt.
+
+    Args:
+        dataset: With `prompt_ids` and other columns of tokens behind it, or columns of whole sequences.
+        hidden_size: Of the model.
+        equal_counts: See `Dealing`.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return Dealing(lambda row: _row_cost(row, hidden_size), equal_counts)
+    names = [name for name in dataset.column_names if name.endswith(_TOKENS)]
+    lengths = {name: list_lengths(dataset, name).astype(float) for name in names}
+    prompt = lengths.pop(_PROMPT, np.zeros(len(dataset)))
+    costs = forward_cost(prompt, list(lengths.values()), hidden_size=hidden_size)
+    return Dealing(lambda row: float(costs[row]), equal_counts)
+
+
+def _row_cost(row: Mapping[str, Any], hidden_size: int) -> float:
+    lengths = {name: float(len(tokens or ())) for name, tokens in row.items() if name.endswith(_TOKENS)}
+    return forward_cost(lengths.pop(_PROMPT, 0.0), list(lengths.values()), hidden_size=hidden_size)

@@ -1,0 +1,127 @@
+"""What differs between DDP, DeepSpeed and FSDP2 in a training step, and for models beside the one that is trained."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from prefrl.distributed.processes import is_distributed, num_processes
+from prefrl.errors import ConfigError
+from prefrl.optional import require
+
+# Where a model that is not trained has its DeepSpeed engine.
+_ENGINE = "_prefrl_engine"
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Backward passes inside add to gradients locally; the next one outside synchronizes them."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def announce_backward(accelerator: Any, *, is_last: bool) -> None:
+    """Tell the back-end whether the next backward pass is the last of an optimizer step: DeepSpeed updates in it."""
+    accelerator.gradient_state._set_sync_gradients(is_last)
+
+
+def updates_in_backward(accelerator: Any) -> bool:
+    """Whether the optimizer's step is part of the last backward pass, so that gradients cannot be changed after it."""
+    return bool(accelerator.distributed_type == "DEEPSPEED")
+
+
+def tell_deepspeed() -> None:
+    """Let ZeRO-3 know the processes before a model is loaded: on CPUs accelerate makes their group without it."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled() and is_distributed():
+        deepspeed = require("deepspeed", extra="deepspeed", feature="ZeRO-3")
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+
+
+@contextmanager
+def divided_update(accelerator: Any, model: nn.Module, divisor: float) -> Iterator[None]:
+    """The update of an optimizer step will be that of all its gradients divided by `divisor`.
+
+    Inside is the step's last backward pass, if there is one more; its loss must be 0.
+
+    Raises:
+        ConfigError: The back-end scales losses by itself.
+    """
+    announce_backward(accelerator, is_last=True)
+    if not updates_in_backward(accelerator):
+        yield
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        return
+    # DeepSpeed divides gradients by the scale of the loss before it clips them and updates.
+    optimizer = accelerator.deepspeed_engine_wrapped.engine.optimizer
+    if not hasattr(optimizer, "override_loss_scale") or accelerator.mixed_precision == "fp16":
+        raise ConfigError(
+            f"generation_mode='overlap': {type(optimizer).__name__} of DeepSpeed cannot divide gradients of a whole "
+            "step. Use generation_mode='async', or ZeRO-2 or 3 with bf16."
+        )
+    optimizer.override_loss_scale(divisor)
+    try:
+        yield
+    finally:
+        optimizer.override_loss_scale(1.0)
+
+
+def keep_outputs_exact(accelerator: Any) -> None:
+    """FSDP2 would round what a model returns to the dtype of its parameters: log-probs and values are float32."""
+    if not accelerator.is_fsdp2:
+        return
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+
+
+def prepare_frozen(accelerator: Any, model: nn.Module) -> None:
+    """Partition a model that is not trained, in place, where the back-end partitions weights; once."""
+    if _ENGINE in vars(model) or isinstance(model, FSDPModule):
+        return
+    if accelerator.distributed_type == "DEEPSPEED":
+        config = _inference_config(accelerator.state.deepspeed_plugin.deepspeed_config, model)
+        engine, *_ = sys.modules["deepspeed"].initialize(model=model, config=config)
+        engine.eval()
+        vars(model)[_ENGINE] = engine  # lives as long as the model, and is none of its modules
+    elif accelerator.is_fsdp2:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        fsdp2_prepare_model(accelerator, model)
+
+
+def _inference_config(training: dict[str, Any], model: Any) -> dict[str, Any]:
+    """DeepSpeed's settings for a model without an optimizer: partitioned by ZeRO-3, whole in lower stages."""
+    config = copy.deepcopy(training)
+    zero = config["zero_optimization"]
+    if zero["stage"] != 3:
+        zero = {"stage": 0}  # the engine still casts the weights to the dtype of the policy
+    for name in ("optimizer", "scheduler"):
+        config.pop(name, None)
+    zero.pop("offload_optimizer", None)
+    # What transformers puts in the place of "auto" for the model that is trained.
+    hidden = model.config.get_text_config().hidden_size
+    sizes = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
+    return config | {
+        "zero_optimization": zero,
+        "train_batch_size": num_processes(),
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+    }

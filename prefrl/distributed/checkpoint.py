@@ -1,0 +1,149 @@
+"""Checkpoints: whole weights of partitioned models, and who can go on from what a back-end wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prefrl.distributed.processes import num_processes
+from prefrl.distributed.shards import unwrap, whole
+from prefrl.errors import ConfigError
+
+_FILE = "written_by.json"
+_UNSHARDED = "no sharding"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The processes that wrote a checkpoint."""
+
+    backend: str  # what cut the optimizer's state, and how
+    num_processes: int
+
+    def __str__(self) -> str:
+        plural = "" if self.num_processes == 1 else "es"
+        return f"{self.num_processes} process{plural} with {self.backend}"
+
+
+def sign_checkpoint(accelerator: Any, folder: Path) -> None:
+    """Note in a checkpoint by which processes it was written."""
+    (folder / _FILE).write_text(json.dumps(asdict(_this_run(accelerator))), encoding="utf-8")
+
+
+def writer_of(folder: Path) -> Writer:
+    """Who wrote a checkpoint.
+
+    Raises:
+        ConfigError: It holds no state of a training.
+    """
+    path = folder / _FILE
+    if not path.exists():
+        raise ConfigError(
+            f"resume_from_checkpoint={str(folder)!r} has no {_FILE}: it holds a model without the state of its "
+            "training (save_only_model=True, save_model(), another library). Start a new training from its weights, "
+            f"model={str(folder)!r}, or resume from a checkpoint that is complete."
+        )
+    return Writer(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def check_resumable(accelerator: Any, folder: Path) -> None:
+    """See that this run can read the optimizer's state of a checkpoint.
+
+    The state of one process and of DDP is whole, and FSDP2 cuts its own anew. ZeRO-1 and 2 do so for what the tool
+    `ds_to_universal` has made of a checkpoint, which `load_universal` in DeepSpeed's configuration says; what ZeRO-3
+    makes of it was seen to differ.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    saved, now = writer_of(folder), _this_run(accelerator)
+    if saved == now:
+        return
+    if saved.backend == now.backend and (not _is_deepspeed(accelerator) or _loads_universal(accelerator)):
+        return
+    has_weights = any(folder.glob("model*.safetensors")) or (folder / "adapter_model.safetensors").exists()
+    convert = "" if has_weights else ", once the back-end's own tool has made whole weights of those in the checkpoint"
+    raise ConfigError(
+        f"resume_from_checkpoint={str(folder)!r} was written by {saved}, and this run has {now}, which cannot read "
+        f"the optimizer's state. Resume with {saved}, or start a new training from the weights, "
+        f"model={str(folder)!r}{convert}."
+    )
+
+
+def check_first_training(accelerator: Any, model: nn.Module) -> None:
+    """Refuse a second training with one trainer where the back-end can train a model once.
+
+    Args:
+        accelerator: Of the trainer.
+        model: With what the first training put around it.
+
+    Raises:
+        ConfigError: It was trained before, under DeepSpeed.
+    """
+    if _is_deepspeed(accelerator) and unwrap(model) is not model:
+        raise ConfigError(
+            "train() was called before, and DeepSpeed's engine serves one training. Construct another trainer, with "
+            "the saved model or with resume_from_checkpoint."
+        )
+
+
+def keeps_checkpoints_partitioned(accelerator: Any) -> bool:
+    """Whether the back-end's settings ask for checkpoints without whole weights."""
+    if accelerator.is_fsdp2:
+        return _state_dict_type(accelerator) != "FULL_STATE_DICT"
+    if not _is_deepspeed(accelerator):
+        return False
+    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    return bool(zero["stage"] == 3 and zero.get("stage3_gather_16bit_weights_on_model_save") is not True)
+
+
+def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole values on the host of tensors that may be partitioned. All ranks must call it, with the same names.
+
+    One tensor at a time is whole on every rank. One that has several names is gathered once, and stays one.
+
+    Args:
+        tensors: Themselves: a detached ZeRO-3 parameter does not know how it is partitioned.
+        keep: False: this rank only takes part, and gets {}.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    first_names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first = first_names.setdefault(id(tensor), name)
+        if first == name:
+            value = whole(tensor).detach()
+            if keep:
+                kept[name] = value.cpu()
+            del value  # before the next is whole
+        elif keep:
+            kept[name] = kept[first]
+    return kept
+
+
+def _this_run(accelerator: Any) -> Writer:
+    if _is_deepspeed(accelerator):
+        stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
+        return Writer(f"ZeRO-{stage}", num_processes())
+    if accelerator.is_fsdp2:
+        return Writer(f"FSDP2 ({_state_dict_type(accelerator)})", num_processes())
+    return Writer(_UNSHARDED, num_processes())
+
+
+def _is_deepspeed(accelerator: Any) -> bool:
+    return bool(accelerator.distributed_type == "DEEPSPEED")
+
+
+def _loads_universal(accelerator: Any) -> bool:
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    return bool(config["zero_optimization"]["stage"] < 3 and config.get("checkpoint", {}).get("load_universal", False))
+
+
+def _state_dict_type(accelerator: Any) -> str:
+    name: str = accelerator.state.fsdp_plugin.state_dict_type.name
+    return name

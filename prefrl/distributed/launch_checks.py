@@ -1,0 +1,106 @@
+"""Refuses launches that would train something else than was asked for: copies of a run, or plain data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefrl.errors import ConfigError
+
+__all__ = ["check_back_end", "check_devices", "check_processes"]
+
+# Set by `prefrl launch` for its training processes.
+_NUM_PROCESSES = "PREFRL_NUM_PROCESSES"
+
+
+def check_processes(args: Any, environment: Mapping[str, str]) -> None:
+    """Refuse a process that is one of several and would train by itself, into the folder of all of them.
+
+    Args:
+        args: `TrainingArguments`, with the processes that train together as this one sees it.
+        environment: Environment variables, among them those of `accelerate launch`, torchrun and `prefrl launch`.
+
+    Raises:
+        ConfigError: Says what to change.
+    """
+    started, world_size = int(environment.get("WORLD_SIZE") or 1), args.world_size
+    if started > world_size:
+        remedy = (
+            "There is no GPU for it. Set use_cpu=True (--use_cpu true) to train on CPUs."
+            if args.device.type == "cpu"
+            else "Start them with `prefrl launch` or `accelerate launch`, which also set LOCAL_RANK."
+        )
+        raise ConfigError(
+            f"WORLD_SIZE={started} and a process group of {world_size}: {started} processes would each train a model "
+            f"of their own, and write it to one output_dir. {remedy}"
+        )
+    wanted = int(environment.get(_NUM_PROCESSES) or world_size)
+    if wanted != world_size:
+        raise ConfigError(
+            f"num_processes={wanted}, but accelerate started {world_size}: in its config, distributed_type NO and "
+            "MULTI_CPU start one process. Use --accelerate_config ddp, zero3 or fsdp2, or a config with "
+            "distributed_type MULTI_GPU (and use_cpu: false, on CPUs too), DEEPSPEED or FSDP."
+        )
+    if _wants_deepspeed(args, environment) and _is_set(environment, "ACCELERATE_USE_CPU"):
+        raise ConfigError(
+            "ACCELERATE_USE_CPU=true with DeepSpeed: weights would be partitioned, and trained as if they were whole. "
+            "Set use_cpu: false in the accelerate config, and use_cpu=True (--use_cpu true) for the run."
+        )
+
+
+def check_devices(num_gpus: int) -> None:
+    """Refuse one process that sees several GPUs: torch would copy the model to all of them in threads.
+
+    Args:
+        num_gpus: That this process sees.
+
+    Raises:
+        ConfigError: More than one.
+    """
+    if num_gpus > 1:
+        raise ConfigError(
+            f"{num_gpus} GPUs are visible to one process: start one process for each with `prefrl launch` or "
+            "`accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them"
+        )
+
+
+def check_back_end(args: Any, environment: Mapping[str, str], accelerator: Any) -> None:
+    """Refuse a run whose model would not be sharded as was asked for.
+
+    Args:
+        args: `TrainingArguments`, which may ask for FSDP or DeepSpeed.
+        environment: Environment variables, which may ask for them, too.
+        accelerator: The trainer's, which knows what came of it.
+
+    Raises:
+        ConfigError: Says what to change.
+    """
+    found = accelerator.distributed_type.value
+    words = {"NO": "one process", "MULTI_CPU": "plain data parallelism on CPUs"}.get(found, f"of type {found}")
+    if _wants_deepspeed(args, environment) and found != "DEEPSPEED":
+        raise ConfigError(
+            f"DeepSpeed is asked for, and this run would be {words}. Start it with `prefrl launch --accelerate_config "
+            "zero3`, or with an accelerate config of distributed_type DEEPSPEED."
+        )
+    if not (args.fsdp or _is_set(environment, "ACCELERATE_USE_FSDP")):
+        return
+    if found != "FSDP":
+        remedy = (
+            "FSDP shards over GPUs alone: on CPUs use --accelerate_config zero3 (DeepSpeed), or ddp."
+            if accelerator.device.type == "cpu"
+            else "Start a process for each GPU, with `prefrl launch --accelerate_config fsdp2`."
+        )
+        raise ConfigError(f"FSDP is asked for, and this run would be {words}. {remedy}")
+    if not accelerator.is_fsdp2:
+        raise ConfigError(
+            "fsdp_version=1 is not supported. Set fsdp_version: 2 in the accelerate config, or version: 2 in "
+            "fsdp_config."
+        )
+
+
+def _wants_deepspeed(args: Any, environment: Mapping[str, str]) -> bool:
+    return args.deepspeed is not None or _is_set(environment, "ACCELERATE_USE_DEEPSPEED")
+
+
+def _is_set(environment: Mapping[str, str], variable: str) -> bool:
+    return environment.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")

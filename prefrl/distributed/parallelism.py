@@ -1,0 +1,150 @@
+"""What accelerate's `parallelism_config` asks for beside data parallelism: refused, or done by us."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from prefrl.distributed.processes import form_teams, num_processes, team_size
+from prefrl.errors import ConfigError
+
+_SAVE_MEMORY = (
+    "What else makes room for long sequences: max_tokens_per_micro_batch, activation_checkpointing=True and "
+    "activation_offloading=True."
+)
+
+
+def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool) -> Any:
+    """Check what the run asks for, and form its teams. All processes must call it.
+
+    Args:
+        given: `TrainingArguments.parallelism_config`; None: what `accelerate launch` has read from its file, if any.
+        trainer: The name of the trainer's class.
+        splits_rows: Whether processes can share its rows.
+
+    Returns:
+        What accelerate is told. It would split rows in a way of its own, so to it those processes only share weights.
+
+    Raises:
+        ConfigError: See `check_parallelism`.
+    """
+    config = given
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        from accelerate.parallelism_config import ParallelismConfig
+
+        config = ParallelismConfig()
+    if config is None:
+        form_teams(1)
+        return None
+    check_parallelism(config, trainer=trainer, splits_rows=splits_rows, num_processes=num_processes())
+    form_teams(config.sp_size)
+    if config.sp_size == 1:
+        return config
+    shards = num_processes() // config.dp_replicate_size
+    return dataclasses.replace(config, sp_size=1, sp_handler=None, dp_shard_size=shards)
+
+
+def check_parallelism(config: Any, *, trainer: str, splits_rows: bool, num_processes: int) -> None:
+    """Refuse what a trainer cannot do.
+
+    Args:
+        config: Accelerate's `ParallelismConfig`.
+        trainer: The name of its class.
+        splits_rows: Whether processes can share its rows.
+        num_processes: Of the run.
+
+    Raises:
+        ConfigError: Context or tensor parallelism is asked for, or sequence parallelism that cannot work.
+    """
+    if config.tp_size > 1:
+        raise _no_tensor_parallelism(f"parallelism_config.tp_size={config.tp_size}", trainer)
+    if config.cp_size > 1:
+        remedy = f"Use sp_size={config.cp_size} instead." if splits_rows else f"Set cp_size=1. {_SAVE_MEMORY}"
+        raise ConfigError(
+            f"parallelism_config.cp_size={config.cp_size}: {trainer} cannot use context parallelism. torch's ring "
+            "attention takes a row for one sequence, and prefrl lays many sequences with shared prompts in one row. "
+            f"{remedy}"
+        )
+    if config.sp_size > 1:
+        if not splits_rows:
+            raise ConfigError(
+                f"parallelism_config.sp_size={config.sp_size}: {trainer} cannot split sequences over processes, each "
+                f"of which samples completions of its own. Set sp_size=1. {_SAVE_MEMORY}"
+            )
+        _check_sequence_parallelism(config, num_processes)
+
+
+def _check_sequence_parallelism(config: Any, num_processes: int) -> None:
+    found = f"parallelism_config.sp_size={config.sp_size}"
+    num_ranks, rest = divmod(num_processes, config.sp_size)
+    if rest:
+        raise ConfigError(f"{found}: must divide the number of processes, {num_processes}. Start more, or change it.")
+    if config.data_parallel_size not in (1, num_ranks):
+        raise ConfigError(
+            f"{found} with dp_replicate_size={config.dp_replicate_size} and dp_shard_size={config.dp_shard_size}: "
+            f"{num_processes} processes are {num_ranks} times {config.sp_size}. Set dp_shard_size={num_ranks}."
+        )
+    handler = config.sp_handler
+    if not handler.sp_seq_length_is_variable or handler.sp_seq_length is not None:
+        raise ConfigError(
+            f"{found} with sp_seq_length={handler.sp_seq_length} and sp_seq_length_is_variable="
+            f"{handler.sp_seq_length_is_variable}: rows are as long as their tokens. Set sp_seq_length_is_variable="
+            "True alone."
+        )
+    if handler.sp_attn_implementation not in (None, "sdpa"):
+        raise ConfigError(
+            f'{found} with sp_attn_implementation="{handler.sp_attn_implementation}": prefrl chooses the kernel of '
+            'its attention by itself. Set "sdpa", and load the model with it.'
+        )
+
+
+def check_model(model: Any, *, trainer: str) -> None:
+    """Refuse a model that cannot be trained in the way that is asked for.
+
+    Args:
+        model: A transformers model, with an adapter around it or not.
+        trainer: The name of the trainer's class.
+
+    Raises:
+        ConfigError: It was loaded with `tp_plan` or a `distributed_config`, or its heads cannot be shared out.
+    """
+    cut = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if cut is not None:
+        raise _no_tensor_parallelism(
+            f"model was loaded with tp_plan or distributed_config ({cut} is a DTensor)", trainer
+        )
+    num_heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    if num_heads % team_size():
+        raise ConfigError(
+            f"parallelism_config.sp_size={team_size()}: must divide the model's {num_heads} attention heads, which "
+            "the processes that share a row share out. Choose another."
+        )
+
+
+def check_deepspeed(accelerator: Any, *, trainer: str) -> None:
+    """Refuse what a DeepSpeed config asks for beside data parallelism.
+
+    Raises:
+        ConfigError: Tensor or sequence parallelism.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    config = {} if plugin is None else plugin.deepspeed_config
+    tp_size = (config.get("tensor_parallel") or {}).get("autotp_size", 1)
+    if tp_size > 1:
+        raise _no_tensor_parallelism(f"tensor_parallel.autotp_size={tp_size} in the DeepSpeed config", trainer)
+    sp_size = config.get("sequence_parallel_size", 1)
+    if sp_size > 1:
+        raise ConfigError(
+            f"sequence_parallel_size={sp_size} in the DeepSpeed config: {trainer} does not read it. Remove it, and "
+            "see sp_size of accelerate's parallelism_config."
+        )
+
+
+def _no_tensor_parallelism(found: str, trainer: str) -> ConfigError:
+    return ConfigError(
+        f"{found}: {trainer} cannot use tensor parallelism, whose processes all train on the same rows: here each "
+        "trains on rows of its own. Load the model whole, and partition its weights with DeepSpeed ZeRO-3 or FSDP2."
+    )

@@ -1,0 +1,178 @@
+"""Processes, the ranks that they form, and what they tell each other.
+
+A rank has rows of its own. It is one process or, where sequences are split, a team of consecutive processes that have
+the same rows and compute a part of their tokens each. What is gathered or summed over ranks counts every row once.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Teams:
+    """The teams of a run, as one process sees them."""
+
+    size: int
+    own: dist.ProcessGroup | None  # of this process's team; None: it is alone in it
+    peers: dist.ProcessGroup | None  # one process of each team, in rank order; None: all processes
+
+
+_ALONE = _Teams(1, None, None)
+_teams = _ALONE
+
+
+def form_teams(size: int) -> None:
+    """Let each `size` consecutive processes be a team from now on. All processes must call it.
+
+    Args:
+        size: Divides the number of processes; 1: every process is a rank of its own.
+    """
+    global _teams
+    if size == _teams.size:
+        return
+    if size == 1:
+        _teams = _ALONE
+        return
+    teams = [list(range(first, first + size)) for first in range(0, num_processes(), size)]
+    own, _ = dist.new_subgroups_by_enumeration(teams)  # type: ignore[no-untyped-call]
+    peers, _ = dist.new_subgroups_by_enumeration(list(zip(*teams, strict=True)))  # type: ignore[no-untyped-call]
+    _teams = _Teams(size, own, peers)
+
+
+def team_size() -> int:
+    """Processes of a team."""
+    return _teams.size
+
+
+def team_group() -> dist.ProcessGroup | None:
+    """The processes of this one's team."""
+    return _teams.own
+
+
+def place_in_team() -> int:
+    """This process's number in its team."""
+    return dist.get_rank() % _teams.size if is_distributed() else 0
+
+
+def is_distributed() -> bool:
+    """Whether a process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def num_processes() -> int:
+    """Number of processes."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def rank() -> int:
+    """The number of this process's rank, 0 if there is one."""
+    return dist.get_rank() // _teams.size if is_distributed() else 0
+
+
+def world_size() -> int:
+    """Number of ranks."""
+    return num_processes() // _teams.size
+
+
+def is_main() -> bool:
+    """Whether this process writes logs and files."""
+    return not is_distributed() or dist.get_rank() == 0
+
+
+def gather_objects(value: T) -> list[T]:
+    """[world_size] every rank's host value, in rank order, on every process. All ranks must call it."""
+    if world_size() == 1:
+        return [value]
+    gathered: list[T | None] = [None] * world_size()
+    dist.all_gather_object(gathered, value, group=_teams.peers)
+    return gathered  # type: ignore[return-value]  # all_gather_object fills every entry
+
+
+def from_main(value: T) -> T:
+    """The host value of the main process, on every process. All must call it."""
+    if num_processes() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def wait_for_all() -> None:
+    """Return once every process has called it."""
+    if num_processes() > 1:
+        dist.all_gather_object([None] * num_processes(), None)
+
+
+def gather_rows(rows: list[T], *, over_ranks: bool = True) -> tuple[list[T], int]:
+    """Host rows of all ranks, in rank order, and where this rank's begin. All ranks must call it.
+
+    Args:
+        rows: This rank's.
+        over_ranks: False: there are no others, and no other rank calls.
+    """
+    parts = gather_objects(rows) if over_ranks else [rows]
+    start = sum(len(part) for part in parts[: rank()]) if over_ranks else 0
+    return [row for part in parts for row in part], start
+
+
+def exchange(parts: list[T], device: torch.device) -> list[T]:
+    """[world_size] what each rank has for this one, in rank order. All ranks must call it.
+
+    Args:
+        parts: [world_size] host values for each rank. That for this rank itself comes back as it is.
+        device: Where the values travel.
+    """
+    if world_size() == 1:
+        return parts
+    own = rank()
+    outgoing = [b"" if to == own else pickle.dumps(part) for to, part in enumerate(parts)]
+    sizes = torch.tensor([len(data) for data in outgoing], device=device)
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=_teams.peers)
+    data = torch.from_numpy(np.frombuffer(b"".join(outgoing), np.uint8).copy()).to(device)
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, data, coming.tolist(), sizes.tolist(), group=_teams.peers)
+    incoming = torch.split(received.cpu(), coming.tolist())
+    return [
+        parts[own] if source == own else pickle.loads(part.numpy().tobytes()) for source, part in enumerate(incoming)
+    ]
+
+
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Sums of host numbers over all ranks, in float64. All ranks must call it."""
+    return values if world_size() == 1 else _reduce(values, device, dist.ReduceOp.SUM, _teams.peers)
+
+
+def team_totals(values: list[float], device: torch.device) -> list[float]:
+    """Sums of host numbers over the processes of this one's team, in float64. All of them must call it."""
+    return values if team_size() == 1 else _reduce(values, device, dist.ReduceOp.SUM, _teams.own)
+
+
+def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """The largest of each host number over all processes. All must call it."""
+    return values if num_processes() == 1 else _reduce(values, device, dist.ReduceOp.MAX, None)
+
+
+def min_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """The smallest of each host number over all processes. All must call it."""
+    return values if num_processes() == 1 else _reduce(values, device, dist.ReduceOp.MIN, None)
+
+
+def _reduce(
+    values: list[float],
+    device: torch.device,
+    operation: dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup | None,
+) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, operation, group=group)
+    return tensor.tolist()

@@ -1,0 +1,277 @@
+"""Weights that are partitioned over ranks: DeepSpeed ZeRO-3's parameters and FSDP2's DTensors.
+
+A ZeRO-3 parameter is empty between the passes that use it; DeepSpeed keeps this rank's part in `ds_tensor` and says in
+`ds_status` whether the whole is there. An FSDP2 parameter is a DTensor, whose `to_local()` is this rank's part.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+M = TypeVar("M", bound=nn.Module)
+
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model that the user gave, without what a back-end put around it."""
+    deepspeed = sys.modules.get("deepspeed")
+    engines = (DistributedDataParallel,) if deepspeed is None else (DistributedDataParallel, deepspeed.DeepSpeedEngine)
+    return model.module if isinstance(model, engines) else model
+
+
+def _zero3(tensor: torch.Tensor) -> Any:
+    """The tensor, if it is a ZeRO-3 parameter, with the attributes that DeepSpeed has given it; else None."""
+    return tensor if hasattr(tensor, "ds_id") else None
+
+
+def _is_zero3(tensor: torch.Tensor) -> bool:
+    return _zero3(tensor) is not None
+
+
+def _is_absent(tensor: torch.Tensor) -> bool:
+    """Whether it is a ZeRO-3 parameter that is empty now. Persistent ones and those not yet released are whole."""
+    parameter = _zero3(tensor)
+    return parameter is not None and parameter.ds_status.name == "NOT_AVAILABLE"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether its parameters are partitioned over ranks, so that all ranks have to take part in each forward pass."""
+    # FSDP2 may leave weights whole after a pass, and partition them again later.
+    has_shards = any(isinstance(module, FSDPModule) for module in model.modules())
+    return has_shards or any(_is_zero3(p) or isinstance(p, DTensor) for p in model.parameters())
+
+
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """The shape of the whole parameter."""
+    parameter = _zero3(tensor)
+    shape: torch.Size = tensor.shape if parameter is None else parameter.ds_shape
+    return shape
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[str, int]:
+    """What tells whether two tensors share their memory, also where this rank has none of it."""
+    parameter = _zero3(tensor)
+    if parameter is not None:
+        return "zero3", parameter.ds_id
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return ("pointer", local.data_ptr()) if local.numel() else ("empty", id(tensor))
+
+
+def num_local_elements(tensor: torch.Tensor) -> int:
+    """Elements of the parameter that this rank keeps between passes."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().numel()
+    parameter = _zero3(tensor)
+    return tensor.numel() if parameter is None else int(parameter.ds_tensor.numel())
+
+
+def is_backend_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a back-end registered it, to gather and release weights."""
+    return (getattr(hook, "__module__", None) or "").startswith(("deepspeed.", "torch.distributed."))
+
+
+# Single tensors.
+
+
+@contextmanager
+def gathered(parameters: Iterable[torch.Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
+    """Of ZeRO-3's parameters these are whole on every rank inside. All ranks must enter.
+
+    FSDP2's stay as they are: see `whole`.
+
+    Args:
+        parameters: Any parameters; those that are whole or not ZeRO-3's are left as they are.
+        modifier_rank: The rank whose changes to them all ranks get at the end; None: nothing is changed.
+    """
+    absent = [p for p in parameters if _is_absent(p)]
+    if not absent:
+        yield
+        return
+    with sys.modules["deepspeed"].zero.GatheredParameters(absent, modifier_rank=modifier_rank):
+        yield
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a whole copy made of all ranks' parts. All ranks must call it, in the same order."""
+    if isinstance(tensor, DTensor):
+        full: torch.Tensor = tensor.full_tensor()
+        is_copy = full.data_ptr() != tensor.to_local().data_ptr()  # not where one rank has all of it
+        return full if is_copy else full.clone()
+    if _is_absent(tensor):
+        with gathered([tensor]):
+            return tensor.detach().clone()
+    return tensor
+
+
+def load_whole(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a whole tensor into one that may be partitioned. All ranks must call it with the same."""
+    parameter = _zero3(target)
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            part = distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
+            target.to_local().copy_(part.to_local())
+        elif parameter is None:
+            target.data.copy_(value)
+        elif _is_absent(target):
+            with gathered([target], modifier_rank=0):
+                target.data.copy_(value)
+        else:  # persistent, or not released since the last pass: the part has to change, too
+            target.data.copy_(value)
+            parameter.partition(has_been_updated=True)
+            if parameter.ds_persist:
+                parameter.all_gather()
+
+
+def mix(weight: torch.Tensor, other: torch.Tensor, alpha: float) -> None:
+    """Set weight = alpha * other + (1 - alpha) * weight, each whole or partitioned. All ranks must call it.
+
+    Args:
+        weight: Changed in place.
+        other: Of the same whole shape; if both are DTensors, partitioned in the same way.
+        alpha: Between 0 and 1.
+    """
+    if isinstance(weight, DTensor) and isinstance(other, DTensor):
+        local = weight.to_local()
+        local.lerp_(other.to_local().detach().to(local), alpha)
+    elif _is_zero3(weight):
+        mixed = torch.lerp(whole(weight).detach(), whole(other).detach().to(weight.dtype), alpha)
+        load_whole(weight, mixed)
+    else:
+        weight.lerp_(whole(other).detach().to(weight), alpha)
+
+
+# Whole models.
+
+
+@contextmanager
+def unpartitioned() -> Iterator[None]:
+    """Models that transformers makes inside are whole, also where it would partition them for ZeRO-3."""
+    import transformers.integrations.deepspeed as settings
+
+    before = settings._hf_deepspeed_config_weak_ref
+    settings.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        settings._hf_deepspeed_config_weak_ref = before
+
+
+def bare_copy(module: nn.Module, read: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A copy that is no back-end's: with whole parameters of its own, and without hooks.
+
+    Args:
+        module: Its parameters may be partitioned.
+        read: Gives a parameter itself if it is whole, or else a whole copy.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        tensor = read(parameter)
+        own = tensor.detach().clone() if tensor is parameter else tensor.detach()
+        memo[id(parameter)] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+    copied: nn.Module = _bare_copy(module, memo)
+    return copied
+
+
+def _bare_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    if id(module) in memo:
+        return memo[id(module)]
+    # FSDP2 gives modules classes of its own, which refuse to be copied.
+    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    own: Any = kind.__new__(kind)
+    nn.Module.__init__(own)
+    memo[id(module)] = own
+    if isinstance(module, FSDPModule):
+        memo[id(module._get_fsdp_state())] = None
+    state = {name: value for name, value in vars(module).items() if name not in _HOOKS}
+    parts, parameters = state.pop("_modules"), state.pop("_parameters")
+    own._modules = {name: None if part is None else _bare_copy(part, memo) for name, part in parts.items()}
+    own._parameters = {name: memo.get(id(parameter)) for name, parameter in parameters.items()}
+    vars(own).update(copy.deepcopy(state, memo))
+    return own
+
+
+def copy_of(model: M) -> M:
+    """A copy with weights of its own, made one weight at a time. All ranks must call it.
+
+    It is partitioned if the model is.
+    """
+    clone = copy.deepcopy(model)
+    for weight, own in zip(model.parameters(), clone.parameters(), strict=True):
+        parameter = _zero3(weight)
+        if parameter is not None:  # its copy is empty
+            own.data = whole(weight).detach().clone()
+            parameter.convert_to_zero_parameters(param_list=[own])
+    return clone
+
+
+@contextmanager
+def full_params(model: nn.Module) -> Iterator[nn.Module]:
+    """The model with all its parameters whole on this rank. All ranks must enter; inside, each may do as it likes."""
+    inner = unwrap(model)
+    with ExitStack() as stack:
+        parameters = [p for p in inner.parameters() if _is_zero3(p)]
+        if parameters:
+            stack.enter_context(gathered(parameters))
+            # They release weights, and have ranks agree on each pass.
+            stack.enter_context(_without_backend_hooks(inner))
+        for module in inner.modules():
+            if isinstance(module, FSDPModule):
+                stack.enter_context(_unsharded(module))
+        yield inner
+
+
+@contextmanager
+def _without_backend_hooks(model: nn.Module) -> Iterator[None]:
+    tables = [table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)]
+    before = [(table, OrderedDict(table)) for table in tables if any(map(is_backend_hook, table.values()))]
+    for table, hooks in before:
+        for key, hook in hooks.items():
+            if is_backend_hook(hook):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            table.clear()
+            table.update(hooks)
+
+
+@contextmanager
+def _unsharded(module: FSDPModule) -> Iterator[None]:
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    before = [group.post_forward_mesh_info for group in groups]
+    module.set_reshard_after_forward(False, recurse=False)
+    module.unshard()
+    try:
+        yield
+    finally:
+        for group, info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = info
+        module.reshard()
+
+
+def release(model: nn.Module) -> None:
+    """Give back what passes without a backward pass have left whole: FSDP2 keeps its last layers for one."""
+    for module in unwrap(model).modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def usable(model: nn.Module) -> AbstractContextManager[object]:
+    """Forward passes work inside, also before training begins, when nothing yet gathers a ZeRO-3 model's weights."""
+    inner = unwrap(model)
+    is_hooked = any("pre_bwd_fn" in vars(module) for module in inner.modules())
+    needs_all = not is_hooked and any(_is_zero3(p) for p in inner.parameters())
+    return full_params(model) if needs_all else nullcontext()

@@ -1,0 +1,190 @@
+"""Liger's fused Triton kernels in the place of a model's norms, rotary embeddings and MLPs.
+
+Liger binds its forwards to the modules of one model. Besides, it exchanges names in the architecture's code, for the
+whole process: the classes that later models are made of, and the rotary function, which attention looks up in every
+call. Here the classes are put back, so that a model has Liger's kernels only if it was asked for; the rotary function
+stays, and leaves tensors on the CPU to the original.
+
+Liger's losses are never used: they replace the forward that scores tokens, and need no logits, as ours do not either.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from prefrl.errors import ConfigError
+from prefrl.models.scoring import inner_model
+from prefrl.optional import require
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from transformers import PreTrainedModel
+
+__all__ = ["apply_liger", "liger_options", "liger_options_of", "without_liger"]
+
+_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+_OPTIONS = "_prefrl_liger_options"
+
+# What Liger exchanged in the code of architectures.
+_ORIGINALS: dict[tuple[ModuleType, str], Any] = {}
+
+
+@dataclass(frozen=True)
+class _Rotary:
+    """Liger's rotary function, and the original for tensors on the CPU, where Triton programs do not run."""
+
+    fused: Callable[..., Any]
+    original: Callable[..., Any]
+
+    def __call__(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+        function = self.original if query.device.type == "cpu" else self.fused
+        return function(query, *args, **kwargs)
+
+
+def liger_options(given: Mapping[str, bool] | None) -> dict[str, bool]:
+    """Liger's options without its losses, which are on by default.
+
+    Args:
+        given: `liger_kernel_config`, kernel -> whether it is used.
+
+    Raises:
+        ConfigError: A loss is switched on, or a value is no boolean.
+    """
+    options = {**dict.fromkeys(_LOSSES, False), **(given or {})}
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"liger_kernel_config={given}: {name!r} must be True or False")
+        if value and name in _LOSSES:
+            raise ConfigError(
+                f"liger_kernel_config={given}: {name!r} must be False. Liger's losses replace the forward that scores "
+                "tokens, and whole logits are not held here without them either. Remove it."
+            )
+    return options
+
+
+def apply_liger(model: nn.Module, options: Mapping[str, bool]) -> None:
+    """Put Liger's kernels into the model, in place; copies of the model have them, too.
+
+    A second call with the same options changes nothing, wherever Liger itself was called in between.
+
+    Args:
+        model: A causal language model or sequence classifier, with PEFT around it if wanted.
+        options: What `liger_options` gives.
+
+    Raises:
+        ConfigError: Liger does not know the model's type or one of the options, would do nothing, or the model has its
+            kernels with other options.
+        ImportError: liger-kernel or Triton is not installed.
+    """
+    inner = inner_model(model)
+    earlier = liger_options_of(inner)
+    if earlier not in (None, options):
+        raise ConfigError(
+            f"liger_kernel_config={options}: the model was given Liger's kernels before, with {earlier}. Load it anew."
+        )
+    function = _patching_function(inner)
+    parameters = inspect.signature(function).parameters
+    _check_options(inner, parameters, options)
+    code = {module: dict(vars(module)) for module in _code_of(inner)}
+    try:
+        function(model=inner, **{name: value for name, value in options.items() if name in parameters})
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"use_liger_kernel=True: Liger fails on a {type(inner).__name__}: {error}. Leave it False."
+        ) from error
+    finally:
+        _put_back(code)
+    setattr(inner, _OPTIONS, dict(options))
+
+
+def liger_options_of(model: PreTrainedModel) -> dict[str, bool] | None:
+    """The options that a model was given Liger's kernels with; None: it has none."""
+    options: dict[str, bool] | None = vars(model).get(_OPTIONS)
+    return options
+
+
+@contextmanager
+def without_liger(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes as transformers wrote it inside."""
+    patched = [module for module in model.modules() if _is_ligers(vars(module).get("forward"))]
+    forwards = [vars(module).pop("forward") for module in patched]
+    rotary = [
+        (module, name, value)
+        for module in _code_of(model)
+        for name, value in vars(module).items()
+        if isinstance(value, _Rotary)
+    ]
+    for code, name, function in rotary:
+        setattr(code, name, function.original)
+    try:
+        yield
+    finally:
+        for module, forward in zip(patched, forwards, strict=True):
+            vars(module)["forward"] = forward
+        for code, name, function in rotary:
+            setattr(code, name, function)
+
+
+def _patching_function(model: PreTrainedModel) -> Callable[..., None]:
+    """Liger's function for the model's type."""
+    liger = require("liger_kernel.transformers.monkey_patch", extra="liger", feature="use_liger_kernel=True")
+    known: dict[str, Callable[..., None]] = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
+    model_type = model.config.model_type
+    if model_type not in known:
+        raise ConfigError(
+            f"use_liger_kernel=True has no effect: Liger has no kernels for model_type={model_type!r} "
+            f"({type(model).__name__}), but for {', '.join(sorted(known))}. Leave it False."
+        )
+    return known[model_type]
+
+
+def _check_options(
+    model: PreTrainedModel, parameters: Mapping[str, inspect.Parameter], options: Mapping[str, bool]
+) -> None:
+    kernels = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name not in (*_LOSSES, "model") and parameter.kind is not parameter.VAR_KEYWORD
+    }
+    chosen = {name: value for name, value in options.items() if name not in _LOSSES}
+    unknown = sorted(chosen.keys() - kernels.keys())
+    if unknown:
+        raise ConfigError(
+            f"liger_kernel_config={chosen}: Liger has no {', '.join(map(repr, unknown))} for "
+            f"model_type={model.config.model_type!r}, but {', '.join(map(repr, kernels))}."
+        )
+    if not any({**kernels, **chosen}.values()):
+        raise ConfigError(
+            f"use_liger_kernel=True has no effect with liger_kernel_config={chosen}, which leaves no kernel. "
+            "Set use_liger_kernel=False."
+        )
+
+
+def _code_of(model: nn.Module) -> set[ModuleType]:
+    """The files that the classes of the model's parts are in, where Liger exchanges names; for some in torch.nn."""
+    return {sys.modules[type(module).__module__] for module in model.modules()} | {nn}
+
+
+def _put_back(before: Mapping[ModuleType, Mapping[str, Any]]) -> None:
+    """Undo in the architecture's code what Liger did for the whole process, but for the rotary function."""
+    for module, names in before.items():
+        for name, value in list(vars(module).items()):
+            if not _is_ligers(value) or name not in names:
+                continue
+            if not (_is_ligers(names[name]) or isinstance(names[name], _Rotary)):
+                _ORIGINALS[module, name] = names[name]
+            original = _ORIGINALS.get((module, name))
+            if original is not None:  # else a user of Liger exchanged it before
+                setattr(module, name, original if isinstance(value, type) else _Rotary(value, original))
+
+
+def _is_ligers(value: object) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("liger_kernel.")

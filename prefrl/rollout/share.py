@@ -1,0 +1,50 @@
+"""Rows that were sampled on one rank and are learned from on another, so that all have about as much to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefrl import distributed
+from prefrl.data.dealing import deal, forward_cost
+from prefrl.types import TokenBatch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["share_out"]
+
+
+def share_out(batch: TokenBatch, *, hidden_size: int, equal_counts: bool, device: torch.device) -> TokenBatch:
+    """What this rank learns from, of the rows of all ranks: whole groups, dealt by cost. All ranks must call it.
+
+    Args:
+        batch: This rank's rows, perhaps none; no other rank has rows of their groups.
+        hidden_size: Of the model.
+        equal_counts: Ranks take equal numbers of groups, up to one; else as many as make equal costs.
+        device: Where rows travel.
+
+    Returns:
+        Groups in the order of their costs, the costliest first; each row with all that belongs to it.
+    """
+    own = _rows_of_groups(batch)
+    mine = [(group, _cost(batch, rows, hidden_size)) for group, rows in own.items()]
+    everyone, _ = distributed.gather_rows(mine)
+    dealt = deal([cost for _, cost in everyone], distributed.world_size(), equal_counts=equal_counts)
+    groups = [[everyone[item][0] for item in part] for part in dealt]
+    leaving = [batch.select([row for group in part for row in own.get(group, ())]) for part in groups]
+    batch = TokenBatch.concat(distributed.exchange(leaving, device))
+    rows = _rows_of_groups(batch)
+    return batch.select([row for group in groups[distributed.rank()] for row in rows[group]])
+
+
+def _rows_of_groups(batch: TokenBatch) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for row, group in enumerate(batch.group_index):
+        rows.setdefault(group, []).append(row)
+    return rows
+
+
+def _cost(batch: TokenBatch, rows: list[int], hidden_size: int) -> float:
+    """Of rows that share a prompt."""
+    prompt = float(batch.prompt_lengths[batch.prompt_index[rows[0]]])
+    return forward_cost(prompt, [float(batch.response_lengths[row]) for row in rows], hidden_size=hidden_size)

@@ -1,0 +1,136 @@
+"""Runs training, and a server beside it, as one: when a part ends, all of it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from prefrl.scripts.processes import Program, StopNote, kill_all, stop_signals_noted, with_variable
+from prefrl.scripts.supervisor import health
+
+__all__ = ["run_together"]
+
+_POLL_SECONDS = 0.2
+# torchrun gives its workers 30 s to end; `prefrl vllm-serve` gives its server 20, and 10 more by force.
+_STOP_SECONDS = 40.0
+_KILL_SECONDS = 10.0
+_TAIL_LINES = 20
+# Everything that a launch starts has it: workers are in sessions of their own, and may outlive their parent.
+_MARK = "PREFRL_LAUNCH"
+
+
+def run_together(training: Program, server: Program | None, *, port: int, log: Path) -> int:
+    """Start the server, wait for it, train, and end whatever is left. What fails is told on stderr.
+
+    Args:
+        training: Says itself what fails, unless a signal ends it.
+        server: None: there is none.
+        port: Where the server answers, on this machine.
+        log: Where the server's output goes.
+
+    Returns:
+        0 if training ended well, else the exit code of the part that failed, or 128 + the signal.
+    """
+    with stop_signals_noted() as stop:
+        launch = _Launch(stop)
+        try:
+            if server is not None:
+                print(f"prefrl launch: starting the vLLM server; its log is {log}", file=sys.stderr, flush=True)
+                launch.start("the vLLM server", server, log)
+                launch.watch(until=lambda: health(("127.0.0.1", port)) == 200)
+            if launch.goes_on:
+                launch.start("training", training)
+                launch.watch()
+            return launch.outcome()
+        finally:
+            launch.end()
+
+
+class _Part:
+    """A program in a session of its own, which Ctrl-C reaches through this process alone."""
+
+    def __init__(self, name: str, program: Program, mark: str, log: Path | None) -> None:
+        self.name = name
+        self.log = log
+        with contextlib.ExitStack() as stack:
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+            output = None if log is None else stack.enter_context(log.open("wb"))
+            self.process = subprocess.Popen(
+                program.command,
+                env={**os.environ, **program.environment, _MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """Ask it to end, and wait for a while until it has."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=_STOP_SECONDS)
+
+
+class _Launch:
+    """The parts that run, and the one that ended first."""
+
+    def __init__(self, stop: StopNote) -> None:
+        self._stop = stop
+        self._mark = uuid.uuid4().hex
+        self._parts: list[_Part] = []
+        self._ended: _Part | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether no signal came and no part ended."""
+        return self._stop.signal is None and self._ended is None
+
+    def start(self, name: str, program: Program, log: Path | None = None) -> None:
+        """Start a part."""
+        self._parts.append(_Part(name, program, self._mark, log))
+
+    def watch(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a condition holds, a part ends or a signal comes."""
+        while self.goes_on and not until():
+            time.sleep(_POLL_SECONDS)
+            self._ended = next((part for part in self._parts if part.process.poll() is not None), None)
+
+    def outcome(self) -> int:
+        """The exit code; says what training did not say itself."""
+        if self._stop.signal is not None:
+            print(f"prefrl launch: ended by {self._stop.signal.name}", file=sys.stderr, flush=True)
+            return 128 + self._stop.signal
+        assert self._ended is not None  # else the watch goes on
+        code = self._ended.process.returncode
+        how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        if self._ended.log is not None:
+            end = "\n  ".join(_last_words(self._ended.log))
+            message = f"{self._ended.name} ended {how}. The end of its log, {self._ended.log}:\n  {end}"
+            print(f"prefrl launch: {message}", file=sys.stderr, flush=True)
+            return code if code > 0 else 1
+        if code < 0:
+            print(f"prefrl launch: {self._ended.name} ended {how}", file=sys.stderr, flush=True)
+        return code if code >= 0 else 128 - code
+
+    def end(self) -> None:
+        """End every part, the last one first, and by force what is left of them."""
+        for part in reversed(self._parts):
+            part.stop()
+        kill_all(lambda: with_variable(_MARK, self._mark), seconds=_KILL_SECONDS)
+
+
+def _last_words(log: Path) -> list[str]:
+    """The message with which `prefrl vllm-serve` ended, or the last lines of its log."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    own = [number for number, line in enumerate(lines) if line.startswith("prefrl vllm-serve: ")]
+    return lines[own[-1] :] if own else lines[-_TAIL_LINES:]

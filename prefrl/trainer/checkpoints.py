@@ -1,0 +1,63 @@
+"""A reference that moves, in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.trainer_utils import get_last_checkpoint
+
+from prefrl import distributed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.models.reference import Reference
+
+__all__ = ["checkpoint_folder", "load_reference", "save_reference"]
+
+_REFERENCE_FILE = "reference.safetensors"
+
+
+def checkpoint_folder(given: str | bool | None, output_dir: str) -> Path | None:
+    """The folder that `resume_from_checkpoint` means; None: there is none, of which HuggingFace says more.
+
+    Args:
+        given: A folder, or whether the last one in `output_dir` is meant.
+        output_dir: The run's.
+    """
+    folder = get_last_checkpoint(output_dir) if given is True else given
+    return Path(folder) if folder and Path(folder).is_dir() else None
+
+
+def save_reference(reference: Reference, folder: Path, *, writes: bool) -> None:
+    """Write the weights that `mix` moves. All ranks must call it; one that does not write keeps one at a time."""
+    state = distributed.whole_on_host(reference.state_dict(), keep=writes)
+    if writes:
+        save_file(state, folder / _REFERENCE_FILE)
+
+
+def load_reference(reference: Reference, folder: Path) -> None:
+    """Read what `save_reference` wrote, one weight at a time. All ranks must call it."""
+    with safe_open(folder / _REFERENCE_FILE, framework="pt") as file:
+        reference.load_state_dict(_Tensors(file))
+
+
+class _Tensors(Mapping[str, "Tensor"]):
+    """The tensors of a file, each read when it is asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())

@@ -1,0 +1,149 @@
+"""What every back-end has to train as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset
+
+from tests.contract.cases import dataset_of, ragged_reward
+
+ATTENTION = ("q_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training of a tiny model; 8 rows a step, 4 of them on each of two processes."""
+
+    algorithm: str
+    options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)  # overrides of the tiny model
+    lora: tuple[str, ...] = ()
+    by_name: bool = False  # the model comes from a folder, so that ZeRO-3 partitions it while it is loaded
+    reward_model: bool = False  # by name
+    reward: Callable[..., list[float]] = ragged_reward
+    rows_per_micro_batch: int | None = None  # on two processes
+    eval_rows: int = 0
+    chunk: int | None = None  # rows of logits at once
+
+
+TIED = {"tie_word_embeddings": True}
+LLAMA_TIED = {"architecture": "llama", **TIED}
+REUSE = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
+# Moments, decay and clipping: what an optimizer's state and a global norm could get wrong. A small epsilon would make
+# steps of full size of gradients that are rounding alone.
+ADAM = {
+    "max_steps": 3,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-4,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+}
+MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+EVAL = {"eval_strategy": "steps", "eval_steps": 1}
+
+BUDGET = {"max_tokens_per_micro_batch": 25}
+
+
+def with_long_rows(algorithm: str) -> Dataset:
+    """Every eighth row is about as long as the seven after it together."""
+    rows = dataset_of(algorithm).to_list()
+    return Dataset.from_list([row if i % 8 else {**row, "prompt": 30 * row["prompt"]} for i, row in enumerate(rows)])
+
+
+def good_at_subtraction(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Groups of other prompts have no advantage."""
+    values = ragged_reward(completions)
+    return [value * ("-" in prompt) for value, prompt in zip(values, prompts, strict=True)]
+
+
+CASES: dict[str, Case] = {
+    # Every algorithm.
+    "sft": Case("sft"),
+    "dpo": Case("dpo", model=TIED),
+    "kto": Case("kto"),
+    "orpo": Case("orpo", model=LLAMA_TIED),
+    "cpo": Case("cpo"),
+    "bco": Case("bco", model=TIED),
+    "reward": Case("reward"),
+    "grpo": Case("grpo", {"beta": 0.04}, model=TIED),
+    "rloo": Case("rloo"),
+    "reinforce_plus_plus": Case("reinforce_plus_plus", model=TIED),
+    "ppo": Case("ppo"),
+    "online_dpo": Case("online_dpo", model=TIED),
+    # The head, the forward pass, and how the work is cut.
+    "sft_llama_tied": Case("sft", model=LLAMA_TIED),
+    "sft_micro_batches": Case("sft", {"gradient_accumulation_steps": 2}, rows_per_micro_batch=2),
+    "sft_token_budget": Case("sft", {"max_tokens_per_micro_batch": 25}),
+    "sft_chunks": Case("sft", chunk=8),
+    "sft_padded": Case("sft", {"forward_plan": "padded"}, model=TIED),
+    "dpo_packed": Case("dpo", {"forward_plan": "packed"}),
+    "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED),
+    "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
+    "sft_lora_head": Case("sft", lora=("q_proj", "lm_head")),
+    "sft_lora_head_chunks": Case("sft", lora=("q_proj", "lm_head"), chunk=8),
+    "sft_by_name": Case("sft", model=TIED, by_name=True),
+    "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
+    "sft_adam": Case("sft", ADAM),
+    "sft_window": Case("sft", model={"architecture": "mistral", "sliding_window": 4, "num_key_value_heads": 1}),
+    "sft_eval": Case("sft", EVAL, eval_rows=7),
+    "reward_lora": Case("reward", lora=ATTENTION),
+    "reward_by_name": Case("reward", EVAL, by_name=True, eval_rows=7),
+    # References.
+    "dpo_lora": Case("dpo", lora=ATTENTION),
+    "dpo_moving": Case("dpo", {**MOVING, **EVAL}, eval_rows=7),
+    "dpo_lora_moving": Case("dpo", MOVING, lora=ATTENTION),
+    "dpo_by_name_moving": Case("dpo", MOVING, model=TIED, by_name=True),
+    "dpo_by_name_precomputed": Case("dpo", {"precompute_ref_log_probs": True}, model=TIED, by_name=True),
+    "dpo_precomputed": Case("dpo", {"precompute_ref_log_probs": True}),
+    "kto_token_budget": Case("kto", {"max_tokens_per_micro_batch": 40}),
+    # Ranks with different numbers of micro-batches and of passes of references, or without a row.
+    "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **EVAL}, eval_rows=3),
+    "dpo_last_row": Case(
+        "dpo",
+        {"rows": 9, "num_train_epochs": 1, "max_steps": -1, "loss_type": ["aot"], **BUDGET, **MOVING, **EVAL},
+        lora=ATTENTION,
+        eval_rows=1,
+    ),
+    "grpo_one_signal": Case("grpo", {"beta": 0.0, **BUDGET, **REUSE}, reward=good_at_subtraction),
+    # Rollouts.
+    "grpo_reuse": Case("grpo", {"beta": 0.04, **REUSE}),
+    "grpo_not_gathered": Case("grpo", {"ds3_gather_for_generation": False, **EVAL}, eval_rows=5),
+    "grpo_full_kl_by_name": Case("grpo", {"beta": 0.1, "kl_estimator": "full"}, by_name=True),
+    "grpo_scored_first": Case(
+        "grpo",
+        {
+            "advantage_estimator": "optimal_token_baseline",
+            "top_entropy_quantile": 0.3,
+            "entropy_coef": 0.01,
+            "max_tokens_per_micro_batch": 25,
+        },
+    ),
+    "grpo_resampled": Case(
+        "grpo",
+        {
+            "beta": 0.0,
+            "normalize_rewards": True,
+            "dynamic_sampling": True,
+            "curriculum": "variance",
+            "ds3_gather_for_generation": False,
+        },
+    ),
+    "grpo_lora_moving": Case("grpo", {"beta": 0.04, **MOVING}, lora=ATTENTION),
+    "grpo_reward_model": Case("grpo", {"beta": 0.04, **EVAL}, reward_model=True, eval_rows=5),
+    "grpo_adam": Case("grpo", {"beta": 0.04, **ADAM}),
+    # Groups in an order of their own; the generator of the tests asks no server.
+    "grpo_overlap": Case(
+        "grpo", {"arrival": 3, "generation_mode": "overlap", "use_vllm": True, "beta": 0.04, "num_generations": 2}
+    ),
+    # Critics.
+    "ppo_model": Case("ppo", {"critic": "model"}, by_name=True),
+    "ppo_model_warmup": Case("ppo", {"critic": "model", "critic_warmup": 1, "max_steps": 3}),
+    "ppo_micro_batches": Case(
+        "ppo", {"gradient_accumulation_steps": 2, "steps_per_generation": 2}, rows_per_micro_batch=2
+    ),
+    "ppo_lora": Case("ppo", lora=ATTENTION),
+}

@@ -1,0 +1,168 @@
+"""Reads partitioned weights as rank 0 would to send them: `export_worker BACKEND FOLDER`, on two processes.
+
+Rank 0 writes `FOLDER/export_BACKEND.pt`: what was wrong, for each case and by each way of reading it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from prefrl import distributed
+from prefrl.models.critic import ValueHead
+from prefrl.models.export import CRITIC, PolicyWeights
+from tests.assets import tiny_model
+from tests.contract.cases import make_trainer
+from tests.distributed.backends import enter, leave_training
+from tests.leave import leave
+from tests.unit.models.test_export import MERGED, PLAIN, adapted
+
+SECONDS_FOR_A_CASE = 120
+# accelerate's way to FSDP2 would partition these embeddings twice.
+IMPOSSIBLE = {"fsdp2": ("tied tokens",)}
+Named = tuple[str, Tensor]
+
+
+def cases() -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
+    """Names, and what makes the model of each."""
+    for case in PLAIN:
+        architecture, options, _ = case.values
+        yield str(case.id), lambda a=architecture, o=options: tiny_model(a, **o)
+    for case in MERGED:
+        architecture, model_options, options = case.values
+        yield str(case.id), lambda a=architecture, m=model_options, o=options: adapted(tiny_model(a, **m), o)
+
+
+def differences(found: Iterable[Named], expected: Iterable[Named]) -> list[str]:
+    """Names of weights that are missing, too many, there twice or not bit-equal."""
+    pairs = [(name, tensor.clone()) for name, tensor in found]
+    names, wanted = [name for name, _ in pairs], dict(expected)
+    wrong = [name for name, tensor in pairs if name in wanted and not tensor.equal(wanted[name])]
+    twice = [name for name in names if names.count(name) > 1]
+    return sorted({*(set(names) ^ wanted.keys()), *wrong, *twice})
+
+
+class Run:
+    """One model, partitioned, and what it should be read as.
+
+    Args:
+        model: Partitioned.
+        twin: The same model, whole.
+        folder: Where adapters are written.
+    """
+
+    def __init__(self, model: PreTrainedModel, twin: PreTrainedModel, folder: Path) -> None:
+        self.model, self.folder = model, folder
+        self.weights, self.expected = PolicyWeights(model), PolicyWeights(twin)
+
+    def led(self, read: Callable[[], list[str]]) -> list[str]:
+        """What rank 0 finds wrong."""
+        found: list[list[str]] = []
+        self.weights.lead(lambda: found.append(read()))
+        assert len(found) == (1 if distributed.is_main() else 0)
+        return found[0] if found else []
+
+    def all_weights(self) -> list[str]:
+        return differences(self.weights, self.expected)
+
+    def base(self) -> list[str]:
+        return differences(self.weights.base(), self.expected.base())
+
+    def adapter(self) -> list[str]:
+        """The files that are written."""
+        if not hasattr(self.model, "peft_config"):
+            return []
+        contents = []
+        for name, weights in (("partitioned", self.weights), ("whole", self.expected)):
+            weights.save_adapter(self.folder / name)
+            contents.append(load_file(self.folder / name / "adapter_model.safetensors"))
+        return differences(*(content.items() for content in contents))
+
+
+def run(make: Callable[[], PreTrainedModel], partition: Callable[[PreTrainedModel], None], folder: Path) -> Any:
+    """What is wrong with each way of reading a model."""
+    leave_training()
+    model, twin = make(), make()
+    for each in (model, twin):
+        each.add_module(CRITIC, ValueHead(32))
+    partition(model)
+    assert distributed.is_sharded(model)
+    assert not distributed.is_sharded(twin)
+    of = Run(model, twin, folder)
+    return {
+        "all": of.led(of.all_weights),
+        "base": of.led(of.base),
+        "adapter": of.led(of.adapter),
+        "by all ranks at once": of.all_weights(),
+        "after breaking off": broken_off(of),
+        "after a pass": after_a_pass(of),
+    }
+
+
+def broken_off(of: Run) -> list[str]:
+    """Rank 0 stops in the middle, fails, reads nothing, and begins again."""
+    kept: list[Iterator[Named]] = []
+
+    def stop_and_begin_again() -> list[str]:
+        for number in (1, 4, 6):
+            kept.append(iter(of.weights))
+            for _ in range(number):
+                next(kept[-1])
+        kept.pop()
+        return of.all_weights()
+
+    def fail() -> None:
+        next(iter(of.weights))
+        raise LookupError("no such server")
+
+    found = of.led(stop_and_begin_again)
+    try:
+        of.weights.lead(fail)
+    except LookupError:
+        assert distributed.is_main()
+    else:
+        assert not distributed.is_main()
+    of.weights.lead(lambda: None)
+    return found + of.led(of.all_weights)
+
+
+def after_a_pass(of: Run) -> list[str]:
+    """Weights that a pass has gathered, and nothing has released."""
+    for module in of.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(False, recurse=False)
+    with torch.no_grad():
+        of.model(input_ids=torch.arange(5, 25)[None])
+    return of.led(of.all_weights)
+
+
+def main(backend: str, folder: Path) -> None:
+    """All cases, one after another."""
+    options = enter(backend, folder)
+    accelerator = make_trainer("sft", folder / "run", **options).accelerator
+    results = {}
+    for name, make in cases():
+        if name in IMPOSSIBLE.get(backend, ()):
+            continue
+        faulthandler.dump_traceback_later(SECONDS_FOR_A_CASE, exit=True)
+        print(f"case {name}", file=sys.stderr, flush=True)
+        if accelerator.is_fsdp2:  # set for the trainer's model
+            accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
+        results[name] = run(make, lambda model: distributed.prepare_frozen(accelerator, model), folder / name)
+    faulthandler.cancel_dump_traceback_later()
+    if distributed.is_main():
+        torch.save(results, folder / f"export_{backend}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
+    leave(0)

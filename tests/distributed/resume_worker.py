@@ -1,0 +1,100 @@
+"""Saves, resumes and exports: `resume_worker FOLDER BACKEND:CASE[:CHECKPOINT]...`, on any processes.
+
+One launch runs all back-ends, because imports take longer than a case. Rank 0 writes `FOLDER/results.pt`. A case is
+trained, saved on the way, exported, and trained once more from what was saved; one with a checkpoint of another run
+only goes on from there.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefrl import distributed
+from tests.distributed.backends import enter
+from tests.distributed.cases import ADAM, ATTENTION, MOVING, TIED, Case
+from tests.distributed.worker import SECONDS_FOR_A_CASE, make, weights_of
+from tests.leave import leave
+
+SAVED_AT = 3
+# Saved in the middle of an epoch of 5 steps, which ends on the way.
+SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": SAVED_AT, "rows": 40}
+# Saved in the last of the four steps that learn from the first rollouts.
+REUSE = {"steps_per_generation": 2, "num_iterations": 2}
+CRITIC = {"critic_learning_rate": 1e-2}
+EMBEDDINGS = ("q_proj", "embed_tokens")
+
+RESUMED: dict[str, Case] = {
+    "sft": Case("sft", ADAM, model=TIED),
+    "sft_untied": Case("sft", {**ADAM, "optim": "adamw_torch_fused", "lr_scheduler_type": "linear"}),
+    "sft_bf16": Case("sft", {**ADAM, "bf16": True, "use_cpu": True}, model=TIED),
+    "sft_frozen": Case("sft", {**ADAM, "freeze": ["layers.0", "norm"]}, model=TIED, by_name=True),
+    "sft_lora": Case("sft", ADAM, lora=ATTENTION),
+    "sft_lora_embeddings": Case("sft", ADAM, lora=EMBEDDINGS),
+    "sft_lora_head": Case("sft", ADAM, lora=("q_proj", "lm_head"), by_name=True),
+    "dpo_moving": Case("dpo", {**ADAM, **MOVING}, model=TIED),
+    "dpo_lora": Case("dpo", ADAM, lora=ATTENTION),
+    "dpo_lora_by_name": Case("dpo", ADAM, lora=ATTENTION, by_name=True),
+    "dpo_lora_moving": Case("dpo", {**ADAM, **MOVING}, lora=ATTENTION),
+    "dpo_lora_moving_by_name": Case("dpo", {**ADAM, **MOVING}, lora=ATTENTION, by_name=True),
+    "dpo_precomputed": Case("dpo", {**ADAM, "precompute_ref_log_probs": True}, model=TIED),
+    "dpo_running_mean": Case("dpo", {**ADAM, "loss_type": ["bco_pair", "aot"]}),
+    "kto": Case("kto", ADAM),
+    "bco": Case("bco", ADAM),
+    "grpo": Case("grpo", {**ADAM, "beta": 0.04}),
+    "grpo_reuse": Case("grpo", {**ADAM, **REUSE, "beta": 0.04}, model=TIED),
+    "grpo_lora_reuse": Case("grpo", {**ADAM, **REUSE, **MOVING, "beta": 0.04}, lora=ATTENTION),
+    "online_dpo_reuse": Case("online_dpo", {**ADAM, **REUSE}),
+    "ppo": Case("ppo", {**ADAM, **CRITIC}),
+    "ppo_reuse": Case("ppo", {**ADAM, **CRITIC, **REUSE}),
+    "ppo_model": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, model=TIED),
+    "ppo_lora": Case("ppo", {**ADAM, **CRITIC}, lora=ATTENTION),
+    "ppo_model_lora": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, lora=ATTENTION),
+    "reward": Case("reward", ADAM),
+    "reward_lora": Case("reward", ADAM, lora=ATTENTION),
+}
+
+
+def folder_of(folder: Path, backend: str, name: str) -> Path:
+    """Where a case has its checkpoints, and what it exports in `final`."""
+    return folder / backend / "runs" / name
+
+
+def run(folder: Path, backend: str, name: str, checkpoint: str | None) -> dict[str, Any]:
+    """Train a case: what a test compares."""
+    case = RESUMED[name]
+    (folder / backend).mkdir(exist_ok=True)
+    options = {**enter(backend, folder), **SAVING}
+    result: dict[str, Any] = {}
+    if checkpoint is None:
+        trainer = make(name, case, folder / backend, **options)
+        trainer.train()
+        result["whole"] = weights_of(trainer)
+        trainer.save_model(str(folder_of(folder, backend, name) / "final"))
+        checkpoint = str(folder_of(folder, backend, name) / f"checkpoint-{SAVED_AT}")
+        options["save_strategy"] = "no"
+    trainer = make(name, case, folder / backend, **options)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return {**result, "resumed": weights_of(trainer), "steps": trainer.state.global_step}
+
+
+def main(folder: Path, jobs: list[str]) -> None:
+    """Run the jobs one after another."""
+    results = {}
+    for job in jobs:
+        faulthandler.dump_traceback_later(SECONDS_FOR_A_CASE, exit=True)
+        print(f"job {job}", file=sys.stderr, flush=True)
+        backend, name, *checkpoint = job.split(":", 2)
+        results[job] = run(folder, backend, name, checkpoint[0] if checkpoint else None)
+    faulthandler.cancel_dump_traceback_later()
+    if distributed.is_main():
+        torch.save(results, folder / "results.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
+    leave(0)

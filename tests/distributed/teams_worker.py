@@ -1,0 +1,74 @@
+"""One of four processes in teams of two: `teams_worker NUMBER FOLDER` writes what it sees to `FOLDER/NUMBER.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from prefrl import distributed
+from prefrl.distributed.processes import form_teams
+
+NUM_PROCESSES = 4
+CPU = torch.device("cpu")
+
+
+def seen(process: int) -> dict[str, Any]:
+    """Who this process is, and what it gets from others."""
+    return {
+        "rank": distributed.rank(),
+        "world_size": distributed.world_size(),
+        "num_processes": distributed.num_processes(),
+        "team_size": distributed.team_size(),
+        "place_in_team": distributed.place_in_team(),
+        "is_main": distributed.is_main(),
+        "gathered": distributed.gather_objects(process),
+        "rows": distributed.gather_rows([process] * (1 + distributed.rank())),
+        "exchanged": distributed.exchange([10 * process + to for to in range(distributed.world_size())], CPU),
+        "sum": distributed.sum_over_ranks([process], CPU),
+        "team_totals": distributed.team_totals([process], CPU),
+        "max": distributed.max_over_ranks([process], CPU),
+        "min": distributed.min_over_ranks([process], CPU),
+    }
+
+
+def exchanged() -> dict[str, Any]:
+    """Values and gradients of four heads of two tokens each, numbered 10 * head + token."""
+    tokens = 2 * distributed.place_in_team() + torch.arange(2.0)
+    own = (10 * torch.arange(4.0)[:, None] + tokens).view(1, 4, 2, 1).requires_grad_()
+    joined = distributed.exchange_in_team(own, split=1, join=2)
+    (joined * joined.detach()).sum().backward()
+    number = torch.tensor(float(distributed.place_in_team() + 1), requires_grad=True)
+    total = distributed.sum_over_team(number)
+    total.backward()
+    assert own.grad is not None
+    assert number.grad is not None
+    return {
+        "own": own.flatten().tolist(),
+        "gradient": own.grad.flatten().tolist(),
+        "joined": joined.squeeze().tolist(),
+        "total": total.item(),
+        "gradient_of_number": number.grad.item(),
+    }
+
+
+def main(process: int, folder: Path) -> None:
+    """Alone, then in teams, then alone again."""
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=process, world_size=NUM_PROCESSES)
+    alone = seen(process)
+    form_teams(2)
+    results = {"alone": alone, "in_teams": seen(process), **exchanged()}
+    distributed.wait_for_all()
+    form_teams(1)
+    results["alone_again"] = seen(process)
+    (folder / f"{process}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,111 @@
+"""Checkpoints and exported models under every back-end, and with another number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from prefrl.errors import ConfigError
+from tests.contract.cases import model_of
+from tests.distributed.resume_worker import RESUMED, SAVED_AT, folder_of, run
+
+ROOT = Path(__file__).parents[2]
+# What each back-end writes into its checkpoints about itself.
+SIGNATURES = {
+    "ddp": "no sharding",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "zero3_offload": "ZeRO-3",
+    "fsdp2": "FSDP2 (FULL_STATE_DICT)",
+    "fsdp2_sharded": "FSDP2 (SHARDED_STATE_DICT)",
+}
+JOBS = (
+    "ddp:grpo_reuse",
+    "ddp:dpo_running_mean",
+    "zero1:grpo_reuse",
+    "zero2:sft_lora",
+    "zero3:grpo_reuse",
+    "zero3:dpo_lora",
+    "zero3:ppo_model",
+    "zero3_offload:sft",
+    "fsdp2:grpo_reuse",
+    "fsdp2:dpo_moving",
+    "fsdp2_sharded:ppo_lora",
+)
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def launch(folder: Path, *jobs: str) -> dict[str, dict[str, Any]]:
+    """What rank 0 stored of a run of the worker on two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.distributed.resume_worker", str(folder), *jobs],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    results: dict[str, dict[str, Any]] = torch.load(folder / "results.pt")
+    return results
+
+
+def check_export(folder: Path, job: str, trained: dict[str, torch.Tensor]) -> None:
+    """What `save_model` wrote is loaded in the usual way, and is what was trained."""
+    backend, name = job.split(":")
+    case, path = RESUMED[name], folder_of(folder, backend, name) / "final"
+    if case.lora:
+        model: Any = PeftModel.from_pretrained(model_of(case.algorithm, **case.model), str(path))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path)
+    loaded = dict(model.named_parameters())
+    policy = {key: value for key, value in trained.items() if not key.startswith("prefrl_critic.")}
+    assert loaded.keys() == policy.keys(), job
+    assert all(torch.equal(loaded[key].detach(), value) for key, value in policy.items()), job
+    if case.algorithm == "ppo":
+        (file,) = (path / "critic").glob("*.safetensors")
+        saved = load_file(file)
+        critic = {f"prefrl_critic.{key}": value for key, value in saved.items()}
+        assert critic.keys() == trained.keys() - policy.keys(), job
+        assert all(torch.equal(value, trained[key]) for key, value in critic.items()), job
+
+
+def test_runs_are_resumed_and_exported_under_every_back_end(tmp_path: Path) -> None:
+    alone = run(tmp_path, "single", "grpo_reuse", None)
+    from_one = f"ddp:grpo_reuse:{folder_of(tmp_path, 'single', 'grpo_reuse') / f'checkpoint-{SAVED_AT}'}"
+    results = launch(tmp_path, *JOBS, from_one)
+    for job in JOBS:
+        backend, name = job.split(":")
+        checkpoint = folder_of(tmp_path, backend, name) / f"checkpoint-{SAVED_AT}"
+        written_by = json.loads((checkpoint / "written_by.json").read_text(encoding="utf-8"))
+        assert written_by == {"backend": SIGNATURES[backend], "num_processes": 2}
+        assert results[job]["steps"] == 6, job
+        assert distance(results[job]["resumed"], results[job]["whole"]) == 0, job
+        check_export(tmp_path, job, results[job]["whole"])
+    # In the middle of rollouts, on more and on fewer processes.
+    assert distance(results[from_one]["resumed"], alone["whole"]) < 1e-6
+    checkpoint = folder_of(tmp_path, "ddp", "grpo_reuse") / f"checkpoint-{SAVED_AT}"
+    resumed = run(tmp_path, "single", "grpo_reuse", str(checkpoint))
+    assert distance(resumed["resumed"], results["ddp:grpo_reuse"]["whole"]) < 1e-6
+    # Optimizer states that this process could not read.
+    for backend, words in (("zero1", "2 processes with ZeRO-1"), ("fsdp2", "2 processes with FSDP2")):
+        checkpoint = folder_of(tmp_path, backend, "grpo_reuse") / f"checkpoint-{SAVED_AT}"
+        with pytest.raises(ConfigError, match=rf"{words}.* 1 process with no sharding.*model="):
+            run(tmp_path, "single", "grpo_reuse", str(checkpoint))

@@ -1,0 +1,70 @@
+"""Two processes that share the tokens of every row train what one process trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import prefrl.losses.logprobs as logprobs
+from tests.distributed import worker
+from tests.distributed.cases import CASES
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+
+# With ZeRO-3 in its strict form, where a process that takes no part in a pass hangs the other.
+BACKEND = "zero3_sp2"
+NAMES = (
+    "sft_micro_batches",
+    "sft_checkpointing",
+    "sft_lora_head_chunks",
+    "sft_adam",
+    "sft_window",
+    "sft_eval",
+    "dpo",
+    "orpo",
+    "reward",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sequence_parallel")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    """Of two processes, by case."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.distributed.worker", BACKEND, str(folder), *NAMES],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,  # each case has a deadline of its own
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return torch.load(folder / f"{BACKEND}.pt")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_update_is_that_of_one_process(
+    name: str, results: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "default_chunk_size", logprobs.default_chunk_size)  # the worker changes it
+    expected, result = worker.run(name, CASES[name], folder, {}), results[name]
+    assert expected["update"].norm() > 1e-3
+    assert (result["update"] - expected["update"]).norm() / expected["update"].norm() < TOLERANCE
+    for key in ("losses", "grad_norms", "eval"):
+        assert result[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
+    assert bool(expected["eval"]) == (name == "sft_eval")
+    # Half of the tokens on each process, one more where their number is odd.
+    assert result["widths"] == [-(-width // 2) for width in expected["widths"]]

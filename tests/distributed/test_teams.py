@@ -1,0 +1,79 @@
+"""Processes in teams: each row counts once, and what is exchanged arrives, with its gradient."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.teams_worker import NUM_PROCESSES
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = range(NUM_PROCESSES)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four processes, in teams of two, has seen."""
+    folder = tmp_path_factory.mktemp("teams")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.distributed.teams_worker"]
+    started = [subprocess.Popen([*command, str(p), str(folder)], cwd=ROOT, env=environment) for p in PROCESSES]
+    try:
+        codes = [process.wait(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0] * NUM_PROCESSES
+    return [json.loads((folder / f"{process}.json").read_text()) for process in PROCESSES]
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_what_is_gathered_or_summed_counts_each_row_once(process: int, results: list[dict[str, Any]]) -> None:
+    rank, place = divmod(process, 2)
+    peers = [place, place + 2]  # those with this one's place in both teams
+    assert results[process]["in_teams"] == {
+        "rank": rank,
+        "world_size": 2,
+        "num_processes": 4,
+        "team_size": 2,
+        "place_in_team": place,
+        "is_main": process == 0,
+        "gathered": peers,
+        "rows": [[peers[0], peers[1], peers[1]], rank],
+        "exchanged": [10 * peer + rank for peer in peers],
+        "sum": [sum(peers)],
+        "team_totals": [4 * rank + 1],
+        "max": [3],
+        "min": [0],
+    }
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_without_teams_every_process_is_a_rank(process: int, results: list[dict[str, Any]]) -> None:
+    alone = results[process]["alone"]
+    assert (alone["rank"], alone["world_size"], alone["place_in_team"]) == (process, 4, 0)
+    assert alone["gathered"] == [0, 1, 2, 3]
+    assert alone["exchanged"] == [10 * other + process for other in PROCESSES]
+    assert alone["sum"] == [6]
+    assert results[process]["alone_again"] == alone
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_tokens_of_all_heads_become_all_tokens_of_some_heads(process: int, results: list[dict[str, Any]]) -> None:
+    result = results[process]
+    heads = (0, 1) if process % 2 == 0 else (2, 3)
+    assert result["joined"] == [[10 * head + token for token in range(4)] for head in heads]
+    # The loss is half the sum of squares, so that each value's gradient is the value: it has come back to its place.
+    assert result["gradient"] == result["own"]
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_the_sum_over_a_team_has_the_gradient_of_all_its_losses(process: int, results: list[dict[str, Any]]) -> None:
+    assert results[process]["total"] == 3
+    assert results[process]["gradient_of_number"] == 2

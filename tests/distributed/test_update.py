@@ -1,0 +1,99 @@
+"""The update is one process's under every back-end, with weights that are really partitioned."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.backends import BACKENDS
+from tests.distributed.cases import CASES
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+# Margins are differences of sums of log-probs, which are a thousand times as large.
+METRIC_TOLERANCES = {"rel": 1e-4, "abs": 1e-5}
+
+# Everything under the two back-ends that partition weights. What the others do differently is in the step, not in the
+# forward pass: of them, what could be cut, divided or clipped wrongly.
+STEPS = (
+    "sft_micro_batches",
+    "sft_token_budget",
+    "sft_adam",
+    "sft_lora",
+    "dpo_moving",
+    "grpo_reuse",
+    "ppo_model",
+    "reward_by_name",
+)
+SELECTED = {
+    "ddp": ("sft_adam", "ppo_model"),  # the contract's tests train everything on two processes
+    "zero1": ("sft_micro_batches", "sft_adam", "grpo_reuse", "reward_by_name"),
+    "zero2": STEPS,
+    "zero3": tuple(CASES),
+    "zero3_offload": ("sft_adam", "grpo", "ppo_model"),
+    "fsdp2": tuple(CASES),
+}
+# What a rank keeps of the weights between passes.
+SHARE = {"ddp": 1.0, "zero1": 1.0, "zero2": 1.0, "zero3": 0.5, "zero3_offload": 0.5, "fsdp2": 0.5}
+
+_results: dict[str, dict[str, Any]] = {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("distributed")
+
+
+def results_of(backend: str, folder: Path) -> dict[str, Any]:
+    """Of all cases of a back-end, trained in one launch."""
+    if backend not in _results:
+        _results[backend] = launch("tests.distributed.worker", backend, folder, *SELECTED.get(backend, CASES))
+    return _results[backend]
+
+
+def launch(module: str, backend: str, folder: Path, *arguments: str) -> Any:
+    """What rank 0 stored of a run of `module` on one process ("single") or two."""
+    command = [sys.executable, "-m"]
+    if backend != "single":
+        command += ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    # Each test's deadline is the worker's; this one is for what it could not see.
+    done = subprocess.run(
+        [*command, module, backend, str(folder), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return torch.load(folder / f"{backend}.pt")
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [(backend, name) for backend in BACKENDS for name in SELECTED[backend]], ids=str
+)
+def test_the_update_is_that_of_one_process(backend: str, name: str, folder: Path) -> None:
+    expected = results_of("single", folder)[name]
+    result = results_of(backend, folder)[name]
+    assert expected["update"].norm() > 1e-3
+    assert (result["update"] - expected["update"]).norm() / expected["update"].norm() < TOLERANCE
+    assert bool(expected["eval"]) == bool(CASES[name].eval_rows)
+    for key in ("losses", "grad_norms", "eval"):
+        assert result[key] == pytest.approx(expected[key], **METRIC_TOLERANCES), key
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_are_partitioned(backend: str, folder: Path) -> None:
+    for name, result in results_of(backend, folder).items():
+        share = result["local_elements"] / result["elements"]
+        # FSDP2 deals rows of a weight: of a head with one row, rank 0 has all.
+        assert share == pytest.approx(SHARE[backend], abs=0.005), name
+        if result["reference_is_sharded"] is not None:
+            assert result["reference_is_sharded"] == (SHARE[backend] < 1), name

@@ -1,0 +1,137 @@
+"""Trains cases on one back-end and stores what came of them: `worker BACKEND FOLDER CASE...`, on any processes.
+
+Rank 0 writes `FOLDER/BACKEND.pt`: for each case its update, its metrics and how its parameters were partitioned.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefrl import distributed
+from prefrl.trainer.base_trainer import BaseTrainer
+from tests.assets import tiny_reward_model, tiny_tokenizer
+from tests.contract.cases import dataset_of, make_trainer, model_of
+from tests.distributed.backends import enter, leave_training
+from tests.distributed.cases import CASES, Case
+from tests.leave import leave
+
+# A case takes seconds on a quiet machine. Ranks that wait for each other for ever say where, and end.
+SECONDS_FOR_A_CASE = 300
+
+
+def weights_of(trainer: BaseTrainer) -> dict[str, torch.Tensor]:
+    """Whole copies of all parameters, on every rank."""
+    return {
+        name: distributed.whole(parameter).detach().clone().float()
+        for name, parameter in distributed.unwrap(trainer.model_wrapped).named_parameters()
+    }
+
+
+def make(name: str, case: Case, folder: Path, **options: Any) -> BaseTrainer:
+    """The trainer of a case, as every rank makes it."""
+    import prefrl.losses.logprobs as logprobs
+
+    logprobs.default_chunk_size = lambda device: case.chunk or 128
+    arguments: dict[str, Any] = {"max_steps": 2, **case.options, **options}
+    # There is no process group before the first config.
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    num_ranks = num_processes // (options["parallelism_config"].sp_size if "parallelism_config" in options else 1)
+    rows = 8 if case.rows_per_micro_batch is None else 2 * case.rows_per_micro_batch
+    arguments["per_device_train_batch_size"] = rows // num_ranks
+    if case.lora:
+        from peft import LoraConfig
+
+        arguments["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules=list(case.lora))
+    if case.eval_rows:
+        arguments |= {"eval_dataset": dataset_of(case.algorithm, case.eval_rows), "per_device_eval_batch_size": 8}
+    leave_training()
+    arguments["model"] = model_of(case.algorithm, **case.model)
+    if case.by_name:
+        path = str(folder / "models" / name)
+        save_once(path, arguments["model"])
+        arguments["model"] = path
+    reward: Any = case.reward
+    if case.reward_model:
+        reward = str(folder / "models" / "reward")
+        save_once(reward, tiny_reward_model(seed=3), tiny_tokenizer())
+    return make_trainer(case.algorithm, folder / "runs" / name, reward=reward, **arguments)
+
+
+def save_once(path: str, *parts: Any) -> None:
+    """Write models and tokenizers, unless another back-end did; every rank comes back when they are there.
+
+    There may be no process group yet.
+    """
+    done = Path(path, "done")
+    if os.environ.get("RANK", "0") == "0" and not done.exists():
+        for part in parts:
+            part.save_pretrained(path)
+        done.touch()
+    while not done.exists():
+        time.sleep(0.01)
+
+
+def record_widths(trainer: BaseTrainer) -> list[int]:
+    """The tokens of a row, here, in each forward pass of a training step from now on."""
+    widths: list[int] = []
+
+    def record(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            widths.append(arguments[0].size(1))
+
+    trainer.policy.get_input_embeddings().register_forward_pre_hook(record)
+    return widths
+
+
+def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Train a case: what a test compares."""
+    started = time.perf_counter()
+    trainer = make(name, case, folder, **options)
+    before = weights_of(trainer)
+    widths = record_widths(trainer)
+    trainer.train()
+    after = weights_of(trainer)
+    parameters = list(distributed.unwrap(trainer.model_wrapped).parameters())
+    own = trainer.reference and trainer.reference.own_model
+    history = trainer.state.log_history
+    return {
+        "update": torch.cat([(after[key] - before[key]).flatten() for key in before]),
+        "widths": widths,
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "grad_norms": [entry["grad_norm"] for entry in history if "loss" in entry],
+        "eval": [value for entry in history for key, value in entry.items() if _is_eval_metric(key)],
+        "elements": sum(distributed.shape_of(p).numel() for p in parameters),
+        "local_elements": sum(map(distributed.num_local_elements, parameters)),
+        "reference_is_sharded": own and distributed.is_sharded(own),
+        "type": str(trainer.accelerator.distributed_type),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _is_eval_metric(name: str) -> bool:
+    return name.startswith("eval_") and not name.endswith(("_second", "runtime")) and "time/" not in name
+
+
+def main(backend: str, folder: Path, names: list[str]) -> None:
+    """Train the cases one after another."""
+    options = enter(backend, folder)
+    results = {}
+    for name in names:
+        faulthandler.dump_traceback_later(SECONDS_FOR_A_CASE, exit=True)
+        print(f"case {name}", file=sys.stderr, flush=True)
+        results[name] = run(name, CASES[name], folder, options)
+    faulthandler.cancel_dump_traceback_later()
+    if distributed.is_main():
+        torch.save(results, folder / f"{backend}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] or list(CASES))
+    leave(0)

@@ -1,0 +1,140 @@
+"""Launches that would train copies of a run, or less sharded than was asked for, are refused with what to change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from prefrl.distributed import check_back_end, check_processes
+from prefrl.errors import ConfigError
+
+
+def arguments(**values: Any) -> SimpleNamespace:
+    defaults = {"world_size": 2, "device": torch.device("cpu"), "fsdp": None, "deepspeed": None}
+    return SimpleNamespace(**defaults | values)
+
+
+def accelerator(found: DistributedType, device: str = "cuda", *, is_fsdp2: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(distributed_type=found, device=torch.device(device), is_fsdp2=is_fsdp2)
+
+
+TORCHRUN = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+FSDP = {"ACCELERATE_USE_FSDP": "true"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "values"),
+    [
+        pytest.param({}, {"world_size": 1}, id="one process"),
+        pytest.param(TORCHRUN, {}, id="two"),
+        pytest.param({}, {}, id="two, of mpirun"),
+        pytest.param({**TORCHRUN, "PREFRL_NUM_PROCESSES": "2"}, {}, id="two, of prefrl launch"),
+        pytest.param({**TORCHRUN, **DEEPSPEED, "ACCELERATE_USE_CPU": "false"}, {}, id="DeepSpeed"),
+        pytest.param({**TORCHRUN, "ACCELERATE_USE_CPU": "true"}, {}, id="CPU"),
+    ],
+)
+def test_processes_that_train_together_may_train(environment: dict[str, str], values: dict[str, Any]) -> None:
+    check_processes(arguments(**values), environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "values", "message"),
+    [
+        pytest.param(
+            TORCHRUN,
+            {"world_size": 1},
+            r"WORLD_SIZE=2 and a process group of 1: .* one output_dir. .*Set use_cpu=True \(--use_cpu true\)",
+            id="no GPU",
+        ),
+        pytest.param(
+            {"WORLD_SIZE": "2", "RANK": "1"},
+            {"world_size": 1, "device": torch.device("cuda", 0)},
+            "WORLD_SIZE=2 and a process group of 1: .* Start them with `prefrl launch`",
+            id="no launcher",
+        ),
+        pytest.param(
+            {"PREFRL_NUM_PROCESSES": "2"},
+            {"world_size": 1},
+            "num_processes=2, but accelerate started 1: .* MULTI_CPU .*--accelerate_config ddp",
+            id="MULTI_CPU",
+        ),
+        pytest.param(
+            {**TORCHRUN, "PREFRL_NUM_PROCESSES": "4"}, {}, "num_processes=4, but accelerate started 2", id="too few"
+        ),
+        pytest.param(
+            {**TORCHRUN, **DEEPSPEED, "ACCELERATE_USE_CPU": "True"},
+            {},
+            "ACCELERATE_USE_CPU=true with DeepSpeed: .*use_cpu: false in the accelerate config, and use_cpu=True",
+            id="DeepSpeed on accelerate's CPU",
+        ),
+        pytest.param(
+            {**TORCHRUN, "ACCELERATE_USE_CPU": "1"},
+            {"deepspeed": "d.json"},
+            "ACCELERATE_USE_CPU=true",
+            id="its config",
+        ),
+    ],
+)
+def test_processes_that_would_train_alone_are_refused(
+    environment: dict[str, str], values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_processes(arguments(**values), environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "values", "found"),
+    [
+        pytest.param({}, {}, accelerator(DistributedType.NO, "cpu"), id="one process"),
+        pytest.param({}, {}, accelerator(DistributedType.MULTI_CPU, "cpu"), id="data parallel on CPUs"),
+        pytest.param({}, {}, accelerator(DistributedType.MULTI_GPU), id="data parallel"),
+        pytest.param(FSDP, {}, accelerator(DistributedType.FSDP, is_fsdp2=True), id="FSDP2"),
+        pytest.param({}, {"fsdp": True}, accelerator(DistributedType.FSDP, "cpu", is_fsdp2=True), id="its config"),
+        pytest.param(DEEPSPEED, {}, accelerator(DistributedType.DEEPSPEED, "cpu"), id="DeepSpeed"),
+        pytest.param({"ACCELERATE_USE_FSDP": "false"}, {}, accelerator(DistributedType.MULTI_GPU), id="set to no"),
+    ],
+)
+def test_a_back_end_that_was_asked_for_may_train(
+    environment: dict[str, str], values: dict[str, Any], found: SimpleNamespace
+) -> None:
+    check_back_end(arguments(**values), environment, found)
+
+
+@pytest.mark.parametrize(
+    ("environment", "values", "found", "message"),
+    [
+        pytest.param(
+            FSDP,
+            {},
+            accelerator(DistributedType.MULTI_CPU, "cpu"),
+            "FSDP is asked for, .* plain data parallelism on CPUs. .*--accelerate_config zero3",
+            id="FSDP on CPUs",
+        ),
+        pytest.param(
+            {},
+            {"fsdp": True},
+            accelerator(DistributedType.NO),
+            "FSDP is asked for, .* one process. .*`prefrl launch --accelerate_config fsdp2`",
+            id="FSDP alone",
+        ),
+        pytest.param(FSDP, {}, accelerator(DistributedType.FSDP), "fsdp_version=1 .*fsdp_version: 2", id="FSDP1"),
+        pytest.param(
+            {},
+            {"deepspeed": "ds.json"},
+            accelerator(DistributedType.MULTI_GPU),
+            "DeepSpeed is asked for, .* MULTI_GPU. Start it with `prefrl launch --accelerate_config zero3`",
+            id="DeepSpeed that accelerate does not know of",
+        ),
+        pytest.param(DEEPSPEED, {}, accelerator(DistributedType.NO, "cpu"), "DeepSpeed is asked for", id="alone"),
+    ],
+)
+def test_a_back_end_that_did_not_come_about_is_refused(
+    environment: dict[str, str], values: dict[str, Any], found: SimpleNamespace, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_back_end(arguments(**values), environment, found)

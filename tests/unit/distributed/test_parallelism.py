@@ -1,0 +1,143 @@
+"""Parallelism beside data parallelism is refused by name, value, reason and remedy where it cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from prefrl.distributed import check_deepspeed, check_model, processes, set_up_parallelism
+from prefrl.distributed.parallelism import check_parallelism
+from prefrl.errors import ConfigError
+from prefrl.models.forward import token_logprobs
+from prefrl.registry import REGISTRY
+from tests.assets import ragged_batch, tiny_model
+from tests.contract.cases import ragged_reward
+
+
+def accelerator_with(config: dict[str, Any] | None) -> Any:
+    """What an accelerator knows of DeepSpeed."""
+    plugin = None if config is None else SimpleNamespace(deepspeed_config=config)
+    return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+
+
+def ulysses(*, sp_size: int = 2, processes: int = 4, handler: dict[str, Any] | None = None, **sizes: int) -> None:
+    """Check a config with sequence parallelism for a trainer that can."""
+    sp_handler = DeepSpeedSequenceParallelConfig(**(handler or {}))
+    config = ParallelismConfig(sp_size=sp_size, sp_handler=sp_handler, **sizes)
+    check_parallelism(config, trainer="SFTTrainer", splits_rows=True, num_processes=processes)
+
+
+@pytest.mark.parametrize("field", ["cp_size", "tp_size", "sp_size"])
+def test_each_size_is_refused_with_its_value_the_trainer_and_a_remedy(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"parallelism_config\.{field}=2: GRPOTrainer cannot .*\. (Set|Load) "):
+        check_parallelism(ParallelismConfig(**{field: 2}), trainer="GRPOTrainer", splits_rows=False, num_processes=2)
+
+
+def test_context_parallelism_gives_way_to_sequence_parallelism_where_that_works() -> None:
+    with pytest.raises(ConfigError, match=r"cp_size=2: SFTTrainer cannot .*\. Use sp_size=2 instead"):
+        check_parallelism(ParallelismConfig(cp_size=2), trainer="SFTTrainer", splits_rows=True, num_processes=2)
+
+
+def test_data_parallelism_is_not_refused() -> None:
+    config = ParallelismConfig(dp_shard_size=2, dp_replicate_size=2)
+    check_parallelism(config, trainer="GRPOTrainer", splits_rows=False, num_processes=4)
+
+
+def test_sequence_parallelism_is_not_refused_where_all_sizes_agree() -> None:
+    ulysses()
+    ulysses(handler={"sp_seq_length_is_variable": True, "sp_attn_implementation": "sdpa"})
+    ulysses(dp_shard_size=2)
+    ulysses(dp_replicate_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sp_size": 3}, r"sp_size=3: must divide the number of processes, 4\."),
+        ({"dp_shard_size": 4}, r"sp_size=2 with dp_replicate_size=1 and dp_shard_size=4: .* Set dp_shard_size=2\."),
+        ({"handler": {"sp_seq_length": 512}}, r"sp_seq_length=512 .* Set sp_seq_length_is_variable=True alone\."),
+        (
+            {"handler": {"sp_seq_length": 512, "sp_seq_length_is_variable": False}},
+            r"sp_seq_length_is_variable=False: rows are as long as their tokens",
+        ),
+        ({"handler": {"sp_attn_implementation": "flash_attention_2"}}, r'="flash_attention_2": .* Set "sdpa"'),
+    ],
+)
+def test_options_of_sequence_parallelism_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ulysses(**options)
+
+
+def test_a_size_of_accelerates_file_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
+    assert set_up_parallelism(None, trainer="SFTTrainer", splits_rows=True) is None
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    with pytest.raises(ConfigError, match=r"parallelism_config\.cp_size=4"):
+        set_up_parallelism(None, trainer="SFTTrainer", splits_rows=True)
+    given = ParallelismConfig(cp_size=1, dp_shard_size=2)
+    assert set_up_parallelism(given, trainer="SFTTrainer", splits_rows=True) is given
+
+
+def test_a_model_whose_heads_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    monkeypatch.setattr(processes, "_teams", processes._Teams(4, None, None))
+    check_model(model, trainer="SFTTrainer")
+    monkeypatch.setattr(processes, "_teams", processes._Teams(3, None, None))
+    with pytest.raises(ConfigError, match=r"sp_size=3: must divide the model's 4 attention heads"):
+        check_model(model, trainer="SFTTrainer")
+
+
+def test_rows_that_are_padded_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model(), ragged_batch()
+    monkeypatch.setattr(processes, "_teams", processes._Teams(2, None, None))
+    with pytest.raises(ConfigError, match=r'sp_size=2 does not work for Qwen2ForCausalLM: .*, and plan="padded" pads'):
+        token_logprobs(model, batch, plan="padded")
+    unsuited = tiny_model("gemma2")
+    with pytest.raises(ConfigError, match=r"sp_size=2 does not work for Gemma2ForCausalLM: .*, and it soft-caps"):
+        token_logprobs(unsuited, batch)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size=2"),
+        ({"sequence_parallel_size": 4}, "sequence_parallel_size=4"),
+    ],
+)
+def test_parallelism_of_a_deepspeed_config_is_refused(config: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{found} in the DeepSpeed config: SFTTrainer"):
+        check_deepspeed(accelerator_with(config), trainer="SFTTrainer")
+    check_deepspeed(accelerator_with({"tensor_parallel": {"autotp_size": 1}}), trainer="SFTTrainer")
+    check_deepspeed(accelerator_with(None), trainer="SFTTrainer")
+
+
+def test_a_model_that_transformers_has_distributed_is_refused() -> None:
+    model = tiny_model()
+    check_model(model, trainer="DPOTrainer")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        norm = model.model.norm
+        norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), init_device_mesh("cpu", (1,))))
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(ConfigError, match=r"distributed_config \(model.norm.weight is a DTensor\): DPOTrainer cannot"):
+        check_model(model, trainer="DPOTrainer")
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_trainers_refuse_before_a_model_is_loaded(name: str, tmp_path: Path) -> None:
+    row = REGISTRY[name]
+    args = row.load_config()(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    args.parallelism_config = ParallelismConfig(cp_size=2)
+    arguments = {"reward_funcs": ragged_reward} if name == "grpo" else {}
+    with pytest.raises(ConfigError, match=r"cp_size=2"):
+        row.load_trainer()(str(tmp_path / "no model"), args=args, **arguments)

@@ -1,0 +1,290 @@
+"""What `prefrl launch` would start, on machines with any number of GPUs, and what it refuses before that."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+from prefrl.errors import ConfigError
+from prefrl.registry import REGISTRY
+from prefrl.scripts.launch import CONFIGS, LaunchArguments, plan_server, plan_training, visible_gpus
+from prefrl.scripts.processes import Program
+from prefrl.scripts.train import parser_of
+
+EIGHT = [str(i) for i in range(8)]
+GRPO = ["--model_name_or_path", "org/model", "--dataset_name", "d", "--reward_funcs", "numeric_reward"]
+
+
+def training(options: LaunchArguments, gpus: list[str] = EIGHT, *, use_cpu: bool = False) -> Program:
+    return plan_training(options, ["sft", "--seed", "1"], {"use_cpu": use_cpu}, gpus)
+
+
+def server(*words: str, gpus: list[str] = EIGHT, **options: Any) -> Program:
+    run = parser_of(REGISTRY["grpo"]).values([*GRPO, *words])
+    return plan_server(LaunchArguments(**{"vllm_gpus": "6,7"} | options), "grpo", run, gpus, {})
+
+
+def option(program: Program, name: str) -> str | None:
+    return program.command[program.command.index(name) + 1] if name in program.command else None
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "processes", "devices"),
+    [
+        pytest.param({}, "ddp", "8", "0,1,2,3,4,5,6,7", id="a process for each GPU"),
+        pytest.param({"num_processes": 1}, "single", "1", "0", id="one sees one GPU"),
+        pytest.param({"num_processes": 4, "accelerate_config": "zero3"}, "zero3", "4", "0,1,2,3", id="fewer"),
+        pytest.param({"vllm_gpus": "6,7"}, "ddp", "6", "0,1,2,3,4,5", id="those of the server left out"),
+        pytest.param({"vllm_gpus": "0, 3", "num_processes": 3}, "ddp", "3", "1,2,4", id="any of them"),
+    ],
+)
+def test_processes_get_the_first_gpus_that_the_server_leaves(
+    options: dict[str, Any], config: str, processes: str, devices: str
+) -> None:
+    program = training(LaunchArguments(**options))
+    assert option(program, "--config_file") == str(CONFIGS / f"{config}.yaml")
+    assert option(program, "--num_processes") == processes
+    assert option(program, "--main_process_port") == "0"
+    assert program.environment == {"CUDA_VISIBLE_DEVICES": devices, "PREFRL_NUM_PROCESSES": processes}
+    end = ["-m", "prefrl.scripts.main", "sft", "--seed", "1"]
+    end += ["--use_vllm", "true"] if "vllm_gpus" in options else []
+    assert program.command[-len(end) :] == end
+
+
+def test_gpus_go_by_the_names_in_cuda_visible_devices() -> None:
+    program = training(LaunchArguments(vllm_gpus="GPU-c"), ["GPU-a", "GPU-b", "GPU-c"])
+    assert program.environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+
+
+def test_without_gpus_there_are_none_to_see() -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == []
+
+
+def test_on_cpus_processes_are_those_that_were_asked_for() -> None:
+    for asked, started, config in ((None, "1", "single"), (2, "2", "ddp")):
+        program = training(LaunchArguments(num_processes=asked), [], use_cpu=True)
+        assert option(program, "--num_processes") == started
+        assert option(program, "--config_file") == str(CONFIGS / f"{config}.yaml")
+        assert program.environment == {"PREFRL_NUM_PROCESSES": started}
+
+
+def test_each_of_several_machines_starts_its_share() -> None:
+    options = LaunchArguments(num_processes=32, num_machines=4, machine_rank=3, main_process_ip="node0")
+    program = training(options)
+    assert program.environment == {"CUDA_VISIBLE_DEVICES": ",".join(EIGHT), "PREFRL_NUM_PROCESSES": "32"}
+    named = ("--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port")
+    assert [option(program, name) for name in named] == ["32", "4", "3", "node0", "29500"]
+
+
+def test_a_config_of_the_user_says_what_the_options_leave_open(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = "distributed_type: MULTI_GPU\nnum_processes: 6\nmain_process_port: 1234\ngpu_ids: all\n"
+    path.write_text(text, encoding="utf-8")
+    program = training(LaunchArguments(accelerate_config=str(path)))
+    assert [option(program, name) for name in ("--num_processes", "--main_process_port")] == ["6", "1234"]
+    program = training(LaunchArguments(accelerate_config=str(path), num_processes=2))
+    assert option(program, "--num_processes") == "2"
+    path.write_text(text.replace("6", "-1"), encoding="utf-8")
+    assert option(training(LaunchArguments(accelerate_config=str(path))), "--num_processes") == "8"
+    path.write_text(f"{text}num_machines: 2\nmachine_rank: 0\nmain_process_ip: node0\n", encoding="utf-8")
+    program = training(LaunchArguments(accelerate_config=str(path)))
+    named = ("--num_machines", "--machine_rank", "--main_process_ip")
+    assert [option(program, name) for name in named] == ["2", "0", "node0"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "is not YAML"),
+        ("learning_rate: 1\n", "has no distributed_type"),
+        ("distributed_type: MULTI_GPU\ngpu_ids: 0,1\n", "has gpu_ids='0,1'. .*chosen by CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        training(LaunchArguments(accelerate_config=str(tmp_path / "mine.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "message"),
+    [
+        pytest.param({}, [], "no GPU is visible to train on. .*--use_cpu true", id="no GPU"),
+        pytest.param({"num_processes": 9}, EIGHT, r"num_processes=9: 9 .* and 8 \(0,.*,7\) can train", id="too many"),
+        pytest.param(
+            {"num_processes": 8, "vllm_gpus": "6,7"}, EIGHT, "and 6 .* can train beside vllm_gpus='6,7'", id="beside"
+        ),
+        pytest.param({"vllm_gpus": "0,1"}, ["0", "1"], "no GPU is visible beside vllm_gpus='0,1'", id="none left"),
+        pytest.param({"vllm_gpus": "7,8"}, EIGHT, "there is no GPU '8', GPUs 0,1,.* are visible", id="no such GPU"),
+        pytest.param({"vllm_gpus": "1,1"}, EIGHT, "names a GPU twice", id="twice"),
+        pytest.param({"accelerate_config": "zero33"}, EIGHT, "'zero33': .* Did you mean 'zero3'", id="no such config"),
+        pytest.param({"machine_rank": 1}, EIGHT, "machine_rank=1 has no effect because one machine", id="rank alone"),
+        pytest.param({"num_machines": 2, "num_processes": 4}, EIGHT, "machine_rank=None, .*set all", id="no rank"),
+        pytest.param(
+            {"num_machines": 2, "machine_rank": 2, "num_processes": 4, "main_process_ip": "a"},
+            EIGHT,
+            "machine_rank=2: must be below num_machines=2",
+            id="rank",
+        ),
+        pytest.param(
+            {"num_machines": 2, "machine_rank": 1, "num_processes": 5, "main_process_ip": "a"},
+            EIGHT,
+            "num_processes=5: .*must be a multiple of num_machines=2",
+            id="uneven",
+        ),
+        pytest.param(
+            {"num_machines": 2, "machine_rank": 1, "num_processes": 4, "main_process_ip": "a", "vllm_gpus": "7"},
+            EIGHT,
+            "vllm_gpus='7' with num_machines=2: .*vllm_server_host",
+            id="server for several machines",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_machine_is_refused(options: dict[str, Any], gpus: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        training(LaunchArguments(**options), gpus)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vllm_python": "/usr/bin/python3"}, "vllm_python='/usr/bin/python3' has no effect because no server"),
+        ({"vllm_args": "--dtype float32"}, "vllm_args='--dtype float32' has no effect"),
+        ({"num_processes": 0}, "num_processes=0: must be"),
+    ],
+)
+def test_options_of_the_launch_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LaunchArguments(**options)
+
+
+def test_the_server_has_the_model_of_the_run_on_all_of_its_gpus() -> None:
+    program = server("--model_revision", "v2", "--vllm_server_port", "8123", vllm_args="--max_model_len 512")
+    assert program.environment == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert program.command == [
+        *(sys.executable, "-P", "-m", "prefrl.scripts.main", "vllm-serve", "--model", "org/model"),
+        *("--port", "8123", "--revision", "v2", "--tensor_parallel_size", "2", "--max_model_len", "512"),
+    ]
+    on_cpu = server(vllm_gpus="cpu", gpus=[])
+    assert on_cpu.environment == {}
+    assert option(on_cpu, "--tensor_parallel_size") is None
+
+
+def test_replicas_may_take_the_place_of_shards() -> None:
+    program = server(vllm_args="--tensor_parallel_size 1 --data_parallel_size 2")
+    assert program.command[-4:] == ["--tensor_parallel_size", "1", "--data_parallel_size", "2"]
+
+
+def test_the_server_takes_the_adapters_of_the_run() -> None:
+    assert option(server("--use_peft", "--lora_r", "12"), "--max_lora_rank") == "16"
+    assert option(server("--use_peft", "--lora_rank_pattern", '{"q_proj": 33}'), "--max_lora_rank") == "64"
+    assert option(server("--use_peft", "--weight_sync", "nccl"), "--max_lora_rank") is None
+
+
+def test_the_python_of_the_server_may_be_another(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch(mode=0o755)
+    assert server(vllm_python=str(python)).command[0] == str(python)
+    run = parser_of(REGISTRY["grpo"]).values(GRPO)
+    variable = {"PREFRL_VLLM_PYTHON": str(python)}
+    assert plan_server(LaunchArguments(vllm_gpus="0"), "grpo", run, EIGHT, variable).command[0] == str(python)
+    with pytest.raises(ConfigError, match="vllm_python='/nowhere/python': is no program"):
+        server(vllm_python="/nowhere/python")
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        (["--vllm_server_base_url", "http://a:1"], {}, r"the run names another: \['http://a:1'\]"),
+        (["--vllm_server_host", "10.0.0.5"], {}, "the run names another: 10.0.0.5"),
+        ([], {"vllm_args": "--port 9000"}, "port=9000 would not be where the run looks.*vllm_server_port"),
+        ([], {"vllm_args": "--data_parallel_size 2"}, "is 4, and vllm_gpus names 2 GPUs"),
+        ([], {"vllm_args": "--middleware a.B"}, "vLLM's --middleware cannot be given here"),
+        ([], {"vllm_args": "--max_model_len 0"}, "max_model_len=0: must be"),
+    ],
+)
+def test_a_server_that_does_not_fit_the_run_is_refused(
+    words: list[str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        server(*words, **options)
+
+
+def test_an_algorithm_without_generation_has_no_server() -> None:
+    run = parser_of(REGISTRY["sft"]).values(["--model_name_or_path", "m", "--dataset_name", "d"])
+    with pytest.raises(ConfigError, match="vllm_gpus='7': sft generates nothing"):
+        plan_server(LaunchArguments(vllm_gpus="7"), "sft", run, EIGHT, {})
+
+
+# The configs: what accelerate makes of them.
+
+BACK_ENDS = {
+    "single": "NO",
+    "ddp": "MULTI_GPU",
+    "zero1": "DEEPSPEED",
+    "zero2": "DEEPSPEED",
+    "zero3": "DEEPSPEED",
+    "zero3_offload": "DEEPSPEED",
+    "fsdp2": "FSDP",
+}
+
+
+def prepared(name: str, *words: str) -> tuple[Any, dict[str, str]]:
+    """The command, None for torchrun's, and the variables that processes would get from `accelerate launch`."""
+    argv = ["--config_file", str(CONFIGS / f"{name}.yaml"), "--num_processes", "4", "--main_process_port", "0"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args([*argv, *words, "train.py"]))
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ""
+        return prepare_deepspeed_cmd_env(arguments)
+    assert arguments.multi_gpu or arguments.use_fsdp
+    return None, prepare_multi_gpu_env(arguments)
+
+
+def test_there_is_a_config_for_each_back_end() -> None:
+    assert {path.stem for path in CONFIGS.iterdir()} == set(BACK_ENDS)
+    for name, distributed_type in BACK_ENDS.items():
+        config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+        assert config.distributed_type.value == distributed_type
+        # The precision is an option of the run, and a config that says CPU starts one process.
+        assert (config.mixed_precision, config.use_cpu) == ("no", False)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("zero1", "1"), ("zero2", "2"), ("zero3", "3"), ("zero3_offload", "3")])
+def test_deepspeed_has_the_stage_of_its_name(name: str, stage: str) -> None:
+    _, environment = prepared(name)
+    prefix = "ACCELERATE_DEEPSPEED_"
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert environment[f"{prefix}ZERO_STAGE"] == stage
+    device = "cpu" if name.endswith("offload") else None
+    for part in ("OPTIMIZER", "PARAM"):
+        assert environment.get(f"{prefix}OFFLOAD_{part}_DEVICE") == device
+    for flag in ("ZERO3_INIT", "ZERO3_SAVE_16BIT_MODEL"):
+        assert environment.get(f"{prefix}{flag}") == ("true" if stage == "3" else None)
+    # Each node starts its own processes, where DeepSpeed's way is to start them all over ssh.
+    command, _ = prepared(name, "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1")
+    assert command is None
+
+
+def test_fsdp_is_of_version_2_and_shards_each_layer() -> None:
+    _, environment = prepared("fsdp2")
+    expected = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        "FSDP_OFFLOAD_PARAMS": "false",
+    }
+    assert expected.items() <= environment.items()
+
+
+def test_data_parallel_processes_shard_nothing() -> None:
+    _, environment = prepared("ddp")
+    assert not {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & environment.keys()

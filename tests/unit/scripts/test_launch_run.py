@@ -1,0 +1,162 @@
+"""Training and a server as one: small programs stand for them, and each leaves a process that only force ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prefrl.scripts.launch_run import run_together
+from prefrl.scripts.processes import Program
+
+# Starts a process in a session of its own, as torchrun does, which ignores SIGTERM; then does what it is told.
+PROGRAM = """
+import http.client, http.server, os, signal, subprocess, sys, time
+record, port, task = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+
+def end(*_):
+    open(record + ".asked", "w").close()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, end)
+with open(record, "w") as file:
+    file.write(str(child.pid))
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+if task == "serve":
+    time.sleep(0.5)
+    http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+if task == "ask":
+    http.client.HTTPConnection("127.0.0.1", port).request("GET", "/health")
+if task == "break":
+    print("some line")
+    print("prefrl vllm-serve: GenerationError: the reason\\n  more of it", flush=True)
+    sys.exit(7)
+if task == "serve and break":
+    server = http.server.HTTPServer(("127.0.0.1", port), Health)
+    server.handle_request()
+    while not os.path.exists(os.path.join(os.path.dirname(record), "training")):
+        time.sleep(0.1)
+    sys.exit(3)
+if task == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+if task == "sleep":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def heeded_signals() -> Iterator[None]:
+    """As in a terminal: tests that run in the background ignore SIGINT, and so would the launch."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Launched:
+    """What came of a launch: everything that it started has ended when this is made.
+
+    Args:
+        folder: For records and logs.
+        training: What training does; None: it must not be started.
+        server: What the server does.
+    """
+
+    def __init__(self, folder: Path, training: str | None, server: str) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.folder = folder
+        self.code = run_together(
+            Program(["/no/such/program"], {}) if training is None else self.program("training", port, training),
+            self.program("server", port, server),
+            port=port,
+            log=folder / "logs/server.log",
+        )
+
+    def program(self, name: str, port: int, task: str) -> Program:
+        return Program([sys.executable, "-c", PROGRAM, str(self.folder / name), str(port), task], {})
+
+    def assert_nothing_is_left(self, *asked: str) -> None:
+        """What the parts started has ended, and these parts themselves were asked to end."""
+        for record in (self.folder / "training", self.folder / "server"):
+            assert not record.exists() or not is_running(json.loads(record.read_text(encoding="utf-8")))
+        assert {path.stem for path in self.folder.glob("*.asked")} == set(asked)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_training_starts_when_the_server_answers_and_the_server_ends_with_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launched = Launched(tmp_path, "ask", "serve")
+    assert launched.code == 0
+    launched.assert_nothing_is_left("server")
+    assert capfd.readouterr().err == (
+        f"prefrl launch: starting the vLLM server; its log is {tmp_path}/logs/server.log\n"
+    )
+
+
+def test_a_server_that_does_not_start_is_told_with_its_reason_and_nothing_is_trained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launched = Launched(tmp_path, None, "break")
+    assert launched.code == 7
+    launched.assert_nothing_is_left()
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        f"prefrl launch: the vLLM server ended with exit code 7. The end of its log, {tmp_path}/logs/server.log:",
+        "  prefrl vllm-serve: GenerationError: the reason",
+        "    more of it",
+    ]
+
+
+def test_training_ends_when_the_server_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    launched = Launched(tmp_path, "sleep", "serve and break")
+    assert launched.code == 3
+    launched.assert_nothing_is_left("training")
+    assert "prefrl launch: the vLLM server ended with exit code 3." in capfd.readouterr().err
+
+
+def test_training_that_a_signal_ended_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    launched = Launched(tmp_path, "die", "serve")
+    assert launched.code == 128 + signal.SIGKILL
+    launched.assert_nothing_is_left("server")
+    assert capfd.readouterr().err.endswith("prefrl launch: training ended by SIGKILL\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_of_it(number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    handler = signal.getsignal(number)
+
+    def send_when_it_runs() -> None:
+        while not (tmp_path / "training").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send_when_it_runs).start()
+    launched = Launched(tmp_path, "sleep", "serve")
+    assert launched.code == 128 + number
+    launched.assert_nothing_is_left("training", "server")
+    assert capfd.readouterr().err.endswith(f"prefrl launch: ended by {number.name}\n")
+    assert signal.getsignal(number) is handler

@@ -1,0 +1,101 @@
+"""Run by a test on two processes: trains through a server with weights that are partitioned over them.
+
+`sharded_worker JOB`: rank 0 stores in `JOB["result"]` what came of each run in `JOB["runs"]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefrl import distributed
+from prefrl.generation import wire
+from prefrl.generation.http import Http, HttpError
+from prefrl.generation.vllm_client import VLLMGenerator
+from prefrl.models.export import PolicyWeights
+from tests.distributed.backends import enter, leave_training
+from tests.leave import leave
+from tests.vllm.test_training import check_after_each_sync, logged, lora, online
+
+SECONDS_FOR_A_RUN = 150
+STRIKE = "/strike"
+
+
+class Watched(PolicyWeights):
+    """Counts what is read, and tells a server's proxy of the middle of a transfer.
+
+    Args:
+        model: The policy.
+        url: Of the proxy; None: nobody is told.
+    """
+
+    def __init__(self, model: torch.nn.Module, url: str | None) -> None:
+        super().__init__(model)
+        self.url = url
+        self.read: list[int] = []  # weights in each transfer
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.read.append(0)
+        for weight in super().__iter__():
+            self.read[-1] += 1
+            if self.url is not None and (len(self.read), self.read[-1]) == (3, 12):
+                with contextlib.closing(Http(key=None)) as http, contextlib.suppress(HttpError):
+                    http.request("POST", self.url + STRIKE, timeout=10)
+            yield weight
+
+
+def run(number: int, job: dict[str, Any], backend: dict[str, Any]) -> dict[str, Any]:
+    """Six steps; the server and the trainer's own model agree after each sync, or this raises."""
+    options = dict(job["runs"][number])
+    server = SimpleNamespace(url=options.pop("url"), model_dir=Path(job["model_dir"]))
+    strikes = options.pop("strikes", False)
+    if options.pop("lora", False):
+        # With larger steps weights grow until rounding alone is a difference of more than 1e-4.
+        options |= {"peft_config": lora(), "learning_rate": 2.0}
+    leave_training()
+    trainer = online(Path(job["result"]).parent / f"run-{number}", server, **options, **backend)
+    trainer.weights = weights = Watched(trainer.policy, server.url if strikes else None)
+    firsts = check_after_each_sync(trainer)
+    trainer.train()
+    assert distributed.is_sharded(trainer.policy)
+    assert isinstance(trainer.generator, VLLMGenerator)
+    trainer.generator.close()
+    return {
+        "steps": trainer.state.global_step,
+        "firsts": firsts,
+        "differences": logged(trainer, "sampling/sampling_logp_difference/max"),
+        "read": weights.read,
+        "bytes_sent": trainer.generator.weight_sync.bytes_sent,
+        "trained_bytes": sum(
+            4 * distributed.shape_of(p).numel() for p in weights._model.parameters() if p.requires_grad
+        ),
+    }
+
+
+def main(job: dict[str, Any]) -> None:
+    """All runs, one after another."""
+    # A tiny model would go in one message.
+    assert wire.messages.__kwdefaults__ is not None
+    wire.messages.__kwdefaults__["bucket_bytes"] = 2**16
+    backend = enter(job["backend"], Path(job["result"]).parent)
+    results = []
+    for number in range(len(job["runs"])):
+        faulthandler.dump_traceback_later(SECONDS_FOR_A_RUN, exit=True)
+        results.append(run(number, job, backend))
+    faulthandler.cancel_dump_traceback_later()
+    if distributed.is_main():
+        torch.save(results, job["result"])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
+    leave(0)

@@ -1,0 +1,106 @@
+"""GRPO through a real server, with weights that are partitioned over two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vllm.faults import Fault, Proxy, proxy_of
+from tests.vllm.server import ROOT, Server
+from tests.vllm.sharded_worker import STRIKE
+
+pytestmark = pytest.mark.vllm
+
+SECONDS = 300
+
+
+def train(backend: str, server: Server, folder: Path, *runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """What came of each run; they share one launch."""
+    result = folder / "result.pt"
+    job = {"backend": backend, "model_dir": str(server.model_dir), "result": str(result), "runs": runs}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.vllm.sharded_worker", json.dumps(job)],
+        cwd=ROOT,
+        env=os.environ | {"VLLM_API_KEY": str(server.key), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    results: list[dict[str, Any]] = torch.load(result)
+    return results
+
+
+def check(result: dict[str, Any]) -> None:
+    """Six steps, whose syncs were compared with the trainer's own model, and weights that moved."""
+    assert result["steps"] == len(result["firsts"]) == 6
+    assert max(result["firsts"]) - min(result["firsts"]) > 1e-3
+    assert max(result["differences"]) < 1e-4
+
+
+def dies_at_a_strike(proxy: Proxy) -> Fault:
+    """An update whose server is gone in the middle of it, for a second."""
+    struck = threading.Event()
+
+    def strike(handler: Any, _: Any) -> None:
+        struck.set()
+        proxy.stop()
+        threading.Timer(1.0, proxy.restart).start()
+        handler.break_off()
+
+    def update(handler: Any, forward: Any) -> None:
+        answers: list[tuple[int, bytes]] = []
+        forwarding = threading.Thread(target=lambda: answers.append(forward()))
+        forwarding.start()
+        while forwarding.is_alive():
+            forwarding.join(0.02)
+            if struck.is_set():
+                struck.clear()
+                handler.break_off()
+        handler.answer(*answers[0])
+
+    proxy.fail(STRIKE, strike)
+    return update
+
+
+def test_six_steps_under_zero3_also_when_a_server_dies_in_a_transfer(server: Server, tmp_path: Path) -> None:
+    with proxy_of(server.url) as proxy:
+        proxy.fail("/update_weights", dies_at_a_strike(proxy))
+        whole, adapter = train(
+            "zero3",
+            server,
+            tmp_path,
+            {"url": proxy.url, "strikes": True, "weight_sync": "gloo"},
+            {"url": server.url, "lora": True, "weight_sync": "adapter"},
+        )
+    check(whole)
+    reads = whole["read"]
+    assert len(reads) == 6 + 1
+    assert 12 <= reads[2] < reads[0], "weights were read on for a server that is gone"
+    assert {*reads[:2], *reads[3:]} == {reads[0]}
+    check(adapter)
+    assert adapter["trained_bytes"] < adapter["bytes_sent"] < 2 * adapter["trained_bytes"]
+    assert adapter["read"] == []
+
+
+def test_six_steps_under_fsdp2_with_all_weights_and_with_a_merged_adapter(server: Server, tmp_path: Path) -> None:
+    whole, merged = train(
+        "fsdp2",
+        server,
+        tmp_path,
+        {"url": server.url, "weight_sync": "shm"},
+        {"url": server.url, "weight_sync": "gloo", "lora": True},
+    )
+    for result in (whole, merged):
+        check(result)
+        assert result["read"] == [result["read"][0]] * 6
