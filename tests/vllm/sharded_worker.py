@@ -10,6 +10,7 @@ import faulthandler
 import json
 import sys
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from prefrl import distributed
 from prefrl.generation import wire
 from prefrl.generation.http import Http, HttpError
+from prefrl.generation.transport import WeightSync
 from prefrl.generation.vllm_client import VLLMGenerator
 from prefrl.models.export import PolicyWeights
 from tests.distributed.backends import enter, leave_training
@@ -36,11 +38,13 @@ class Watched(PolicyWeights):
     Args:
         model: The policy.
         url: Of the proxy; None: nobody is told.
+        sync: Reads the weights.
     """
 
-    def __init__(self, model: torch.nn.Module, url: str | None) -> None:
+    def __init__(self, model: torch.nn.Module, url: str | None, sync: WeightSync) -> None:
         super().__init__(model)
         self.url = url
+        self.sync = sync
         self.read: list[int] = []  # weights in each transfer
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -50,7 +54,15 @@ class Watched(PolicyWeights):
             if self.url is not None and (len(self.read), self.read[-1]) == (3, 12):
                 with contextlib.closing(Http(key=None)) as http, contextlib.suppress(HttpError):
                     http.request("POST", self.url + STRIKE, timeout=10)
+                self._wait_until_the_sender_knows()
             yield weight
+
+    def _wait_until_the_sender_knows(self) -> None:
+        """The rest of a tiny model may be read before the broken connection shows."""
+        (server,) = self.sync._servers.values()
+        assert server.answer is not None
+        futures.wait([server.answer], timeout=10)
+        assert server.answer.done()
 
 
 def run(number: int, job: dict[str, Any], backend: dict[str, Any]) -> dict[str, Any]:
@@ -63,18 +75,19 @@ def run(number: int, job: dict[str, Any], backend: dict[str, Any]) -> dict[str, 
         options |= {"peft_config": lora(), "learning_rate": 2.0}
     leave_training()
     trainer = online(Path(job["result"]).parent / f"run-{number}", server, **options, **backend)
-    trainer.weights = weights = Watched(trainer.policy, server.url if strikes else None)
+    assert isinstance(trainer.generator, VLLMGenerator)
+    sync = trainer.generator.weight_sync
+    trainer.weights = weights = Watched(trainer.policy, server.url if strikes else None, sync)
     firsts = check_after_each_sync(trainer)
     trainer.train()
     assert distributed.is_sharded(trainer.policy)
-    assert isinstance(trainer.generator, VLLMGenerator)
     trainer.generator.close()
     return {
         "steps": trainer.state.global_step,
         "firsts": firsts,
         "differences": logged(trainer, "sampling/sampling_logp_difference/max"),
         "read": weights.read,
-        "bytes_sent": trainer.generator.weight_sync.bytes_sent,
+        "bytes_sent": sync.bytes_sent,
         "trained_bytes": sum(
             4 * distributed.shape_of(p).numel() for p in weights._model.parameters() if p.requires_grad
         ),
