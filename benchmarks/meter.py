@@ -16,7 +16,7 @@ from benchmarks.worker import Turn
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-__all__ = ["MeterCallback", "TurnMeter"]
+__all__ = ["HostMemory", "MeterCallback", "TurnMeter"]
 
 
 class TurnMeter:
@@ -27,7 +27,7 @@ class TurnMeter:
     ) -> None:
         self._connection = connection
         self._turns_left = num_turns
-        self._memory = _CudaMemory() if device == "cuda" else _HostMemory()
+        self._memory = _CudaMemory() if device == "cuda" else HostMemory()
         self._count_tokens = count_tokens  # completion tokens since the process began
         self._synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
         self._tokens = 0
@@ -72,16 +72,31 @@ class MeterCallback(TrainerCallback):
             self._meter.end_turn()
 
 
-class _HostMemory:
+class HostMemory:
+    """Resident memory of this process."""
+
     def reset(self) -> None:
+        """What is held now does not count."""
         # What building the trainer freed must not be there for the steps to use again.
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
+        self.forget_peak()
         self._held, self._files = _status("VmRSS"), _status("RssFile")
 
+    def forget_peak(self) -> None:
+        """The peak is from here on."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def grown_mib(self) -> float:
+        """What is held now."""
+        return self._above(_status("VmRSS"))
+
     def peak_mib(self) -> float:
+        """The most that was held at once."""
+        return self._above(_status("VmHWM"))
+
+    def _above(self, resident: int) -> float:
         # Pages of libraries that a step is the first to touch are no memory that it asked for.
-        return (_status("VmHWM") - self._held - (_status("RssFile") - self._files)) / 1024
+        return (resident - self._held - (_status("RssFile") - self._files)) / 1024
 
 
 class _CudaMemory:

@@ -9,7 +9,6 @@ Two gloo processes share the machine's cores, each with one thread. Nothing of a
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import statistics
@@ -21,20 +20,30 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.workloads import MODEL_S, ModelSizes, Workload
 
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 MIB = 2**20
-# Bytes of a weight on each of n processes in float32 with Adam: weights + gradients + both moments; DeepSpeed adds a
-# copy of the part that it updates.
+
+
+class Formula(NamedTuple):
+    """Weights + both moments + DeepSpeed's copy of the weights that it updates; and gradients."""
+
+    held_text: str
+    held: Callable[[int], float]
+    gradients_text: str
+    gradients: Callable[[int], float]
+
+
+# Bytes of a weight on each of n processes in float32 with Adam: what is held between steps, and gradients beside it.
 FORMULAS = {
-    "ddp": ("4 + 4 + 8", lambda n: 16.0),
-    "zero1": ("4 + 4 + (8 + 4) / n", lambda n: 8 + 12 / n),
-    "zero2": ("4 + (4 + 8 + 4) / n", lambda n: 4 + 16 / n),
-    "zero3": ("(4 + 4 + 8 + 4) / n", lambda n: 20 / n),
-    "fsdp2": ("(4 + 4 + 8) / n", lambda n: 16 / n),
+    "ddp": Formula("4 + 8 + 4 of buckets", lambda n: 16.0, "4", lambda n: 4.0),
+    "zero1": Formula("4 + (8 + 4) / n", lambda n: 4 + 12 / n, "4", lambda n: 4.0),
+    "zero2": Formula("4 + (8 + 4) / n", lambda n: 4 + 12 / n, "4 / n", lambda n: 4 / n),
+    "zero3": Formula("(4 + 8 + 4 + 4 of gradients) / n", lambda n: 20 / n, "0", lambda n: 0.0),
+    "fsdp2": Formula("(4 + 8) / n", lambda n: 12 / n, "4 / n", lambda n: 4 / n),
 }
 LENGTHS = (16, 28, 40, 56, 72, 90, 110, 128)
 PAIRS = (64, 256, 96, 224, 256, 128, 192, 160)
@@ -46,15 +55,20 @@ STEPS = 6  # the first of them is the warm-up
 
 
 def memory(sizes: ModelSizes, backends: Sequence[str]) -> None:
-    """A table: resident memory that two steps of SFT with Adam ask for on the first process, by back-end."""
-    print("| back-end | bytes of a weight, n = 2 | weights, MiB | by the formula, MiB | peak growth, MiB |")
-    print("|---|---|---|---|---|")
+    """A table: what the first of two processes holds for SFT with Adam, between steps and at most, by back-end."""
+    print("| back-end | bytes of a weight | formula, MiB | measured | with gradients | formula, MiB | peak measured |")
+    print("|---|---|---|---|---|---|---|")
     for backend in backends:
         found = run(backend, "memory", json.dumps([getattr(sizes, name) for name in ModelSizes.__slots__]))
-        text, bytes_of_weight = FORMULAS[backend]
-        weights = found["elements"] * 4 / MIB
-        expected = found["elements"] * bytes_of_weight(2) / MIB
-        print(f"| {backend} | {text} | {weights:.0f} | {expected:.0f} | {found['peak_mib']:.0f} |", flush=True)
+        formula = FORMULAS[backend]
+        held = found["elements"] * formula.held(2) / MIB
+        at_most = held + found["elements"] * formula.gradients(2) / MIB
+        print(
+            f"| {backend} | {formula.held_text} | {held:.0f} | {found['held_mib']:.0f} | + {formula.gradients_text} "
+            f"| {at_most:.0f} | {found['peak_mib']:.0f} |",
+            flush=True,
+        )
+    print(f"\n{found['elements']:,} weights")
 
 
 def cost(backends: Sequence[str], rounds: int) -> None:
@@ -92,6 +106,10 @@ def run(backend: str, *arguments: str) -> Any:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            # Tensors that are freed are given back at once, so that resident memory is what is held.
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+            "MALLOC_ARENA_MAX": "1",
             "HF_DATASETS_CACHE": f"{folder}/cache",
         }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
@@ -117,46 +135,39 @@ def worker(backend: str, folder: Path, kind: str, text: str) -> None:
 
 def _memory(sizes: list[int], options: dict[str, Any], folder: Path) -> dict[str, float]:
     from datasets import Dataset
+    from transformers import TrainerCallback
 
     from benchmarks.inputs import build_model, build_tokenizer
-    from benchmarks.meter import _HostMemory
+    from benchmarks.meter import HostMemory
     from prefrl import SFTConfig, SFTTrainer, distributed
 
-    meter = _HostMemory()
+    found: dict[str, float] = {}
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            found.update(held_mib=meter.grown_mib(), peak_mib=meter.peak_mib())
+            meter.forget_peak()  # what a back-end holds while it takes the model over is not what a run holds
+
     # One short text: activations are small beside weights.
     rows = Dataset.from_list([{"text": "t5 t6 t7 t8"} for _ in range(4)])
-    tokenizer = build_tokenizer(100)
-    arguments: dict[str, Any] = {
-        "use_cpu": True,
-        "max_steps": 3,
-        "per_device_train_batch_size": 1,
-        "optim": "adamw_torch",
-    }
-    config = SFTConfig(output_dir=str(folder), report_to="none", save_strategy="no", **arguments, **options)
-    ctypes.CDLL(None).malloc_trim(0)
+    arguments: dict[str, Any] = {"use_cpu": True, "max_steps": 3, "per_device_train_batch_size": 1}
+    config = SFTConfig(
+        output_dir=str(folder),
+        report_to="none",
+        save_strategy="no",
+        optim="adamw_torch_fused",  # others make temporary tensors of the size of a partition
+        **arguments,
+        **options,
+    )
+    meter = HostMemory()
     meter.reset()
     model = build_model(ModelSizes(*sizes), seed=0)
     elements = sum(distributed.shape_of(parameter).numel() for parameter in model.parameters())
-    trainer = SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer)
+    trainer = SFTTrainer(model, config, train_dataset=rows, processing_class=build_tokenizer(100))
     del model
-    trainer.add_callback(_reset_after_first_step(meter))
+    trainer.add_callback(Clock())
     trainer.train()
-    return {"elements": elements, "peak_mib": meter.peak_mib()}
-
-
-def _reset_after_first_step(meter: Any) -> Any:
-    """What a back-end holds while it takes the model over is not what a run holds."""
-    from transformers import TrainerCallback
-
-    held = meter._held, meter._files
-
-    class Reset(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 1:
-                meter.reset()
-                meter._held, meter._files = held
-
-    return Reset()
+    return {"elements": elements, **found}
 
 
 def _cost(arguments: list[str], options: dict[str, Any], folder: Path) -> dict[str, Any]:
