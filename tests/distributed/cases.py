@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from datasets import Dataset
+from transformers import BitsAndBytesConfig
 
 from tests.contract.cases import dataset_of, ragged_reward
 
@@ -44,7 +46,9 @@ ADAM = {
 }
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
-
+# Layers as wide as bitsandbytes' blocks, in four bits, which FSDP2 shares out in floating-point storage alone.
+WIDE = {"architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
 BUDGET = {"max_tokens_per_micro_batch": 25}
 
 
@@ -133,6 +137,13 @@ CASES: dict[str, Case] = {
         },
     ),
     "grpo_lora_moving": Case("grpo", {"beta": 0.04, **MOVING}, lora=ATTENTION),
+    "grpo_quantised": Case(
+        "grpo",
+        {"beta": 0.04, "model_init_kwargs": {"quantization_config": FOUR_BITS}},
+        model=WIDE,
+        lora=ATTENTION,
+        by_name=True,
+    ),
     "grpo_reward_model": Case("grpo", {"beta": 0.04, **EVAL}, reward_model=True, eval_rows=5),
     "grpo_adam": Case("grpo", {"beta": 0.04, **ADAM}),
     # Groups in an order of their own; the generator of the tests asks no server.

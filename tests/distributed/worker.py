@@ -102,7 +102,7 @@ def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[st
     own = trainer.reference and trainer.reference.own_model
     history = trainer.state.log_history
     return {
-        "update": torch.cat([(after[key] - before[key]).flatten() for key in before]),
+        "update": torch.cat([_change(before[key], after[key]).flatten() for key in before]),
         "widths": widths,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in history if "loss" in entry],
@@ -113,6 +113,11 @@ def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[st
         "type": str(trainer.accelerator.distributed_type),
         "seconds": time.perf_counter() - started,
     }
+
+
+def _change(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """0 where no bit changed: four-bit weights are kept in float tensors, some of whose numbers are NaN."""
+    return torch.where(before.view(torch.int32) == after.view(torch.int32), 0.0, after - before)
 
 
 def _is_eval_metric(name: str) -> bool:
