@@ -50,6 +50,7 @@ EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 WIDE = {"architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
 BUDGET = {"max_tokens_per_micro_batch": 25}
+LEAN = {"activation_checkpointing": True}  # passes without gradients are no larger than those with
 
 
 def with_long_rows(algorithm: str) -> Dataset:
@@ -88,6 +89,7 @@ CASES: dict[str, Case] = {
     "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED),
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
     "sft_lora_head": Case("sft", lora=("q_proj", "lm_head")),
+    "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens")),
     "sft_lora_head_chunks": Case("sft", lora=("q_proj", "lm_head"), chunk=8),
     "sft_by_name": Case("sft", model=TIED, by_name=True),
     "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
@@ -105,7 +107,7 @@ CASES: dict[str, Case] = {
     "dpo_precomputed": Case("dpo", {"precompute_ref_log_probs": True}),
     "kto_token_budget": Case("kto", {"max_tokens_per_micro_batch": 40}),
     # Ranks with different numbers of micro-batches and of passes of references, or without a row.
-    "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **EVAL}, eval_rows=3),
+    "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **LEAN, **EVAL}, eval_rows=3),
     "dpo_last_row": Case(
         "dpo",
         {"rows": 9, "num_train_epochs": 1, "max_steps": -1, "loss_type": ["aot"], **BUDGET, **MOVING, **EVAL},
@@ -157,4 +159,5 @@ CASES: dict[str, Case] = {
         "ppo", {"gradient_accumulation_steps": 2, "steps_per_generation": 2}, rows_per_micro_batch=2
     ),
     "ppo_lora": Case("ppo", lora=ATTENTION),
+    "ppo_clipped": Case("ppo", {"critic": "model", "max_grad_norm": 1.0}),
 }

@@ -28,10 +28,10 @@ STEPS = (
     "reward_by_name",
 )
 SELECTED = {
-    "ddp": ("sft_adam", "ppo_model"),  # the contract's tests train everything on two processes
+    "ddp": ("sft_adam", "ppo_model", "ppo_clipped"),  # the contract's tests train everything on two processes
     "zero1": ("sft_micro_batches", "sft_adam", "grpo_reuse", "reward_by_name"),
     "zero2": STEPS,
-    "zero3": tuple(CASES),
+    "zero3": tuple(name for name in CASES if name != "ppo_clipped"),  # DeepSpeed clips a critic with the policy
     "zero3_offload": ("sft_adam", "grpo", "ppo_model"),
     "fsdp2": tuple(CASES),
 }
