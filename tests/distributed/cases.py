@@ -150,7 +150,8 @@ CASES: dict[str, Case] = {
     "grpo_adam": Case("grpo", {"beta": 0.04, **ADAM}),
     # Groups in an order of their own; the generator of the tests asks no server.
     "grpo_overlap": Case(
-        "grpo", {"arrival": 3, "generation_mode": "overlap", "use_vllm": True, "beta": 0.04, "num_generations": 2}
+        "grpo",
+        {"arrival": 3, "generation_mode": "overlap", "use_vllm": True, "beta": 0.04, "num_generations": 2, **BUDGET},
     ),
     # Critics.
     "ppo_model": Case("ppo", {"critic": "model"}, by_name=True),
@@ -159,5 +160,5 @@ CASES: dict[str, Case] = {
         "ppo", {"gradient_accumulation_steps": 2, "steps_per_generation": 2}, rows_per_micro_batch=2
     ),
     "ppo_lora": Case("ppo", lora=ATTENTION),
-    "ppo_clipped": Case("ppo", {"critic": "model", "max_grad_norm": 1.0}),
+    "ppo_clipped": Case("ppo", {"critic": "model", "vf_coef": 1.0, "max_grad_norm": 1.0}),
 }

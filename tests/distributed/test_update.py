@@ -75,9 +75,12 @@ def test_the_update_is_that_of_one_process(backend: str, name: str, folder: Path
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_are_partitioned(backend: str, folder: Path) -> None:
+    whole = results_of("single", folder)
     for name, result in results_of(backend, folder).items():
         share = result["local_elements"] / result["elements"]
         # FSDP2 deals rows of a weight: of a head with one row, rank 0 has all.
         assert share == pytest.approx(SHARE[backend], abs=0.005), name
+        # Also when a training pass begins: what other passes have gathered is given back.
+        assert max(result["layers"]) == pytest.approx(SHARE[backend] * max(whole[name]["layers"]), rel=0.01), name
         if result["reference_is_sharded"] is not None:
             assert result["reference_is_sharded"] == (SHARE[backend] < 1), name
