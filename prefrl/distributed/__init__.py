@@ -18,7 +18,7 @@ from prefrl.distributed.checkpoint import (
     writer_of,
 )
 from prefrl.distributed.company import Scorer, in_company, missing_passes
-from prefrl.distributed.launch_checks import check_back_end, check_devices, check_processes
+from prefrl.distributed.launch_checks import check_back_end, check_devices, check_processes, check_quantized
 from prefrl.distributed.parallelism import check_deepspeed, check_model, set_up_parallelism
 from prefrl.distributed.processes import (
     exchange,
@@ -70,6 +70,7 @@ __all__ = [
     "check_first_training",
     "check_model",
     "check_processes",
+    "check_quantized",
     "check_resumable",
     "copy_of",
     "divided_update",

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from prefrl.errors import ConfigError
 
-__all__ = ["check_back_end", "check_devices", "check_processes"]
+__all__ = ["check_back_end", "check_devices", "check_processes", "check_quantized"]
 
 # Set by `prefrl launch` for its training processes.
 _NUM_PROCESSES = "PREFRL_NUM_PROCESSES"
@@ -95,6 +97,35 @@ def check_back_end(args: Any, environment: Mapping[str, str], accelerator: Any) 
         raise ConfigError(
             "fsdp_version=1 is not supported. Set fsdp_version: 2 in the accelerate config, or version: 2 in "
             "fsdp_config."
+        )
+
+
+def check_quantized(accelerator: Any, model: Any) -> None:
+    """Refuse quantised weights that the back-end would leave whole, fail on, or cast as if they were numbers.
+
+    Args:
+        accelerator: The trainer's.
+        model: What is trained, not yet partitioned by FSDP2.
+
+    Raises:
+        ConfigError: Says which storage to use.
+    """
+    if not getattr(model, "is_quantized", False) or accelerator.distributed_type.value not in ("DEEPSPEED", "FSDP"):
+        return
+    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    config = model.config.quantization_config
+    storage = config.bnb_4bit_quant_storage if getattr(config, "load_in_4bit", False) else None
+    if accelerator.is_fsdp2 and any(not parameter.is_floating_point() for parameter in model.parameters()):
+        raise ConfigError(
+            f"quantization_config with {f'bnb_4bit_quant_storage={storage}' if storage else '8 bits'}: FSDP2 "
+            f"partitions floating-point tensors alone. Set load_in_4bit=True and bnb_4bit_quant_storage={computed}, "
+            "or use DeepSpeed ZeRO-3 or DDP."
+        )
+    is_cast = storage is not None and storage.is_floating_point and storage != computed
+    if is_cast and accelerator.mixed_precision != "no":
+        raise ConfigError(
+            f"bnb_4bit_quant_storage={storage} with {accelerator.mixed_precision}: the back-end would cast what is "
+            f"stored. Set bnb_4bit_quant_storage={computed}, which stores the same four bits."
         )
 
 

@@ -152,7 +152,8 @@ def bitsandbytes_config(
         bits: 4 or 8. The other options are for 4.
         quant_type: Which 16 values a weight of 4 bits can have.
         nested: Quantise the scales, too.
-        compute_dtype: Weights become this for each matrix product.
+        compute_dtype: Weights become this for each matrix product. Four-bit ones are stored in tensors of it: FSDP2
+            shares out no others, and a back-end that casts weights leaves these alone.
 
     Raises:
         ImportError: bitsandbytes is not installed.
@@ -167,4 +168,5 @@ def bitsandbytes_config(
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=nested,
         bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_quant_storage=compute_dtype,
     )

@@ -470,7 +470,8 @@ def logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
 
 def coarsest_dtype(model: PreTrainedModel, output: Tensor) -> torch.dtype:
     """Of those that a pass which gave `output` computed in."""
-    dtypes = [output.dtype, model.get_input_embeddings().weight.dtype]
+    # ZeRO-3 would gather a `weight` that is asked for by name here, and would do so in each pass from then on.
+    dtypes = [output.dtype, next(model.get_input_embeddings().parameters()).dtype]
     if torch.is_autocast_enabled(output.device.type):
         dtypes.append(torch.get_autocast_dtype(output.device.type))
     coarsest: torch.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

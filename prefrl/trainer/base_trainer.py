@@ -118,6 +118,7 @@ class BaseTrainer(Trainer):
         self.frozen = FrozenScores(args, self.accelerator, self.account, lambda: self.policy)
         distributed.check_back_end(args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=name)
+        distributed.check_quantized(self.accelerator, model)
         distributed.keep_outputs_exact(self.accelerator)
         self.model.add_model_tags(["prefrl", self.algorithm])
         self.add_callback(EndOfOptimizerPhase(self.account))

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from datasets import Dataset
+from transformers import BitsAndBytesConfig
 
 from tests.contract.cases import dataset_of, ragged_reward
 
@@ -44,8 +46,11 @@ ADAM = {
 }
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
-
+# Layers as wide as bitsandbytes' blocks, in four bits, which FSDP2 shares out in floating-point storage alone.
+WIDE = {"architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
 BUDGET = {"max_tokens_per_micro_batch": 25}
+LEAN = {"activation_checkpointing": True}  # passes without gradients are no larger than those with
 
 
 def with_long_rows(algorithm: str) -> Dataset:
@@ -84,6 +89,7 @@ CASES: dict[str, Case] = {
     "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED),
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
     "sft_lora_head": Case("sft", lora=("q_proj", "lm_head")),
+    "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens")),
     "sft_lora_head_chunks": Case("sft", lora=("q_proj", "lm_head"), chunk=8),
     "sft_by_name": Case("sft", model=TIED, by_name=True),
     "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
@@ -101,7 +107,7 @@ CASES: dict[str, Case] = {
     "dpo_precomputed": Case("dpo", {"precompute_ref_log_probs": True}),
     "kto_token_budget": Case("kto", {"max_tokens_per_micro_batch": 40}),
     # Ranks with different numbers of micro-batches and of passes of references, or without a row.
-    "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **EVAL}, eval_rows=3),
+    "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **LEAN, **EVAL}, eval_rows=3),
     "dpo_last_row": Case(
         "dpo",
         {"rows": 9, "num_train_epochs": 1, "max_steps": -1, "loss_type": ["aot"], **BUDGET, **MOVING, **EVAL},
@@ -133,11 +139,19 @@ CASES: dict[str, Case] = {
         },
     ),
     "grpo_lora_moving": Case("grpo", {"beta": 0.04, **MOVING}, lora=ATTENTION),
+    "grpo_quantised": Case(
+        "grpo",
+        {"beta": 0.04, "model_init_kwargs": {"quantization_config": FOUR_BITS}},
+        model=WIDE,
+        lora=ATTENTION,
+        by_name=True,
+    ),
     "grpo_reward_model": Case("grpo", {"beta": 0.04, **EVAL}, reward_model=True, eval_rows=5),
     "grpo_adam": Case("grpo", {"beta": 0.04, **ADAM}),
     # Groups in an order of their own; the generator of the tests asks no server.
     "grpo_overlap": Case(
-        "grpo", {"arrival": 3, "generation_mode": "overlap", "use_vllm": True, "beta": 0.04, "num_generations": 2}
+        "grpo",
+        {"arrival": 3, "generation_mode": "overlap", "use_vllm": True, "beta": 0.04, "num_generations": 2, **BUDGET},
     ),
     # Critics.
     "ppo_model": Case("ppo", {"critic": "model"}, by_name=True),
@@ -146,4 +160,5 @@ CASES: dict[str, Case] = {
         "ppo", {"gradient_accumulation_steps": 2, "steps_per_generation": 2}, rows_per_micro_batch=2
     ),
     "ppo_lora": Case("ppo", lora=ATTENTION),
+    "ppo_clipped": Case("ppo", {"critic": "model", "vf_coef": 1.0, "max_grad_norm": 1.0}),
 }

@@ -1,8 +1,8 @@
-"""One of four processes in teams of two: `teams_worker NUMBER FOLDER` writes what it sees to `FOLDER/NUMBER.json`."""
+"""One of four processes in teams of two: `teams_worker FILE` writes what each of them sees, by rank, to `FILE`."""
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from prefrl import distributed
 from prefrl.distributed.processes import form_teams
+from tests.leave import leave
 
 NUM_PROCESSES = 4
 CPU = torch.device("cpu")
@@ -56,19 +57,20 @@ def exchanged() -> dict[str, Any]:
     }
 
 
-def main(process: int, folder: Path) -> None:
+def main(process: int, path: Path) -> None:
     """Alone, then in teams, then alone again."""
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=process, world_size=NUM_PROCESSES)
+    dist.init_process_group("gloo")
     alone = seen(process)
     form_teams(2)
     results = {"alone": alone, "in_teams": seen(process), **exchanged()}
     distributed.wait_for_all()
     form_teams(1)
     results["alone_again"] = seen(process)
-    (folder / f"{process}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    everything = distributed.gather_objects(results)
+    if distributed.is_main():
+        torch.save(everything, path)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(os.environ["RANK"]), Path(sys.argv[1]))
+    leave(0)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from prefrl.errors import ConfigError
 from tests.contract.cases import model_of
 from tests.distributed.resume_worker import RESUMED, SAVED_AT, folder_of, run
+from tests.launch import launch
 
-ROOT = Path(__file__).parents[2]
 # What each back-end writes into its checkpoints about itself.
 SIGNATURES = {
     "ddp": "no sharding",
@@ -50,23 +47,6 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def launch(folder: Path, *jobs: str) -> dict[str, dict[str, Any]]:
-    """What rank 0 stored of a run of the worker on two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.distributed.resume_worker", str(folder), *jobs],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    results: dict[str, dict[str, Any]] = torch.load(folder / "results.pt")
-    return results
-
-
 def check_export(folder: Path, job: str, trained: dict[str, torch.Tensor]) -> None:
     """What `save_model` wrote is loaded in the usual way, and is what was trained."""
     backend, name = job.split(":")
@@ -90,7 +70,8 @@ def check_export(folder: Path, job: str, trained: dict[str, torch.Tensor]) -> No
 def test_runs_are_resumed_and_exported_under_every_back_end(tmp_path: Path) -> None:
     alone = run(tmp_path, "single", "grpo_reuse", None)
     from_one = f"ddp:grpo_reuse:{folder_of(tmp_path, 'single', 'grpo_reuse') / f'checkpoint-{SAVED_AT}'}"
-    results = launch(tmp_path, *JOBS, from_one)
+    worker, result = "tests.distributed.resume_worker", tmp_path / "results.pt"
+    results = launch(worker, tmp_path, *JOBS, from_one, result=result)
     for job in JOBS:
         backend, name = job.split(":")
         checkpoint = folder_of(tmp_path, backend, name) / f"checkpoint-{SAVED_AT}"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import prefrl.losses.logprobs as logprobs
 from tests.distributed import worker
 from tests.distributed.cases import CASES
+from tests.launch import launch
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 
 # With ZeRO-3 in its strict form, where a process that takes no part in a pass hangs the other.
@@ -41,18 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
     """Of two processes, by case."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.distributed.worker", BACKEND, str(folder), *NAMES],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,  # each case has a deadline of its own
-        check=False,
+    result: dict[str, Any] = launch(
+        "tests.distributed.worker", BACKEND, folder, *NAMES, result=folder / f"{BACKEND}.pt", seconds=600
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return torch.load(folder / f"{BACKEND}.pt")
+    return result
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.teams_worker import NUM_PROCESSES
+from tests.launch import launch
 
-ROOT = Path(__file__).parents[2]
 PROCESSES = range(NUM_PROCESSES)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four processes, in teams of two, has seen."""
-    folder = tmp_path_factory.mktemp("teams")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.distributed.teams_worker"]
-    started = [subprocess.Popen([*command, str(p), str(folder)], cwd=ROOT, env=environment) for p in PROCESSES]
-    try:
-        codes = [process.wait(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert codes == [0] * NUM_PROCESSES
-    return [json.loads((folder / f"{process}.json").read_text()) for process in PROCESSES]
+    result = tmp_path_factory.mktemp("teams") / "result.pt"
+    seen: list[dict[str, Any]] = launch(
+        "tests.distributed.teams_worker", result, result=result, num_processes=NUM_PROCESSES, seconds=120
+    )
+    return seen
 
 
 @pytest.mark.parametrize("process", PROCESSES)
@@ -45,7 +34,7 @@ def test_what_is_gathered_or_summed_counts_each_row_once(process: int, results: 
         "place_in_team": place,
         "is_main": process == 0,
         "gathered": peers,
-        "rows": [[peers[0], peers[1], peers[1]], rank],
+        "rows": ([peers[0], peers[1], peers[1]], rank),
         "exchanged": [10 * peer + rank for peer in peers],
         "sum": [sum(peers)],
         "team_totals": [4 * rank + 1],

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 
 from prefrl import distributed
@@ -90,20 +91,34 @@ def record_widths(trainer: BaseTrainer) -> list[int]:
     return widths
 
 
+def record_layers(trainer: BaseTrainer) -> list[int]:
+    """Elements of the layers that are here when a forward pass of a training step begins, from now on."""
+    elements: list[int] = []
+
+    def record(*_: object) -> None:
+        if torch.is_grad_enabled():
+            named = trainer.policy.named_parameters()  # FSDP2 exchanges them when it gathers a layer
+            elements.append(sum(distributed.num_local_elements(p) for name, p in named if ".layers." in name))
+
+    trainer.policy.get_input_embeddings().register_forward_pre_hook(record)
+    return elements
+
+
 def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Train a case: what a test compares."""
     started = time.perf_counter()
     trainer = make(name, case, folder, **options)
     before = weights_of(trainer)
-    widths = record_widths(trainer)
+    widths, layers = record_widths(trainer), record_layers(trainer)
     trainer.train()
     after = weights_of(trainer)
     parameters = list(distributed.unwrap(trainer.model_wrapped).parameters())
     own = trainer.reference and trainer.reference.own_model
     history = trainer.state.log_history
     return {
-        "update": torch.cat([(after[key] - before[key]).flatten() for key in before]),
+        "update": torch.cat([_change(before[key], after[key]).flatten() for key in before]),
         "widths": widths,
+        "layers": layers,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in history if "loss" in entry],
         "eval": [value for entry in history for key, value in entry.items() if _is_eval_metric(key)],
@@ -115,6 +130,11 @@ def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[st
     }
 
 
+def _change(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """0 where no bit changed: four-bit weights are kept in float tensors, some of whose numbers are NaN."""
+    return torch.where(before.view(torch.int32) == after.view(torch.int32), 0.0, after - before)
+
+
 def _is_eval_metric(name: str) -> bool:
     return name.startswith("eval_") and not name.endswith(("_second", "runtime")) and "time/" not in name
 
@@ -122,6 +142,8 @@ def _is_eval_metric(name: str) -> bool:
 def main(backend: str, folder: Path, names: list[str]) -> None:
     """Train the cases one after another."""
     options = enter(backend, folder)
+    # Where precomputed scores are kept: a back-end must not find those of another.
+    datasets.config.HF_DATASETS_CACHE = str(folder / "datasets" / backend)
     results = {}
     for name in names:
         faulthandler.dump_traceback_later(SECONDS_FOR_A_CASE, exit=True)

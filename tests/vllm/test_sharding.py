@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.launch import launch
 from tests.vllm.faults import Fault, Proxy, proxy_of
-from tests.vllm.server import ROOT, Server
+from tests.vllm.server import Server
 from tests.vllm.sharded_worker import STRIKE
 
 pytestmark = pytest.mark.vllm
@@ -26,18 +23,10 @@ def train(backend: str, server: Server, folder: Path, *runs: dict[str, Any]) -> 
     """What came of each run; they share one launch."""
     result = folder / "result.pt"
     job = {"backend": backend, "model_dir": str(server.model_dir), "result": str(result), "runs": runs}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.vllm.sharded_worker", json.dumps(job)],
-        cwd=ROOT,
-        env=os.environ | {"VLLM_API_KEY": str(server.key), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
+    environment = {"VLLM_API_KEY": str(server.key)}
+    results: list[dict[str, Any]] = launch(
+        "tests.vllm.sharded_worker", json.dumps(job), result=result, seconds=SECONDS, environment=environment
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    results: list[dict[str, Any]] = torch.load(result)
     return results
 
 

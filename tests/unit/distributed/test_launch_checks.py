@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from transformers import BitsAndBytesConfig
 
-from prefrl.distributed import check_back_end, check_processes
+from prefrl.distributed import check_back_end, check_processes, check_quantized
 from prefrl.errors import ConfigError
 
 
@@ -18,8 +19,12 @@ def arguments(**values: Any) -> SimpleNamespace:
     return SimpleNamespace(**defaults | values)
 
 
-def accelerator(found: DistributedType, device: str = "cuda", *, is_fsdp2: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(distributed_type=found, device=torch.device(device), is_fsdp2=is_fsdp2)
+def accelerator(
+    found: DistributedType, device: str = "cuda", *, is_fsdp2: bool = False, mixed_precision: str = "no"
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        distributed_type=found, device=torch.device(device), is_fsdp2=is_fsdp2, mixed_precision=mixed_precision
+    )
 
 
 TORCHRUN = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -138,3 +143,62 @@ def test_a_back_end_that_did_not_come_about_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_back_end(arguments(**values), environment, found)
+
+
+class Quantised(torch.nn.Module):
+    """As transformers describes such a model."""
+
+    is_quantized = True
+
+    def __init__(self, storage: torch.dtype, *, bits: int = 4) -> None:
+        super().__init__()
+        options = {"bnb_4bit_quant_storage": storage} if bits == 4 else {}
+        self.config = SimpleNamespace(
+            quantization_config=BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, **options)
+        )
+        self.weight = torch.nn.Parameter(torch.zeros(4, 1, dtype=storage), requires_grad=False)
+        self.adapter = torch.nn.Parameter(torch.zeros(4, 1))
+
+
+FSDP2 = accelerator(DistributedType.FSDP, is_fsdp2=True)
+FSDP2_BF16 = accelerator(DistributedType.FSDP, is_fsdp2=True, mixed_precision="bf16")
+ZERO_FP16 = accelerator(DistributedType.DEEPSPEED, mixed_precision="fp16")
+
+
+@pytest.mark.parametrize(
+    ("found", "model"),
+    [
+        pytest.param(
+            accelerator(DistributedType.MULTI_GPU, mixed_precision="bf16"), Quantised(torch.float32), id="DDP"
+        ),
+        pytest.param(FSDP2, Quantised(torch.float32), id="FSDP2"),
+        pytest.param(FSDP2, Quantised(torch.bfloat16), id="FSDP2, which casts nothing"),
+        pytest.param(FSDP2_BF16, Quantised(torch.bfloat16), id="FSDP2 in bf16"),
+        pytest.param(ZERO_FP16, Quantised(torch.uint8), id="DeepSpeed, integers"),
+        pytest.param(ZERO_FP16, Quantised(torch.int8, bits=8), id="DeepSpeed, eight bits"),
+        pytest.param(ZERO_FP16, Quantised(torch.float16), id="DeepSpeed in fp16"),
+    ],
+)
+def test_quantised_weights_that_stay_what_they_are_may_be_trained_on(found: SimpleNamespace, model: Quantised) -> None:
+    check_quantized(found, model)
+
+
+@pytest.mark.parametrize(
+    ("found", "model", "message"),
+    [
+        pytest.param(FSDP2, Quantised(torch.uint8), "uint8: FSDP2 .*quant_storage=torch.float32", id="integers"),
+        pytest.param(FSDP2_BF16, Quantised(torch.uint8), "FSDP2 .*quant_storage=torch.bfloat16", id="integers, bf16"),
+        pytest.param(FSDP2, Quantised(torch.int8, bits=8), "8 bits: FSDP2 .*load_in_4bit=True.*ZeRO-3", id="eight"),
+        pytest.param(
+            FSDP2_BF16, Quantised(torch.float32), "storage=torch.float32 with bf16.*=torch.bfloat16", id="cast"
+        ),
+        pytest.param(
+            ZERO_FP16, Quantised(torch.float32), "storage=torch.float32 with fp16.*=torch.float16", id="ZeRO"
+        ),
+    ],
+)
+def test_quantised_weights_that_would_be_cast_or_not_shared_out_are_refused(
+    found: SimpleNamespace, model: Quantised, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_quantized(found, model)

@@ -287,7 +287,8 @@ def test_what_is_not_quantised_is_float32_and_only_the_adapter_is_trained(saved:
         quantization_config=bitsandbytes_config(bits=4, quant_type="nf4", nested=False, compute_dtype=torch.bfloat16),
         peft_config=lora_config(target_modules=QV),
     )
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.uint8, torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
+    assert {p.dtype for n, p in model.named_parameters() if "base_layer" in n} == {torch.bfloat16}  # four bits each
     assert {p.dtype for n, p in model.named_parameters() if "norm" in n or "embed" in n} == {torch.float32}
     assert trainable(model) == {name for name, _ in model.named_parameters() if "lora_" in name}
 
@@ -312,7 +313,8 @@ def test_quantisation_is_said_once_and_where_it_has_an_effect(saved: Path) -> No
 def test_how_bits_are_told_to_bitsandbytes() -> None:
     four = bitsandbytes_config(bits=4, quant_type="fp4", nested=True, compute_dtype=torch.bfloat16)
     assert (four.load_in_4bit, four.load_in_8bit, four.bnb_4bit_quant_type) == (True, False, "fp4")
-    assert (four.bnb_4bit_use_double_quant, four.bnb_4bit_compute_dtype) == (True, torch.bfloat16)
+    assert four.bnb_4bit_use_double_quant
+    assert four.bnb_4bit_compute_dtype == four.bnb_4bit_quant_storage == torch.bfloat16
     eight = bitsandbytes_config(bits=8, quant_type="nf4", nested=False, compute_dtype=torch.float32)
     assert (eight.load_in_4bit, eight.load_in_8bit) == (False, True)
 
