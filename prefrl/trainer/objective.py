@@ -116,7 +116,8 @@ class PolicyObjective:
     @property
     def want(self) -> tuple[WantName, ...]:
         """What a training pass computes beside log-probs."""
-        return ("entropy",)
+        # Zero times the entropy would have a gradient, too: zeros, at the full price.
+        return ("entropy", "entropy_gradient") if self._entropy_weight != 0 else ("entropy",)
 
     @property
     def reads_ref_hidden(self) -> bool:
@@ -177,7 +178,10 @@ class PolicyObjective:
             metrics["sampling/off_policy_masked_share"] = token_mean(1 - kept, batch)
         if batch.selection is not None:
             per_token = batch.selection * per_token
-        per_token = per_token + self._entropy_term(batch, scores.entropy)
+        if self.adaptive_entropy is not None:
+            self._observe(3, scores.entropy, batch)
+        if self._entropy_weight != 0:
+            per_token = per_token - self._entropy_weight * scores.entropy
         if batch.ref_logprobs is not None and args.kl_in == "loss":
             kl = self._kl(batch, scores, old_logprobs)
             per_token = per_token + self.beta * kl
@@ -214,12 +218,10 @@ class PolicyObjective:
             return importance_corrected(scores.logprobs, batch.ref_logprobs, log_ratio, kl_estimator=name)
         return KL_ESTIMATORS[name].function(scores.logprobs, batch.ref_logprobs)
 
-    def _entropy_term(self, batch: TokenBatch, entropy: Tensor) -> Tensor:
-        """[N], the weight of the step is that at its begin."""
-        if self.adaptive_entropy is None:
-            return -self.args.entropy_coef * entropy
-        self._observe(3, entropy, batch)
-        return -self.adaptive_entropy.value * entropy
+    @property
+    def _entropy_weight(self) -> float:
+        """Weight of the entropy in this step's loss. An adaptive weight moves between steps only."""
+        return self.args.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.value
 
     def _weights_as_metrics(self) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {}
