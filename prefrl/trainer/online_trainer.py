@@ -439,13 +439,13 @@ class OnlineTrainer(BaseTrainer):
             self._log_completions(collected, self.state.global_step)
 
     def _log_completions(self, collected: Collected, step: int) -> None:
-        parts = distributed.gather_objects((collected.rollouts, collected.logged_columns))
+        parts = distributed.gather_objects(collected)
         if not distributed.is_main():
             return
-        rollouts = [rollout for part, _ in parts for rollout in part]
-        extra = {name: [value for _, columns in parts for value in columns[name]] for name in parts[0][1]}
-        print_table(rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
-        write_parquet(rollouts, Path(self.args.output_dir) / "completions", step=step, extra=extra)
+        everyone = Collected.concat(parts)
+        print_table(everyone.rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
+        folder = Path(self.args.output_dir) / "completions"
+        write_parquet(everyone.rollouts, folder, step=step, extra=everyone.logged_columns)
 
     def end(self) -> None:
         """See HuggingFace's; also lets go of the servers."""
