@@ -9,12 +9,12 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected
-from prefrl.losses.policy import POLICY_LOSSES
+from prefrl.losses.policy import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy_terms import off_policy_sequence_mask, positive_nll
 from prefrl.losses.policy_tokens import PolicyTokens
 from prefrl.losses.reduce import item_count, token_weights
 from prefrl.losses.sequence_kl import sequence_kl
-from prefrl.metrics import Max, Mean, Metric, Min
+from prefrl.metrics import Max, Mean, Metric, Min, host
 from prefrl.trainer.controllers import AdaptiveEntropy, AdaptiveKL
 from prefrl.trainer.sampling_correction import correct_sampling
 from prefrl.types import LossOutput
@@ -194,6 +194,35 @@ class PolicyObjective:
             nll = positive_nll(tokens, batch.nll_weights > 0)
             total = total + args.positive_nll_coef * (batch.nll_weights * nll).sum()
         return LossOutput(total=total, metrics=metrics | self._weights_as_metrics())
+
+    def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
+        """What is logged of rows without an advantage, which no forward pass runs; host numbers.
+
+        What a loss says of them does not depend on the ratio, apart from `NEEDS_RATIO`: nothing is clipped. The
+        entropy is that of the policy before the first update, if it was computed. Otherwise -log p of the sampled
+        token estimates it, because the mean of -log p over samples of p is the entropy of p.
+        """
+        if batch.num_rows == 0:
+            return {}
+        assert batch.advantages is not None
+        no_change = torch.zeros_like(batch.advantages)
+        tokens = PolicyTokens(
+            logprobs=no_change,
+            old_logprobs=no_change,
+            advantages=batch.advantages,
+            trainable=batch.trainable,
+            row_index=batch.row_index,
+            num_rows=batch.num_rows,
+            level=self.args.importance_sampling_level,
+            selected=batch.selected,
+        )
+        stats = self.policy_loss.function(tokens, **self.args.policy_hyperparameters).stats
+        metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)
+        if batch.entropies is not None:
+            metrics["entropy"] = token_mean(batch.entropies, batch)
+        elif batch.sampling_logprobs is not None:
+            metrics["entropy"] = token_mean(-batch.sampling_logprobs, batch)
+        return {name: host(metric) for name, metric in metrics.items()}
 
     def _kl(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> Tensor:
         """[N] nats, gradient flows."""

@@ -131,6 +131,7 @@ class OnlineTrainer(BaseTrainer):
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
         self.rollouts = Rollouts(self, args)
         self._fresh_logprobs: list[Tensor] = []
+        self._num_sampled_tokens = 0  # since they were last added to `num_tokens`
         self.prepare_learning()
 
     def prepare_learning(self) -> None:
@@ -254,7 +255,13 @@ class OnlineTrainer(BaseTrainer):
         if self.buffer.is_spent:
             self.buffer.fill(self._roll_out())
         minibatch = self.buffer.next()
+        merge(self.metrics["train"], minibatch.metrics)
         return list(minibatch.micro_batches), minibatch.num_items
+
+    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+        """See `BaseTrainer`; those of all new rollouts, as in TRL, whether they have a gradient or not."""
+        count, self._num_sampled_tokens = self._num_sampled_tokens, 0
+        return count
 
     def _roll_out(self) -> list[Minibatch]:
         request = self._request()
@@ -427,6 +434,9 @@ class OnlineTrainer(BaseTrainer):
 
     def report(self, collected: Collected) -> None:
         """Metrics and the table of a generation batch."""
+        self._num_sampled_tokens += sum(
+            len(rollout.prompt_ids) + len(rollout.completion.token_ids) for rollout in collected.rollouts
+        )
         metrics = self._metrics_of(collected)
         if self.args.use_vllm:
             metrics |= staleness(collected.rollouts, step=self.state.global_step)
