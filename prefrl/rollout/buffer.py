@@ -82,8 +82,7 @@ class RolloutBuffer:
             batches = []
             for j, batch in enumerate(minibatch.micro_batches):
                 tensors |= {f"{i}.{j}.{name}": tensor.contiguous() for name, tensor in batch.tensors().items()}
-                host = {name: getattr(batch, name) for name in _HOST_FIELDS}
-                batches.append({name: list(values) for name, values in host.items() if values is not None})
+                batches.append(_host_values(batch))
             metrics = {name: to_json(metric) for name, metric in minibatch.metrics.items()}
             layout.append({"micro_batches": batches, "num_items": minibatch.num_items, "metrics": metrics})
         state = {"position": self.position if layout else 0, "num_iterations": self.num_iterations}
@@ -147,10 +146,13 @@ class RolloutBuffer:
         self.position = state["position"]
 
 
-def _batch(host: dict[str, list[int]], tensors: dict[str, Tensor], prefix: str) -> TokenBatch:
-    values: dict[str, Any] = {name: tuple(numbers) for name, numbers in host.items()}
+def _host_values(batch: TokenBatch) -> dict[str, Any]:
+    """What is set and is no tensor, by name, fit for JSON."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in batch.tensors()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _batch(host: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> TokenBatch:
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in host.items()}
     values |= {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     return TokenBatch(**values)
-
-
-_HOST_FIELDS = (*(f.name for f in fields(TokenBatch) if f.type == "tuple[int, ...]"), "is_preferred")

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from prefrl.errors import ConfigError
 from prefrl.losses import logprobs
 from prefrl.models.forward import token_logprobs
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.online_trainer import OnlineTrainer
 from prefrl.types import TokenBatch
-from tests.contract.cases import make_trainer, ragged_reward
+from tests.contract.cases import dataset_of, make_trainer, ragged_reward
 
 BETA = 0.3
 
@@ -171,3 +172,11 @@ def test_dynamic_sampling_fills_the_batch_with_prompts_that_have_a_signal(tmp_pa
     plain, filled = (online("grpo", tmp_path, dynamic_sampling=choice, **options) for choice in (False, True))
     assert first_batch(plain).num_rows < 32  # groups without a signal are left out
     assert first_batch(filled).num_rows == 32
+
+
+def test_a_curriculum_does_not_stand_in_the_way_of_an_evaluation_alone(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train_dataset": None, "eval_dataset": dataset_of("grpo", 4), "curriculum": "variance"}
+    trainer = online("grpo", tmp_path, **options)
+    assert "eval_reward" in trainer.evaluate()
+    with pytest.raises(ConfigError, match="train_dataset=None: training needs a dataset"):
+        trainer.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,37 @@ def test_a_buffer_survives_storage_bit_by_bit(tmp_path: Path) -> None:
             )
             assert a.tensors().keys() == b.tensors().keys()
             assert all(torch.equal(tensor, b.tensors()[name]) for name, tensor in a.tensors().items())
+
+
+def test_every_field_of_a_batch_is_stored(tmp_path: Path) -> None:
+    per_token = {
+        name: torch.arange(6.0) + i
+        for i, name in enumerate(
+            ("sampling_logprobs", "old_logprobs", "ref_logprobs", "entropies", "log_collision", "values", "returns")
+        )
+    }
+    full = batch(10).replace(
+        is_preferred=(True, False, None),
+        margins=(0.1, 0.2, 1 / 3),
+        row_weights=(1.0, 0.5, 0.25),
+        ref_hidden=torch.arange(12.0, dtype=torch.float64).view(6, 2),
+        selection=torch.ones(6),
+        nll_weights=torch.zeros(6),
+        selected=torch.tensor([True, False] * 3),
+        is_idle=True,
+        **per_token,
+    )
+    unset = [f.name for f in fields(TokenBatch) if (value := getattr(full, f.name)) is None or value is False]
+    assert unset == [], "a new field: set it above"
+    buffer = RolloutBuffer(1)
+    buffer.fill([Minibatch([full], 3.0)])
+    buffer.save(tmp_path / "rollouts.safetensors")
+    buffer.load(tmp_path / "rollouts.safetensors")
+    (restored,) = buffer.minibatches[0].micro_batches
+    for name in (f.name for f in fields(TokenBatch)):
+        value, found = getattr(full, name), getattr(restored, name)
+        is_same = torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found
+        assert is_same, name
 
 
 def test_a_spent_buffer_is_stored_empty(tmp_path: Path) -> None:
