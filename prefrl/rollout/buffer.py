@@ -153,6 +153,6 @@ def _host_values(batch: TokenBatch) -> dict[str, Any]:
 
 
 def _batch(host: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> TokenBatch:
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in host.items()}
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in host.items()}
     values |= {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     return TokenBatch(**values)
