@@ -167,10 +167,10 @@ def _score(
 
 
 def to_token_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
-    """The flat batch of some rollouts: each group's prompt once, advantages on every token.
+    """The flat batch of some rollouts: each group's prompt once.
 
     Args:
-        rollouts: B rollouts with advantages.
+        rollouts: B rollouts.
         mask_truncated: Completions cut off by the length limit have no loss.
     """
     is_masked = [mask_truncated and rollout.completion.finish_reason == "length" for rollout in rollouts]
@@ -183,9 +183,8 @@ def to_token_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> Toke
         ],
         groups=[rollout.group for rollout in rollouts],
     )
-    advantages = torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)
     sampled = [rollout.completion.logprobs for rollout in rollouts]
     logprobs = None
     if all(row is not None for row in sampled):
         logprobs = torch.tensor([value for row in sampled if row is not None for value in row], dtype=torch.float32)
-    return batch.replace(advantages=advantages[batch.row_index], sampling_logprobs=logprobs)
+    return batch.replace(sampling_logprobs=logprobs)

@@ -109,8 +109,6 @@ class Experience:
             num_parts: Optimizer steps.
             over_ranks: Whether all ranks are here with theirs, and statistics are over all of them.
         """
-        for rollout in rollouts:
-            rollout.advantage = 0.0
         batch = to_token_batch(rollouts, mask_truncated=self.args.mask_truncated_completions)
         if self.args.needs_scores_first:
             batch = self.trainer.scored_first(batch)
@@ -371,7 +369,7 @@ class Experience:
         if over_ranks:
             batch = trainer.dealt(batch)
         # Scored before it is cut: a prompt is computed once for its whole group.
-        max_tokens = trainer.frozen.budget(trainer.cut(batch, args.per_device_train_batch_size))
+        max_tokens = trainer.frozen.budget(batch.largest_chunk(args.per_device_train_batch_size))
         if trainer.reference is not None and batch.ref_logprobs is None:
             batch = trainer.with_reference(batch, max_tokens=max_tokens)
         if not is_first and batch.old_logprobs is None:

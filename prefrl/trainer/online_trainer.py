@@ -337,7 +337,7 @@ class OnlineTrainer(BaseTrainer):
 
     def scored_first(self, batch: TokenBatch) -> TokenBatch:
         """The rows of a generation batch with what advantages and the selection of tokens read of the models."""
-        max_tokens = self.frozen.budget(self.cut(batch, self.args.per_device_train_batch_size))
+        max_tokens = self.frozen.budget(batch.largest_chunk(self.args.per_device_train_batch_size))
         batch = self.with_frozen_scores(batch, max_tokens=max_tokens)
         return batch if self.reference is None else self.with_reference(batch, max_tokens=max_tokens)
 
