@@ -33,7 +33,6 @@ def main(model: str, data_file: str, output_dir: str) -> None:
         num_generations=8,
         max_completion_length=256,
         temperature=1.0,
-        top_k=None,
         beta=0.0,
         logging_steps=1,
         log_completions=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -22,8 +22,10 @@ __all__ = [
     "Min",
     "Std",
     "Sum",
+    "from_json",
     "host",
     "merge",
+    "to_json",
     "values_of",
 ]
 
@@ -231,3 +233,15 @@ def values_of(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 def host(metric: Metric) -> Metric:
     """The same metric with host numbers, fit to be sent to other processes."""
     return type(metric)(*(float(getattr(metric, f.name)) for f in fields(metric)))
+
+
+def to_json(metric: Metric) -> list[Any]:
+    """Its kind and host numbers, fit for JSON."""
+    return [type(metric).__name__, *(float(getattr(metric, f.name)) for f in fields(metric))]
+
+
+def from_json(values: Sequence[Any]) -> Metric:
+    """The metric that `to_json` wrote."""
+    kinds = {kind.__name__: kind for kind in get_args(Metric)}
+    metric: Metric = kinds[values[0]](*values[1:])
+    return metric

@@ -231,6 +231,12 @@ class TokenBatch:
         starts = range(0, self.num_rows, rows_per_chunk)
         return [self.select(range(start, min(start + rows_per_chunk, self.num_rows))) for start in starts]
 
+    def largest_chunk(self, rows_per_chunk: int) -> int:
+        """Forward tokens of the largest of `chunks`, which are not made; 1 without rows."""
+        starts = range(0, self.num_rows, rows_per_chunk)
+        costs = (self._cost(range(start, min(start + rows_per_chunk, self.num_rows))) for start in starts)
+        return max(costs, default=1)
+
     @classmethod
     def idle(cls, token: int = 0) -> Self:
         """One token without a loss behind another one: what a rank without rows runs while others run theirs."""

@@ -300,8 +300,4 @@ def _group_max(values: Tensor, groups: Tensor) -> Tensor:
 
 def _result(scored: ScoredRows, values: Tensor) -> Advantages:
     totals, dtype = scored.totals(), scored.rewards.dtype
-    return Advantages(
-        values=values.nan_to_num(nan=0.0).to(dtype),
-        group_std=group_std(totals, numbered(scored.groups)).to(dtype),
-        totals=totals.to(dtype),
-    )
+    return Advantages(values=values.nan_to_num(nan=0.0).to(dtype), totals=totals.to(dtype))

@@ -45,8 +45,10 @@ __all__ = [
     "num_chunks_of",
 ]
 
-# What can be computed beside log-probs: optional fields of TokenScores. The other one, `full_kl`, needs a reference.
-WantName = Literal["entropy", "correct", "mean_logit", "log_collision", "hidden"]
+# What can be computed beside log-probs: optional fields of TokenScores, and "entropy_gradient", which lets gradients
+# flow through the entropy. Most losses only log it, and its gradient costs most of a backward pass through the head.
+# The other field, `full_kl`, needs a reference.
+WantName = Literal["entropy", "entropy_gradient", "correct", "mean_logit", "log_collision", "hidden"]
 
 # Bytes of probabilities that may be kept for backward: little beside a model, and a quarter of the head's work.
 KEPT_BYTES = 128 * 2**20
@@ -60,7 +62,7 @@ class TokenScores:
     """
 
     logprobs: Tensor  # [M] nats, gradient flows
-    entropy: Tensor | None = None  # [M] nats, -sum p log p, gradient flows
+    entropy: Tensor | None = None  # [M] nats, -sum p log p, gradient flows if "entropy_gradient" is wanted
     correct: Tensor | None = None  # [M] bool: the token is the most likely one
     mean_logit: Tensor | None = None  # [M] mean over the vocabulary of the logits before temperature, constant
     log_collision: Tensor | None = None  # [M] nats, log sum p^2, constant
@@ -192,7 +194,7 @@ def module_logprobs(
         constant = log_probs.detach()
         return (
             log_probs.gather(1, row_targets[:, None]).squeeze(1),
-            -(log_probs.exp() * log_probs).sum(1) if "entropy" in want else None,
+            _entropy(log_probs if "entropy_gradient" in want else constant) if "entropy" in want else None,
             logits.argmax(1) == row_targets if "correct" in want else None,
             logits.detach().mean(1) if "mean_logit" in want else None,
             _log_sum_of_squares(constant.exp()) if "log_collision" in want else None,
@@ -209,6 +211,11 @@ def module_logprobs(
     return replace(scores, hidden=hidden if "hidden" in want else None, full_kl=divergence)
 
 
+def _entropy(log_probs: Tensor) -> Tensor:
+    """[c] from [c, V]."""
+    return -(log_probs.exp() * log_probs).sum(1)
+
+
 def _log_sum_of_squares(probs: Tensor) -> Tensor:
     """[c] log sum p^2 from [c, V], without another tensor of that size. The sum is at least 1 / V: no underflow."""
     norms: Tensor = torch.linalg.vector_norm(probs, dim=1)
@@ -223,6 +230,8 @@ def _check(hidden: Tensor, targets: Tensor, temperature: float, want: Collection
     unknown = set(want) - set(get_args(WantName))
     if unknown:
         raise ValueError(f"want={sorted(unknown)}: allowed are {', '.join(get_args(WantName))}")
+    if "entropy_gradient" in want and "entropy" not in want:
+        raise ValueError(f"want={sorted(want)}: 'entropy_gradient' is the gradient of 'entropy'. Ask for both.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: needs to be >= 1")
 
@@ -277,9 +286,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             mean_logit = columns.mean_logit
             if mean_logit is not None and plan.softcap is None:
                 mean_logit = _mean_logit(hidden, weight, bias, plan.scale)
-        ctx.mark_non_differentiable(
-            *(x for x in (columns.correct, mean_logit, columns.log_collision) if x is not None)
-        )
+        entropy = None if "entropy_gradient" in wanted.names else columns.entropy
+        constants = (entropy, columns.correct, mean_logit, columns.log_collision)
+        ctx.mark_non_differentiable(*(column for column in constants if column is not None))
         ctx.plan, ctx.wanted = plan, wanted
         ctx.save_for_backward(
             hidden, weight, bias, targets, columns.expected_logits, columns.expected_differences, kept

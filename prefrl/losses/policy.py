@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ImportanceLevel",
+    "NEEDS_RATIO",
     "POLICY_LOSSES",
     "PolicyLoss",
     "PolicyTokens",
@@ -101,8 +102,8 @@ def cispo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float) -> Token
         epsilon_high: The ratio is clipped to <= 1 + epsilon_high.
 
     Returns:
-        loss [N], and `cispo_clip_ratio`: 1 where the ratio is outside the bounds, whatever the sign of A (TRL counts
-        ratios above the bound where A > 0).
+        loss [N], and `cispo_clip_ratio`: 1 where the ratio is outside the bounds and A is not 0 (TRL counts ratios
+        above the bound where A > 0).
 
     Raises:
         ValueError: Bounds that exclude each other.
@@ -111,7 +112,7 @@ def cispo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float) -> Token
     """
     lowest, highest = _log_bounds(epsilon, epsilon_high)
     log_ratio = tokens.log_ratio.detach()
-    is_clipped = (log_ratio < lowest) | (log_ratio > highest)
+    is_clipped = ((log_ratio < lowest) | (log_ratio > highest)) & (tokens.advantages != 0)
     weights = log_ratio.clamp(lowest, highest).exp()
     return TokenLoss(_weighted_nll(tokens, weights), {"cispo_clip_ratio": is_clipped.float()})
 
@@ -127,7 +128,7 @@ def aipo(tokens: PolicyTokens, *, aipo_rho: float) -> TokenLoss:
         aipo_rho: Largest ratio, at least 1; the paper finds 2 .. 10.
 
     Returns:
-        loss [N], and `aipo_clip_ratio`: 1 where the ratio is above aipo_rho.
+        loss [N], and `aipo_clip_ratio`: 1 where the ratio is above aipo_rho and A is not 0.
 
     Raises:
         ValueError: aipo_rho < 1, which would scale the gradient of samples of the policy itself.
@@ -139,7 +140,8 @@ def aipo(tokens: PolicyTokens, *, aipo_rho: float) -> TokenLoss:
     highest = math.log(aipo_rho)
     log_ratio = tokens.log_ratio.detach()
     weights = log_ratio.clamp(max=highest).exp()
-    return TokenLoss(_weighted_nll(tokens, weights), {"aipo_clip_ratio": (log_ratio > highest).float()})
+    is_clipped = (log_ratio > highest) & (tokens.advantages != 0)
+    return TokenLoss(_weighted_nll(tokens, weights), {"aipo_clip_ratio": is_clipped.float()})
 
 
 def dppo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float, delta: float | None) -> TokenLoss:
@@ -391,6 +393,9 @@ _NOT_SUM: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_token")
 _ANY: tuple[ImportanceLevel, ...] = (*_NOT_SUM, "sequence_sum")
 # Where the ratio is a constant weight, sequence and sequence_token are the same.
 _WEIGHT: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_sum")
+
+# Stats that depend on the ratio also where A = 0. All others are known there without it.
+NEEDS_RATIO = frozenset({"vespo/phi_seq_mean"})
 
 # Counts span the whole optimizer step on all ranks. So bnpo, a token mean over one micro-batch in TRL, is the same as
 # dapo here; configurations carry both names. GSPO is grpo at level sequence or sequence_token.

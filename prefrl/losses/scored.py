@@ -30,7 +30,6 @@ class Advantages:
     """Advantages of B rows or their N tokens with what is logged about them; in the dtype of the rewards."""
 
     values: Tensor  # [B] or [N]; 0 for rows without a reward and for tokens that are not trainable
-    group_std: Tensor  # [B] of the totals of the row's group, n - 1; 0 if fewer than two have a total
     totals: Tensor  # [B] weighted sum of raw rewards, or sum of token rewards; NaN for rows without a reward
     returns: Tensor | None = None  # [N] what a critic learns; 0 where not trainable
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses.scored import Advantages, ScoredTokens, centred, group_count, group_std, numbered
+from prefrl.losses.scored import Advantages, ScoredTokens, centred, group_count, numbered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,7 +176,6 @@ def _result(scored: ScoredTokens, steps: _Steps, values: Tensor, *, returns: Ten
 
     return Advantages(
         values=spread(values.masked_fill(steps.rewards.isnan(), 0.0)),
-        group_std=group_std(steps.totals, numbered(scored.groups)),
         totals=steps.totals,
         returns=None if returns is None else spread(returns),
     )

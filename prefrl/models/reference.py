@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prefrl.models.forward import Plan
     from prefrl.types import TokenBatch
 
-__all__ = ["Reference", "logprobs_in_pieces", "make_reference", "scores_in_pieces"]
+__all__ = ["Reference", "make_reference", "scores_in_pieces"]
 
 
 class Reference(Protocol):
@@ -155,13 +155,6 @@ def scores_in_pieces(
     pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
     columns = {field.name: [getattr(each, field.name) for each in scores] for field in fields(TokenScores)}
     return TokenScores(**{name: joined(batch, pieces, of) for name, of in columns.items() if of[0] is not None})
-
-
-def logprobs_in_pieces(
-    model: nn.Module, batch: TokenBatch, *, temperature: float, max_tokens: int | None, plan: Plan = "auto"
-) -> Tensor:
-    """The log-probs of `scores_in_pieces`, [N]."""
-    return scores_in_pieces(model, batch, temperature=temperature, max_tokens=max_tokens, plan=plan).logprobs
 
 
 class _Base(ABC):

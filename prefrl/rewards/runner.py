@@ -40,16 +40,6 @@ class RewardScores:
     metrics: dict[str, float] = field(default_factory=dict)  # means of what log_metric was given
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, from log_extra
 
-    @property
-    def num_unscored(self) -> int:
-        """Completions about which every reward said None."""
-        return sum(all(value is None for value in row) for row in zip(*self.by_name.values(), strict=True))
-
-    def matrix(self) -> list[list[float]]:
-        """[B][K] values; NaN for None."""
-        rows = zip(*self.by_name.values(), strict=True)
-        return [[math.nan if value is None else value for value in row] for row in rows]
-
 
 @dataclass(frozen=True, slots=True)
 class _Reward:

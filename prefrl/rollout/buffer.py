@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from prefrl.errors import DataError
+from prefrl.metrics import Metric, from_json, merge, to_json
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Minibatch:
 
     micro_batches: list[TokenBatch]  # rows without a signal may have been left out
     num_items: float  # counts every row, also those left out
+    metrics: dict[str, Metric] = field(default_factory=dict)  # host numbers, of the rows left out
 
 
 @dataclass
@@ -70,7 +72,7 @@ class RolloutBuffer:
         kept = [
             batch.replace(old_logprobs=values) for batch, values in zip(minibatch.micro_batches, logprobs, strict=True)
         ]
-        self.minibatches[index] = Minibatch(kept, minibatch.num_items)
+        self.minibatches[index] = replace(minibatch, micro_batches=kept)
 
     def save(self, path: Path) -> None:
         """Write the buffer to a safetensors file. Tensors keep every bit; nothing is pickled."""
@@ -80,9 +82,9 @@ class RolloutBuffer:
             batches = []
             for j, batch in enumerate(minibatch.micro_batches):
                 tensors |= {f"{i}.{j}.{name}": tensor.contiguous() for name, tensor in batch.tensors().items()}
-                host = {name: getattr(batch, name) for name in _HOST_FIELDS}
-                batches.append({name: list(values) for name, values in host.items() if values is not None})
-            layout.append({"micro_batches": batches, "num_items": minibatch.num_items})
+                batches.append(_host_values(batch))
+            metrics = {name: to_json(metric) for name, metric in minibatch.metrics.items()}
+            layout.append({"micro_batches": batches, "num_items": minibatch.num_items, "metrics": metrics})
         state = {"position": self.position if layout else 0, "num_iterations": self.num_iterations}
         save_file(tensors, path, metadata={"layout": json.dumps(layout), "state": json.dumps(state)})
 
@@ -113,7 +115,10 @@ class RolloutBuffer:
             micro_batches = cut(TokenBatch.concat(batches)) if batches else []
             # Counts are summed over ranks.
             num_items = sum(share.num_items for share in shares) if rank == 0 else 0.0
-            self.minibatches.append(Minibatch(micro_batches[rank::world_size], num_items))
+            metrics: dict[str, Metric] = {}
+            for share in shares if rank == 0 else []:
+                merge(metrics, share.metrics)
+            self.minibatches.append(Minibatch(micro_batches[rank::world_size], num_items, metrics))
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote.
@@ -132,17 +137,22 @@ class RolloutBuffer:
             )
         self.minibatches = [
             Minibatch(
-                [_batch(host, tensors, f"{i}.{j}.") for j, host in enumerate(row["micro_batches"])], row["num_items"]
+                [_batch(host, tensors, f"{i}.{j}.") for j, host in enumerate(row["micro_batches"])],
+                row["num_items"],
+                {name: from_json(metric) for name, metric in row["metrics"].items()},
             )
             for i, row in enumerate(json.loads(metadata["layout"]))
         ]
         self.position = state["position"]
 
 
-def _batch(host: dict[str, list[int]], tensors: dict[str, Tensor], prefix: str) -> TokenBatch:
-    values: dict[str, Any] = {name: tuple(numbers) for name, numbers in host.items()}
+def _host_values(batch: TokenBatch) -> dict[str, Any]:
+    """What is set and is no tensor, by name, fit for JSON."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in batch.tensors()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _batch(host: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> TokenBatch:
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in host.items()}
     values |= {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     return TokenBatch(**values)
-
-
-_HOST_FIELDS = (*(f.name for f in fields(TokenBatch) if f.type == "tuple[int, ...]"), "is_preferred")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from prefrl.data.collate import flat_batch
 from prefrl.data.tokenize import completion_text
+from prefrl.metrics import Mean, Metric, merge
 from prefrl.types import Rollout, TokenBatch
 
 if TYPE_CHECKING:
@@ -35,17 +36,36 @@ class Collected:
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """All groups of the parts, by their numbers; metrics that were logged are averaged over rollouts."""
-        rollouts = sorted((rollout for part in parts for rollout in part.rollouts), key=lambda rollout: rollout.group)
-        totals: dict[str, float] = {}
-        columns: dict[str, list[Any]] = {}
-        for part in sorted(parts, key=lambda part: part.rollouts[0].group):
-            for name, value in part.logged_metrics.items():
-                totals[name] = totals.get(name, 0.0) + value * len(part.rollouts)
-            for name, values in part.logged_columns.items():
-                columns.setdefault(name, []).extend(values)
-        metrics = {name: total / len(rollouts) for name, total in totals.items()}
-        return cls(rollouts, metrics, columns, reward_s=sum(part.reward_s for part in parts))
+        """All groups of the parts, by their numbers.
+
+        Columns are None for rollouts of parts that did not log them. Metrics are averaged over the rollouts of those
+        parts that logged them.
+        """
+        rows = [
+            (rollout, {name: values[i] for name, values in part.logged_columns.items()})
+            for part in parts
+            for i, rollout in enumerate(part.rollouts)
+        ]
+        rows.sort(key=lambda row: row[0].group)
+        names = dict.fromkeys(name for part in parts for name in part.logged_columns)
+        metrics: dict[str, Metric] = {}
+        for part in (part for part in parts if part.rollouts):
+            count = len(part.rollouts)
+            merge(metrics, {name: Mean(value * count, count) for name, value in part.logged_metrics.items()})
+        return cls(
+            [rollout for rollout, _ in rows],
+            {name: metric.value() for name, metric in metrics.items()},
+            {name: [columns.get(name) for _, columns in rows] for name in names},
+            reward_s=sum(part.reward_s for part in parts),
+        )
+
+    def select(self, which: Sequence[int]) -> Self:
+        """Some of the rollouts; metrics stand for them, too."""
+        return replace(
+            self,
+            rollouts=[self.rollouts[i] for i in which],
+            logged_columns={name: [values[i] for i in which] for name, values in self.logged_columns.items()},
+        )
 
 
 def prompt_seed(seed: int, generation: int, group: int) -> int:
@@ -147,10 +167,10 @@ def _score(
 
 
 def to_token_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
-    """The flat batch of some rollouts: each group's prompt once, advantages on every token.
+    """The flat batch of some rollouts: each group's prompt once.
 
     Args:
-        rollouts: B rollouts with advantages.
+        rollouts: B rollouts.
         mask_truncated: Completions cut off by the length limit have no loss.
     """
     is_masked = [mask_truncated and rollout.completion.finish_reason == "length" for rollout in rollouts]
@@ -163,9 +183,8 @@ def to_token_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> Toke
         ],
         groups=[rollout.group for rollout in rollouts],
     )
-    advantages = torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)
     sampled = [rollout.completion.logprobs for rollout in rollouts]
     logprobs = None
     if all(row is not None for row in sampled):
         logprobs = torch.tensor([value for row in sampled if row is not None for value in row], dtype=torch.float32)
-    return batch.replace(advantages=advantages[batch.row_index], sampling_logprobs=logprobs)
+    return batch.replace(sampling_logprobs=logprobs)

@@ -1,4 +1,4 @@
-"""Which prompts to ask next: those that the policy solves now and then, or the dataset from easy to hard."""
+"""Which prompts to ask next: those that the policy solves now and then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["CurriculumWeighting", "SuccessCurriculum", "draw_rows", "easy_to_hard"]
+__all__ = ["CurriculumWeighting", "SuccessCurriculum", "draw_rows"]
 
 CurriculumWeighting = Literal["variance", "band"]
 
@@ -165,20 +165,3 @@ class SuccessCurriculum:
             )
         self.rates = state["rates"].numpy().copy()
         self.counts = state["counts"].numpy().copy()
-
-
-def easy_to_hard(difficulty: Sequence[float], *, column: str) -> list[int]:
-    """Dataset rows in the order of a column, low values first, equal ones in the dataset's order.
-
-    Args:
-        difficulty: [R] the column.
-        column: Its name.
-
-    Raises:
-        DataError: A value is no number.
-    """
-    values = list(difficulty)
-    for row, value in enumerate(values):
-        if not isinstance(value, int | float) or math.isnan(value):
-            raise DataError(f"column {column!r} is {value!r} in row {row}: a difficulty needs to be a number")
-    return sorted(range(len(values)), key=values.__getitem__)

@@ -25,9 +25,9 @@ Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, section 3.2
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -165,26 +165,4 @@ def replace_groups(collected: Collected, new: Collected) -> Collected:
     """
     fresh = {rollout.group for rollout in new.rollouts}
     kept = [i for i, rollout in enumerate(collected.rollouts) if rollout.group not in fresh]
-    parts = [(collected, kept), (new, list(range(len(new.rollouts))))]
-    rows = [(part.rollouts[i], _columns_of(part, i)) for part, which in parts for i in which]
-    rows.sort(key=lambda row: row[0].group)
-    names = dict.fromkeys(name for part, _ in parts for name in part.logged_columns)
-    return Collected(
-        [rollout for rollout, _ in rows],
-        _mean_metrics([(part.logged_metrics, len(which)) for part, which in parts]),
-        {name: [columns.get(name) for _, columns in rows] for name in names},
-        reward_s=collected.reward_s + new.reward_s,
-    )
-
-
-def _columns_of(part: Collected, index: int) -> dict[str, Any]:
-    return {name: values[index] for name, values in part.logged_columns.items()}
-
-
-def _mean_metrics(parts: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Averages of the parts that have a metric, by their rollouts."""
-    means: dict[str, Mean] = {}
-    for metrics, count in parts:
-        for name, value in metrics.items():
-            means[name] = means.get(name, Mean(0.0, 0)).merge(Mean(value * count, count))
-    return {name: mean.value() for name, mean in means.items() if mean.count}
+    return Collected.concat([collected.select(kept), new])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from prefrl import distributed
+from prefrl.metrics import merge
 from prefrl.rollout.buffer import Minibatch
 from prefrl.rollout.collect import Collected, Request
 from prefrl.types import TokenBatch
@@ -42,13 +43,13 @@ def train_on_arrival(trainer: OnlineTrainer, model: nn.Module, step: ArrivingSte
     total = torch.zeros((), device=device)
     for minibatch in _arriving_minibatches(trainer, step):
         step.num_items += minibatch.num_items
+        merge(trainer.metrics["train"], minibatch.metrics)
         # A rank has as many groups as the others, but not as many micro-batches of each.
         num_missing = distributed.missing_passes(trainer.policy, len(minibatch.micro_batches), device)
         for batch in [*minibatch.micro_batches, *[trainer.idle_batch()] * num_missing]:
             total += trainer.micro_step(model, batch, 1.0, is_last=False)
         step += minibatch.micro_batches
-    seen = sum(trainer.tokens_seen(batch) for batch in step)
-    count, num_tokens = distributed.sum_over_ranks([step.num_items, seen], device)
+    count, num_tokens = distributed.sum_over_ranks([step.num_items, trainer.tokens_seen(step)], device)
     trainer.state.num_input_tokens_seen += int(num_tokens)
     divisor = max(count, 1.0)
     with distributed.divided_update(trainer.accelerator, model, divisor):

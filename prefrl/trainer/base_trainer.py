@@ -256,7 +256,7 @@ class BaseTrainer(Trainer):
         if not items:
             return [], 0.0
         micro_batches, count = self.micro_batches_of_step(items)
-        seen = sum(self.tokens_seen(batch) for batch in micro_batches)
+        seen = self.tokens_seen(micro_batches)
         run = sum(batch.num_forward_tokens for batch in micro_batches)
         total_count, num_tokens, num_run = distributed.sum_over_ranks([count, seen, run], device)
         # HuggingFace's state is saved, so that the count goes on after a resume.
@@ -267,9 +267,9 @@ class BaseTrainer(Trainer):
         micro_batches += [self.idle_batch()] * (int(num_forwards) - len(micro_batches))
         return [[] for _ in items[1:]] + [micro_batches], total_count
 
-    def tokens_seen(self, batch: TokenBatch) -> int:
-        """Tokens of all rows, each with its prompt."""
-        return batch.num_tokens + sum(batch.prompt_lengths[i] for i in batch.prompt_index)
+    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+        """Tokens that a step adds to `num_tokens`: those of all rows, each with its prompt."""
+        return sum(b.num_tokens + sum(b.prompt_lengths[i] for i in b.prompt_index) for b in batches)
 
     def idle_batch(self) -> TokenBatch:
         """One token without a loss: a forward and backward pass with zero gradients for every parameter."""

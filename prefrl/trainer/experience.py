@@ -109,8 +109,6 @@ class Experience:
             num_parts: Optimizer steps.
             over_ranks: Whether all ranks are here with theirs, and statistics are over all of them.
         """
-        for rollout in rollouts:
-            rollout.advantage = 0.0
         batch = to_token_batch(rollouts, mask_truncated=self.args.mask_truncated_completions)
         if self.args.needs_scores_first:
             batch = self.trainer.scored_first(batch)
@@ -366,17 +364,18 @@ class Experience:
         num_items = float(trainer.num_items(batch))
         if args.positive_nll_coef is not None:
             batch = self._with_nll_weights(batch, torch.tensor([is_good[row] for row in rows]), num_items)
-        batch = batch.select(self._rows_with_gradient(batch))
+        batch, left_out = self._with_gradient(batch)
+        metrics = self.objective.metrics_without_pass(left_out)
         if over_ranks:
             batch = trainer.dealt(batch)
         # Scored before it is cut: a prompt is computed once for its whole group.
-        max_tokens = trainer.frozen.budget(trainer.cut(batch, args.per_device_train_batch_size))
+        max_tokens = trainer.frozen.budget(batch.largest_chunk(args.per_device_train_batch_size))
         if trainer.reference is not None and batch.ref_logprobs is None:
             batch = trainer.with_reference(batch, max_tokens=max_tokens)
         if not is_first and batch.old_logprobs is None:
             # Earlier minibatches will have moved the policy by the time that this one is learned from.
             batch = batch.replace(old_logprobs=trainer.frozen_logprobs(batch, max_tokens=max_tokens))
-        return Minibatch(trainer.cut(batch, args.per_device_train_batch_size), num_items)
+        return Minibatch(trainer.cut(batch, args.per_device_train_batch_size), num_items, metrics)
 
     def _with_nll_weights(self, batch: TokenBatch, is_good: Tensor, num_items: float) -> TokenBatch:
         """Weights that make a mean over the tokens of good rows of a sum that is divided by the step's items."""
@@ -384,15 +383,16 @@ class Experience:
         items, tokens = distributed.sum_over_ranks([num_items, float(good.sum())], self.args.device)
         return batch.replace(nll_weights=good * (items / max(tokens, 1.0)))
 
-    def _rows_with_gradient(self, batch: TokenBatch) -> list[int]:
+    def _with_gradient(self, batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
+        """The rows whose loss has a gradient, and those with trainable tokens whose loss has none."""
         assert batch.advantages is not None
         every = self.trainer.learns_from_zero_advantage
         acts = row_sums(batch.advantages.abs(), batch.trainable, batch.row_index, batch.num_rows) > 0
-        return [
-            row
-            for row, (count, has_advantage) in enumerate(zip(batch.trainable_counts, acts.tolist(), strict=True))
-            if count > 0 and (every or has_advantage)
-        ]
+        rows: dict[bool, list[int]] = {True: [], False: []}
+        for row, (count, has_advantage) in enumerate(zip(batch.trainable_counts, acts.tolist(), strict=True)):
+            if count > 0:
+                rows[every or has_advantage].append(row)
+        return batch.select(rows[True]), batch.select(rows[False])
 
 
 def totals_of(rollouts: Sequence[Rollout]) -> Tensor:

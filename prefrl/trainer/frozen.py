@@ -77,9 +77,8 @@ class FrozenScores:
             )
         return scores.to(batch.device)
 
-    def budget(self, micro_batches: Sequence[TokenBatch]) -> int:
-        """Forward tokens that a pass without gradients may hold where these are the passes with gradients."""
-        with_gradients = max((batch.num_forward_tokens for batch in micro_batches), default=1)
+    def budget(self, with_gradients: int) -> int:
+        """Forward tokens that a pass without gradients may hold where the largest pass with gradients has so many."""
         # With these a training pass hardly keeps more activations than one without gradients.
         is_lean = self.args.activation_checkpointing or self.args.activation_offloading
         factor = 1 if is_lean else _NO_GRAD_TOKENS

@@ -9,12 +9,12 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected
-from prefrl.losses.policy import POLICY_LOSSES
+from prefrl.losses.policy import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy_terms import off_policy_sequence_mask, positive_nll
 from prefrl.losses.policy_tokens import PolicyTokens
 from prefrl.losses.reduce import item_count, token_weights
 from prefrl.losses.sequence_kl import sequence_kl
-from prefrl.metrics import Max, Mean, Metric, Min
+from prefrl.metrics import Max, Mean, Metric, Min, host
 from prefrl.trainer.controllers import AdaptiveEntropy, AdaptiveKL
 from prefrl.trainer.sampling_correction import correct_sampling
 from prefrl.types import LossOutput
@@ -116,7 +116,8 @@ class PolicyObjective:
     @property
     def want(self) -> tuple[WantName, ...]:
         """What a training pass computes beside log-probs."""
-        return ("entropy",)
+        # Zero times the entropy would have a gradient, too: zeros, at the full price.
+        return ("entropy", "entropy_gradient") if self._entropy_weight != 0 else ("entropy",)
 
     @property
     def reads_ref_hidden(self) -> bool:
@@ -177,7 +178,10 @@ class PolicyObjective:
             metrics["sampling/off_policy_masked_share"] = token_mean(1 - kept, batch)
         if batch.selection is not None:
             per_token = batch.selection * per_token
-        per_token = per_token + self._entropy_term(batch, scores.entropy)
+        if self.adaptive_entropy is not None:
+            self._observe(3, scores.entropy, batch)
+        if self._entropy_weight != 0:
+            per_token = per_token - self._entropy_weight * scores.entropy
         if batch.ref_logprobs is not None and args.kl_in == "loss":
             kl = self._kl(batch, scores, old_logprobs)
             per_token = per_token + self.beta * kl
@@ -190,6 +194,35 @@ class PolicyObjective:
             nll = positive_nll(tokens, batch.nll_weights > 0)
             total = total + args.positive_nll_coef * (batch.nll_weights * nll).sum()
         return LossOutput(total=total, metrics=metrics | self._weights_as_metrics())
+
+    def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
+        """What is logged of rows without an advantage, which no forward pass runs; host numbers.
+
+        What a loss says of them does not depend on the ratio, apart from `NEEDS_RATIO`: nothing is clipped. The
+        entropy is that of the policy before the first update, if it was computed. Otherwise -log p of the sampled
+        token estimates it, because the mean of -log p over samples of p is the entropy of p.
+        """
+        if batch.num_rows == 0:
+            return {}
+        assert batch.advantages is not None
+        no_change = torch.zeros_like(batch.advantages)
+        tokens = PolicyTokens(
+            logprobs=no_change,
+            old_logprobs=no_change,
+            advantages=batch.advantages,
+            trainable=batch.trainable,
+            row_index=batch.row_index,
+            num_rows=batch.num_rows,
+            level=self.args.importance_sampling_level,
+            selected=batch.selected,
+        )
+        stats = self.policy_loss.function(tokens, **self.args.policy_hyperparameters).stats
+        metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)
+        if batch.entropies is not None:
+            metrics["entropy"] = token_mean(batch.entropies, batch)
+        elif batch.sampling_logprobs is not None:
+            metrics["entropy"] = token_mean(-batch.sampling_logprobs, batch)
+        return {name: host(metric) for name, metric in metrics.items()}
 
     def _kl(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> Tensor:
         """[N] nats, gradient flows."""
@@ -214,12 +247,10 @@ class PolicyObjective:
             return importance_corrected(scores.logprobs, batch.ref_logprobs, log_ratio, kl_estimator=name)
         return KL_ESTIMATORS[name].function(scores.logprobs, batch.ref_logprobs)
 
-    def _entropy_term(self, batch: TokenBatch, entropy: Tensor) -> Tensor:
-        """[N], the weight of the step is that at its begin."""
-        if self.adaptive_entropy is None:
-            return -self.args.entropy_coef * entropy
-        self._observe(3, entropy, batch)
-        return -self.adaptive_entropy.value * entropy
+    @property
+    def _entropy_weight(self) -> float:
+        """Weight of the entropy in this step's loss. An adaptive weight moves between steps only."""
+        return self.args.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.value
 
     def _weights_as_metrics(self) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {}

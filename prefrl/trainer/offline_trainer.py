@@ -171,7 +171,8 @@ class OfflineTrainer(BaseTrainer):
         All ranks must call it, also those without a micro-batch.
         """
         rows = TokenBatch.concat(batches) if batches else self.idle_batch().select([])
-        logprobs = score(rows, max_tokens=self.frozen.budget(batches))
+        largest = max((batch.num_forward_tokens for batch in batches), default=1)
+        logprobs = score(rows, max_tokens=self.frozen.budget(largest))
         return list(torch.split(logprobs, [batch.num_tokens for batch in batches]))
 
     # Datasets.

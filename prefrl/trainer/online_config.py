@@ -37,7 +37,7 @@ class SamplingOptions:
         None, "Temperature in evaluation; 0: greedy. None: as temperature."
     )
     top_p: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Sample from the smallest set of tokens with this probability.")
-    top_k: Annotated[int, Ge(0)] | None = opt(50, "Sample from the k most likely tokens; None or 0: from all.")
+    top_k: Annotated[int, Ge(0)] | None = opt(0, "Sample from the k most likely tokens; 0 or None: from all.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = opt(
         None, "Sample from tokens with at least this share of the likeliest token's probability."
     )

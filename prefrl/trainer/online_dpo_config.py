@@ -27,8 +27,18 @@ class OnlineDPOConfig(ReferenceOptions, OnlineConfig):
         2, "Completions of each prompt, at least 2: the best and the worst of them make the pair."
     )
 
+    @property
+    def corrects_sampling(self) -> bool:
+        """False: pairs are learned from as those of a dataset are, whoever wrote them."""
+        return False
+
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
+        if self.use_vllm and self.generation_mode == "async":
+            raise ConfigError(
+                "generation_mode='async': online DPO does not correct for samples of older weights. Use 'sync' or "
+                "'overlap'."
+            )
         super().validate()
         self.validate_reference()
         if self.num_generations < 2:
@@ -36,8 +46,8 @@ class OnlineDPOConfig(ReferenceOptions, OnlineConfig):
                 f"num_generations={self.num_generations}: a pair needs at least 2 completions of a prompt. Set "
                 "num_generations>=2."
             )
-        if self.corrects_sampling:
+        if self.vllm_importance_sampling_correction:
             raise ConfigError(
                 "vllm_importance_sampling_correction=True has no effect because pairs are learned from as those of a "
-                "dataset are. Set it to False."
+                "dataset are. Leave it None."
             )

@@ -131,6 +131,7 @@ class OnlineTrainer(BaseTrainer):
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
         self.rollouts = Rollouts(self, args)
         self._fresh_logprobs: list[Tensor] = []
+        self._num_sampled_tokens = 0  # since they were last added to `num_tokens`
         self.prepare_learning()
 
     def prepare_learning(self) -> None:
@@ -254,7 +255,13 @@ class OnlineTrainer(BaseTrainer):
         if self.buffer.is_spent:
             self.buffer.fill(self._roll_out())
         minibatch = self.buffer.next()
+        merge(self.metrics["train"], minibatch.metrics)
         return list(minibatch.micro_batches), minibatch.num_items
+
+    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+        """See `BaseTrainer`; those of all new rollouts, as in TRL, whether they have a gradient or not."""
+        count, self._num_sampled_tokens = self._num_sampled_tokens, 0
+        return count
 
     def _roll_out(self) -> list[Minibatch]:
         request = self._request()
@@ -330,7 +337,7 @@ class OnlineTrainer(BaseTrainer):
 
     def scored_first(self, batch: TokenBatch) -> TokenBatch:
         """The rows of a generation batch with what advantages and the selection of tokens read of the models."""
-        max_tokens = self.frozen.budget(self.cut(batch, self.args.per_device_train_batch_size))
+        max_tokens = self.frozen.budget(batch.largest_chunk(self.args.per_device_train_batch_size))
         batch = self.with_frozen_scores(batch, max_tokens=max_tokens)
         return batch if self.reference is None else self.with_reference(batch, max_tokens=max_tokens)
 
@@ -427,6 +434,9 @@ class OnlineTrainer(BaseTrainer):
 
     def report(self, collected: Collected) -> None:
         """Metrics and the table of a generation batch."""
+        self._num_sampled_tokens += sum(
+            len(rollout.prompt_ids) + len(rollout.completion.token_ids) for rollout in collected.rollouts
+        )
         metrics = self._metrics_of(collected)
         if self.args.use_vllm:
             metrics |= staleness(collected.rollouts, step=self.state.global_step)
@@ -439,13 +449,13 @@ class OnlineTrainer(BaseTrainer):
             self._log_completions(collected, self.state.global_step)
 
     def _log_completions(self, collected: Collected, step: int) -> None:
-        parts = distributed.gather_objects((collected.rollouts, collected.logged_columns))
+        parts = distributed.gather_objects(collected)
         if not distributed.is_main():
             return
-        rollouts = [rollout for part, _ in parts for rollout in part]
-        extra = {name: [value for _, columns in parts for value in columns[name]] for name in parts[0][1]}
-        print_table(rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
-        write_parquet(rollouts, Path(self.args.output_dir) / "completions", step=step, extra=extra)
+        everyone = Collected.concat(parts)
+        print_table(everyone.rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
+        folder = Path(self.args.output_dir) / "completions"
+        write_parquet(everyone.rollouts, folder, step=step, extra=everyone.logged_columns)
 
     def end(self) -> None:
         """See HuggingFace's; also lets go of the servers."""

@@ -113,7 +113,7 @@ class PairExperience:
         num_items = batch.num_rows / 2
         if over_ranks:
             batch = self.trainer.dealt(batch)
-        max_tokens = self.trainer.frozen.budget(self.trainer.cut(batch, self.args.per_device_train_batch_size))
+        max_tokens = self.trainer.frozen.budget(batch.largest_chunk(self.args.per_device_train_batch_size))
         batch = self.trainer.with_reference(batch, max_tokens=max_tokens)
         return Minibatch(self.trainer.cut(batch, self.args.per_device_train_batch_size), num_items)
 

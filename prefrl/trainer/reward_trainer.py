@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -78,9 +79,9 @@ class RewardTrainer(OfflineTrainer):
         """See `data.collate.reward_batch`."""
         return reward_batch(rows, padding_id=self.processing_class.pad_token_id)
 
-    def tokens_seen(self, batch: TokenBatch) -> int:
-        """Tokens of all rows, without the mark at the end of each."""
-        return super().tokens_seen(batch) - batch.num_rows
+    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+        """See `BaseTrainer`; without the mark at the end of each row."""
+        return super().tokens_seen(batches) - sum(batch.num_rows for batch in batches)
 
     def num_items(self, batch: TokenBatch) -> Tensor:
         """Pairs."""

@@ -41,7 +41,7 @@ class Rollouts:
         self.metrics: dict[str, Metric] = {}  # of the last generation batch
         self._rows: list[int] = []  # dataset rows that all ranks asked last
         self.curriculum: SuccessCurriculum | None = None
-        if args.curriculum is not None:
+        if args.curriculum is not None and trainer.train_dataset is not None:  # without one, for evaluation alone
             self.curriculum = SuccessCurriculum(
                 num_rows=len(trainer.train_dataset),
                 reward_bounds=_pair(args.curriculum_reward_bounds),

@@ -169,7 +169,7 @@ class VLLMOptions:
         if self.vllm_importance_sampling_correction and cuts:
             raise ConfigError(
                 f"vllm_importance_sampling_correction=True with {', '.join(cuts)}: the sampler's distribution is cut, "
-                "the trainer's is not, and their ratio would be biased. Switch the cuts off (top_p=1, top_k=None, "
+                "the trainer's is not, and their ratio would be biased. Switch the cuts off (top_p=1, top_k=0, "
                 "min_p=None, repetition_penalty=1), or leave the correction None."
             )
         if not self.corrects_sampling:
@@ -177,7 +177,7 @@ class VLLMOptions:
                 reason = ", ".join(cuts) or "vllm_importance_sampling_correction=False"
                 raise ConfigError(
                     f"generation_mode='async' with {reason}: samples of older weights need the correction. Switch the "
-                    "cuts of sampling off (top_p=1, top_k=None, min_p=None), or use generation_mode='overlap'."
+                    "cuts of sampling off (top_p=1, top_k=0, min_p=None), or use generation_mode='overlap'."
                 )
             remedy = "Set vllm_importance_sampling_correction=True, without top_p, top_k and min_p."
             self._refuse(_BOUNDS, because="sampling is not corrected", remedy=remedy)

@@ -25,7 +25,7 @@ def all_tokens(tokens):
 
 def best_of_group(scored):
     values = scored.totals()
-    return Advantages(values=values - values.max(), group_std=values, totals=values)
+    return Advantages(values=values - values.max(), totals=values)
 
 def others(scored, *, share):
     values = scored.totals()
@@ -34,7 +34,7 @@ def others(scored, *, share):
     mean = (same * known).sum(1) / same.sum(1).clamp(min=1)
     count = same.sum(1)
     advantages = (values - mean) * share * count / (count - 1).clamp(min=1)
-    return Advantages(values=advantages.nan_to_num(nan=0.0), group_std=values, totals=values)
+    return Advantages(values=advantages.nan_to_num(nan=0.0), totals=values)
 
 def k1(logprobs, ref_logprobs):
     return logprobs - ref_logprobs

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow import parquet
 from transformers import TrainerCallback, TrainerControl
 
+from prefrl import distributed
 from prefrl.errors import RewardError
+from prefrl.rollout.collect import Collected
 from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.types import Completion, Rollout
 from tests.contract.cases import (
     ArrivingGenerator,
     Job,
@@ -64,6 +68,43 @@ def test_overlap_makes_the_update_of_sync_whatever_arrives_first(
     for name in ("loss", "grad_norm", "reward", "reward_std", "num_tokens", "completions/mean_length", "entropy"):
         # The loss of a first step is a sum of terms of size 1 that cancel.
         assert logged(trainer, name) == pytest.approx(logged(waited, name), rel=1e-4, abs=1e-6), name
+
+
+def logs_for_long_prompts(
+    prompts: list[str], completions: list[str], log_extra: Any, log_metric: Any, **_: Any
+) -> list[float]:
+    """Logs a column and a metric, but not in a call for the shortest prompts alone."""
+    if any(len(prompt) > 4 for prompt in prompts):
+        log_extra("asked", prompts)
+        log_metric("share", 0.5)
+    return [float(len(text) % 3) for text in completions]
+
+
+def test_what_a_reward_logged_for_some_groups_alone_is_logged_in_overlap(tmp_path: Path) -> None:
+    trainer = online(
+        tmp_path, generation_mode="overlap", reward=logs_for_long_prompts, log_completions=True, max_steps=1, arrival=3
+    )
+    trainer.train()
+    (file,) = (tmp_path / "completions").iterdir()
+    table = parquet.read_table(file).to_pydict()
+    assert table["asked"] == [prompt if len(prompt) > 4 else None for prompt in table["prompt"]]
+    assert None in table["asked"]
+    assert logged(trainer, "share") == [0.5]
+
+
+def test_columns_that_one_process_alone_logged_are_empty_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def collected(group: int, **columns: list[str]) -> Collected:
+        completion = Completion([5], "stop", [-1.0], [True], [0])
+        return Collected([Rollout([7], completion, {}, group, prompt="p", text="t")], logged_columns=columns)
+
+    trainer = online(tmp_path, log_completions=True)
+    parts = [collected(0, first=["a"]), collected(1, second=["b"])]
+    monkeypatch.setattr(distributed, "gather_objects", lambda _: parts)
+    trainer._log_completions(parts[0], 0)
+    table = parquet.read_table(tmp_path / "completions" / "completions_00000.parquet").to_pydict()
+    assert (table["first"], table["second"]) == (["a", None], [None, "b"])
 
 
 def test_overlap_makes_the_same_update_on_two_processes(tmp_path: Path) -> None:

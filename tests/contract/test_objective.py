@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from prefrl.errors import ConfigError
+from prefrl.losses import logprobs
 from prefrl.models.forward import token_logprobs
+from prefrl.registry import REGISTRY
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.online_trainer import OnlineTrainer
 from prefrl.types import TokenBatch
-from tests.contract.cases import make_trainer, ragged_reward
+from tests.contract.cases import dataset_of, make_trainer, ragged_reward
 
 BETA = 0.3
 
@@ -97,6 +101,41 @@ def test_the_entropy_bonus_lowers_the_loss(tmp_path: Path) -> None:
     assert added == pytest.approx(expected, rel=1e-4)
 
 
+def entropy_gradients(trainer: BaseTrainer, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
+    """The gradients of the entropy that reach the output head in training."""
+    found: list[torch.Tensor | None] = []
+    original = logprobs._RowGrads.of
+
+    def of(grad_logprobs: torch.Tensor, entropy: Any, full_kl: Any) -> Any:
+        found.append(entropy[0])
+        return original(grad_logprobs, entropy, full_kl)
+
+    monkeypatch.setattr(logprobs._RowGrads, "of", of)
+    trainer.train()
+    return found
+
+
+@pytest.mark.parametrize("algorithm", sorted(set(REGISTRY) - {"reward"}))
+def test_an_entropy_that_is_only_logged_has_no_gradient(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(algorithm, tmp_path)
+    found = entropy_gradients(trainer, monkeypatch)
+    assert found
+    assert all(gradient is None for gradient in found)
+    assert trainer.state.log_history[0]["entropy"] > 0
+
+
+def test_an_adaptive_entropy_has_a_gradient_in_the_steps_with_a_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 100.0, "max_steps": 2}
+    first, second = entropy_gradients(online("grpo", tmp_path, **options), monkeypatch)
+    assert first is None  # the entropy is not known before the first step
+    assert second is not None
+    assert (second < 0).any()
+
+
 def test_likelihood_of_good_completions_is_a_mean_over_their_own_tokens(tmp_path: Path) -> None:
     def good_if_even(completions: list[str], **_: Any) -> list[float]:
         return [1.0 if len(completion) % 2 == 0 else -1.0 for completion in completions]
@@ -133,3 +172,11 @@ def test_dynamic_sampling_fills_the_batch_with_prompts_that_have_a_signal(tmp_pa
     plain, filled = (online("grpo", tmp_path, dynamic_sampling=choice, **options) for choice in (False, True))
     assert first_batch(plain).num_rows < 32  # groups without a signal are left out
     assert first_batch(filled).num_rows == 32
+
+
+def test_a_curriculum_does_not_stand_in_the_way_of_an_evaluation_alone(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train_dataset": None, "eval_dataset": dataset_of("grpo", 4), "curriculum": "variance"}
+    trainer = online("grpo", tmp_path, **options)
+    assert "eval_reward" in trainer.evaluate()
+    with pytest.raises(ConfigError, match="train_dataset=None: training needs a dataset"):
+        trainer.train()

@@ -104,6 +104,14 @@ def test_resume_from_what_cannot_be_read_is_refused(
         make_trainer("sft", tmp_path, **settings).train(resume_from_checkpoint=str(signature.parent))
 
 
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_resume_from_a_model_alone_says_what_is_missing(name: str, tmp_path: Path) -> None:
+    settings = {**ADAM, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    make_trainer(name, tmp_path, **settings, max_steps=1).train()
+    with pytest.raises(ConfigError, match=r"a model without the state of its training \(save_only_model=True.*model="):
+        make_trainer(name, tmp_path, **settings, max_steps=2).train(resume_from_checkpoint=True)
+
+
 def test_a_finished_training_that_is_resumed_makes_no_further_step(tmp_path: Path) -> None:
     settings = {**ADAM, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     whole = make_trainer("sft", tmp_path, **settings)

@@ -117,6 +117,12 @@ def test_chunks_concatenate_to_the_batch_with_all_values(batch, size):
     assert rows_of(TokenBatch.concat(batch.chunks(size))) == rows_of(batch)
 
 
+@given(batches(), st.integers(1, 4))
+def test_the_largest_chunk_is_known_before_chunks_are_made(batch, size):
+    assert batch.largest_chunk(size) == max(chunk.num_forward_tokens for chunk in batch.chunks(size))
+    assert batch.select([]).largest_chunk(size) == 1
+
+
 @given(batches(), st.sampled_from(["is_preferred", "margins", "row_weights", "ref_logprobs"]))
 def test_batches_with_and_without_a_field_are_not_joined(batch, name):
     with pytest.raises(ValueError, match="carry different"):

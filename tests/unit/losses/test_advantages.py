@@ -63,21 +63,18 @@ GROUP_STD = [math.sqrt(7), math.sqrt(2), math.sqrt(7), math.sqrt(2), math.sqrt(7
 def test_group_scale_by_hand():
     result = advantages(REWARDS, GROUPS, epsilon=0.5)
     check(result.values, [c / (s + 0.5) for c, s in zip(CENTRED, GROUP_STD, strict=True)])
-    check(result.group_std, GROUP_STD)
     check(result.totals, REWARDS)
 
 
 def test_no_scale_by_hand():
     result = advantages(REWARDS, GROUPS, scale="none")
     check(result.values, CENTRED)
-    check(result.group_std, GROUP_STD)
 
 
 def test_batch_scale_divides_by_the_spread_of_all_totals():
     # Mean 2.4: squares 5.76 + .16 + 1.96 + 2.56 + 6.76 = 17.2; / 4 = 4.3.
     result = advantages(REWARDS, GROUPS, scale="batch", epsilon=0.5)
     check(result.values, [c / (math.sqrt(4.3) + 0.5) for c in CENTRED])
-    check(result.group_std, GROUP_STD)
 
 
 def test_totals_are_weighted_sums_of_the_rewards_that_have_a_value():
@@ -93,7 +90,6 @@ def test_row_without_a_reward_gets_zero_and_moves_no_statistic(scale):
     kept = [0, 2, 3, 5]
     assert torch.equal(holed.values[kept], full.values)
     assert holed.values[[1, 4]].tolist() == [0.0, 0.0]
-    assert torch.equal(holed.group_std[kept], full.group_std)
     assert holed.totals[[1, 4]].isnan().all()
 
 
@@ -101,7 +97,6 @@ def test_row_without_a_reward_gets_zero_and_moves_no_statistic(scale):
 def test_row_alone_in_its_group_has_advantage_zero(scale):
     result = advantages([5.0, 1.0, 3.0, 9.0, NAN, NAN], [0, 1, 1, 2, 2, 3], scale=scale)
     assert result.values[[0, 3, 4, 5]].tolist() == [0.0] * 4
-    assert result.group_std[[0, 3, 4, 5]].tolist() == [0.0] * 4
     assert result.values[1] < 0 < result.values[2]
 
 
@@ -110,7 +105,6 @@ def test_equal_rewards_give_exactly_zero(aggregation):
     result = advantages([[0.1, 0.7]] * 7 + [[0.0, 1.0], [1.0, 0.0]], [0] * 7 + [1] * 2, weights=(0.3, 0.9),
                         aggregation=aggregation)  # fmt: skip
     assert result.values[:7].tolist() == [0.0] * 7
-    assert result.group_std[:7].tolist() == [0.0] * 7
 
 
 def test_one_row_in_all_has_advantage_zero():
@@ -122,7 +116,7 @@ def test_one_row_in_all_has_advantage_zero():
 @each
 def test_no_rows_have_no_advantages(name):
     result = of(name, [], [], greedy=[])
-    assert result.values.shape == result.group_std.shape == result.totals.shape == (0,)
+    assert result.values.shape == result.totals.shape == (0,)
 
 
 def test_normalize_then_sum_by_hand():
@@ -133,7 +127,6 @@ def test_normalize_then_sum_by_hand():
     )
     check(result.values, [-1.0, 0.0, 1.0])
     check(result.totals, [0.0, 31.0, 62.0])
-    check(result.group_std, [31.0, 31.0, 31.0])
 
 
 def test_normalize_then_sum_divides_by_the_spread_of_the_batch():
@@ -259,7 +252,7 @@ def test_equal_rewards_and_rows_alone_give_exactly_zero_with_any_estimator(name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_results_have_the_dtype_of_the_rewards(name, dtype):
     result = of(name, [1 / 3, 2 / 3, 1.0], [0, 0, 0], dtype=dtype)
-    assert {result.values.dtype, result.group_std.dtype, result.totals.dtype} == {dtype}
+    assert {result.values.dtype, result.totals.dtype} == {dtype}
     if dtype == torch.float64:
         assert result.values.float().double().sub(result.values).abs().max() > 0
 

@@ -76,17 +76,15 @@ def test_a_row_without_a_reward_has_advantage_zero_and_teaches_the_critic_nothin
     check(result.values, [0.0, 0.0, 2.0, 1.0])
     check(result.returns, [5.0, 6.0, 3.0, 3.0])
     check(result.totals, [NAN, 3.0])
-    check(result.group_std, [0.0, 0.0])
 
 
 def test_a_critic_that_is_nan_is_not_hidden():
     assert gae(scored([1.0, 2.0], values=[NAN, 1.0])).values[0].isnan()
 
 
-def test_group_std_is_that_of_the_rows_totals():
+def test_totals_are_those_of_the_rows():
     result = reinforce(scored([1.0, 0.0, 2.0, 5.0], lengths=[1, 2, 1], groups=[4, 4, 2]))
     check(result.totals, [1.0, 2.0, 5.0])
-    check(result.group_std, [math.sqrt(0.5), math.sqrt(0.5), 0.0])
 
 
 def test_a_row_without_a_trainable_token_has_no_total():
@@ -216,7 +214,7 @@ def test_a_collision_that_rounding_puts_below_p_squared_weighs_nothing():
 def test_results_have_the_dtype_of_the_rewards(dtype):
     tokens = scored([1.0, 3.0, 1.0], **PAIR, values=[0.0, 0.0, 0.0], dtype=dtype)
     for result in (gae(tokens), reinforce(tokens), baseline(tokens)):
-        assert {result.values.dtype, result.totals.dtype, result.group_std.dtype} == {dtype}
+        assert {result.values.dtype, result.totals.dtype} == {dtype}
     assert gae(tokens).returns.dtype == dtype
 
 

@@ -55,7 +55,10 @@ def dense(hidden, targets, head, reference, temperature):
     )
 
 
-def score(function, hidden, targets, head, reference, temperature=0.7, want=("entropy",), **options):
+WITH_ENTROPY = ("entropy", "entropy_gradient")
+
+
+def score(function, hidden, targets, head, reference, temperature=0.7, want=WITH_ENTROPY, **options):
     if function == "matrix":
         given, call = head, chunked_logprobs
     else:
@@ -138,7 +141,7 @@ def test_log_probs_of_the_reference_keep_no_graph_of_its_head():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_without_a_reference_there_is_no_divergence_and_with_one_nothing_else_changes(function):
     hidden, targets, head, reference = make(9, bias=True, softcap=3.0)
-    want = ("entropy", "correct", "mean_logit", "log_collision")
+    want = (*WITH_ENTROPY, "correct", "mean_logit", "log_collision")
     without = (
         score(function, hidden, targets, head, None, want=want, keep_bytes=0)
         if function == "matrix"
@@ -146,7 +149,7 @@ def test_without_a_reference_there_is_no_divergence_and_with_one_nothing_else_ch
     )
     with_one = score(function, hidden, targets, head, reference, want=want)
     assert without.full_kl is None
-    for name in ("logprobs", *want):
+    for name in ("logprobs", "entropy", "correct", "mean_logit", "log_collision"):
         assert getattr(without, name).equal(getattr(with_one, name))
     names, leaves = ("logprobs", "entropy"), leaves_of(hidden, head)
     for a, b in zip(gradients(without, leaves, names), gradients(with_one, leaves, names), strict=True):

@@ -17,7 +17,9 @@ from prefrl.losses.logprobs import (
     module_logprobs,
 )
 
+WITH_ENTROPY = ("entropy", "entropy_gradient")
 EVERYTHING = [name for name in get_args(WantName) if name != "hidden"]  # which are what comes in
+QUANTITIES = [name for name in EVERYTHING if name != "entropy_gradient"]
 HEADS = {
     "plain": {},
     "bias": {"bias": True},
@@ -119,7 +121,7 @@ def test_gradcheck_in_float64(head_options):
 
     def score(hidden, weight, *bias):
         head_of_leaves = Head(weight, bias[0] if bias else None, head.scale, head.softcap)
-        scores = chunked_logprobs(hidden, targets, head_of_leaves, temperature=1.3, want=("entropy",), chunk_size=2)
+        scores = chunked_logprobs(hidden, targets, head_of_leaves, temperature=1.3, want=WITH_ENTROPY, chunk_size=2)
         assert scores.logprobs.dtype == torch.float64
         return scores.logprobs, scores.entropy
 
@@ -131,7 +133,7 @@ def test_gradcheck_in_float64(head_options):
 @pytest.mark.parametrize("keep_bytes", [0, KEPT_BYTES])
 def test_gradient_of_one_output_alone(name, softcap, keep_bytes):
     hidden, targets, head = make(9, bias=True, softcap=softcap)
-    options = {"temperature": 1.3, "want": ("entropy", "correct")}
+    options = {"temperature": 1.3, "want": (*WITH_ENTROPY, "correct")}
     scores = chunked_logprobs(hidden, targets, head, **options, chunk_size=4, keep_bytes=keep_bytes)
     expected = full_scores(hidden, targets, head, 1.3)
     weights, leaves = torch.arange(9.0), leaves_of(hidden, head)
@@ -180,7 +182,7 @@ def test_weight_gradient_in_bfloat16_does_not_lose_small_terms_over_chunks():
 def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_those_of_the_leaves():
     hidden, targets, head = make(12, hidden_size=32, vocab=50, bias=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=("entropy",), chunk_size=5)
+        scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=WITH_ENTROPY, chunk_size=5)
     low = Head(head.weight.detach().bfloat16(), head.bias.detach().bfloat16())
     expected = chunked_logprobs(
         hidden.detach().bfloat16(), targets, low, temperature=1.0, want=("entropy",), chunk_size=5
@@ -213,7 +215,7 @@ def test_correct_is_the_argmax_in_ties_too():
 def test_empty_batch_has_zero_gradients(head_options):
     hidden, targets, head = make(0, **head_options)
     scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=EVERYTHING)
-    assert all(getattr(scores, name).shape == (0,) for name in ("logprobs", *EVERYTHING))
+    assert all(getattr(scores, name).shape == (0,) for name in ("logprobs", *QUANTITIES))
     for leaf, grad in zip(leaves_of(hidden, head), gradients(scores, leaves_of(hidden, head)), strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
@@ -270,7 +272,7 @@ def test_frozen_parts_cost_no_product_and_get_no_gradient(trained, products_per_
     for name, leaf in named.items():
         leaf.requires_grad_(name in trained)
     options = {"chunk_size": 4, "keep_bytes": keep_bytes}
-    scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=("entropy", "correct"), **options)
+    scores = chunked_logprobs(hidden, targets, head, temperature=1.0, want=(*WITH_ENTROPY, "correct"), **options)
     with LargestTensor() as meter:
         scores.logprobs.sum().backward()
     # Logits again, unless probabilities were kept; hidden; weight.
@@ -288,7 +290,7 @@ def test_nothing_is_saved_or_differentiated_without_grad():
 
 def test_kept_probabilities_serve_several_backward_passes():
     hidden, targets, head = make(9)
-    scores = chunked_logprobs(hidden, targets, head, temperature=1.3, want=("entropy",), chunk_size=4)
+    scores = chunked_logprobs(hidden, targets, head, temperature=1.3, want=WITH_ENTROPY, chunk_size=4)
     weights, leaves = torch.arange(9.0), leaves_of(hidden, head)
     first, second = (torch.autograd.grad((weights * scores.logprobs).sum(), leaves, retain_graph=True) for _ in "ab")
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
@@ -300,7 +302,7 @@ def test_kept_probabilities_serve_several_backward_passes():
 
 
 @pytest.mark.parametrize("function", [chunked_logprobs, module_logprobs])
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("name", QUANTITIES)
 def test_each_quantity_is_there_if_it_is_wanted_and_changes_no_other(function, name):
     hidden, targets, head = make(9, bias=True, softcap=2.0)
 
@@ -309,9 +311,19 @@ def test_each_quantity_is_there_if_it_is_wanted_and_changes_no_other(function, n
         return function(hidden, targets, given, temperature=0.7, want=want, chunk_size=4)
 
     alone, every = scores((name,)), scores(EVERYTHING)
-    assert {other for other in EVERYTHING if getattr(alone, other) is not None} == {name}
+    assert {other for other in QUANTITIES if getattr(alone, other) is not None} == {name}
     torch.testing.assert_close(getattr(alone, name), getattr(every, name), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(alone.logprobs, every.logprobs, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("function", [chunked_logprobs, module_logprobs])
+def test_the_entropy_is_a_constant_unless_its_gradient_is_wanted(function):
+    hidden, targets, head = make(9)
+    given = head if function is chunked_logprobs else (lambda rows: full_logits(rows, head))
+    for want, has_gradient in ((("entropy",), False), (WITH_ENTROPY, True)):
+        scores = function(hidden, targets, given, temperature=0.7, want=want, chunk_size=4)
+        assert scores.entropy.requires_grad is has_gradient
+        assert scores.logprobs.requires_grad
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -346,7 +358,7 @@ def test_log_collision_does_not_underflow_in_a_large_vocabulary():
 def test_inputs_are_left_as_they_were():
     hidden, targets, head = make(9, bias=True, softcap=2.0)
     before = [leaf.detach().clone() for leaf in leaves_of(hidden, head)]
-    scores = chunked_logprobs(hidden, targets, head, temperature=0.5, want=("entropy", "correct"), chunk_size=4)
+    scores = chunked_logprobs(hidden, targets, head, temperature=0.5, want=(*WITH_ENTROPY, "correct"), chunk_size=4)
     loss = scores.logprobs.sum() + scores.entropy.sum()
     first = torch.autograd.grad(loss, leaves_of(hidden, head), retain_graph=True)
     second = torch.autograd.grad(loss, leaves_of(hidden, head))
@@ -400,7 +412,8 @@ def test_module_head_on_an_empty_batch_has_zero_gradients():
     [
         ({"temperature": 0.0}, "temperature=0.0: needs to be positive"),
         ({"chunk_size": 0}, "chunk_size=0: needs to be >= 1"),
-        ({"want": ("entropy", "rank")}, r"want=\['rank'\]: allowed are entropy, correct, mean_logit, log_collision"),
+        ({"want": ("entropy", "rank")}, r"want=\['rank'\]: allowed are entropy, entropy_gradient, correct"),
+        ({"want": ("entropy_gradient",)}, "'entropy_gradient' is the gradient of 'entropy'. Ask for both"),
         ({"targets": torch.zeros(4, dtype=torch.long)}, r"hidden \(5, 6\), targets \(4,\): need to be \[M, h\] and"),
     ],
 )
@@ -428,7 +441,7 @@ def test_bad_head_is_refused(head, message):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("vocab", [600, 40_000])
-@pytest.mark.parametrize("want", [(), ("mean_logit", "log_collision"), ("entropy", "mean_logit", "log_collision")])
+@pytest.mark.parametrize("want", [(), ("mean_logit", "log_collision"), (*WITH_ENTROPY, "mean_logit", "log_collision")])
 def test_cuda_equals_cpu(vocab, want):
     hidden, targets, head = make(700, hidden_size=64, vocab=vocab, bias=True, softcap=9.0)
     assert default_chunk_size(torch.device("cuda")) < 700

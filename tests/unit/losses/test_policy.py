@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from prefrl.losses.policy import POLICY_LOSSES, PolicyTokens
+from prefrl.losses.policy import NEEDS_RATIO, POLICY_LOSSES, PolicyTokens
 from prefrl.losses.reduce import item_count, token_weights
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
@@ -66,6 +66,16 @@ def one_token(name, ratio, advantage, **changes):
 
 
 # What holds of all of them.
+
+
+@pytest.mark.parametrize(("name", "level"), CASES)
+def test_what_is_said_of_tokens_without_an_advantage_does_not_depend_on_the_ratio(name, level):
+    far, near = (
+        result_of(name, rows_of([a, b], [-a, c], advantages=[0.0, 0.0], level=level))
+        for a, b, c in ((-3.0, 2.0, 5.0), (0.0, 0.0, 0.0))
+    )
+    for key in far.stats.keys() - NEEDS_RATIO:
+        assert far.stats[key].equal(near.stats[key]), key
 
 
 @pytest.mark.parametrize(("name", "level"), CASES)

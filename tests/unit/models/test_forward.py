@@ -142,7 +142,7 @@ def test_what_is_not_wanted_is_not_computed():
 
 
 def test_an_unknown_name_of_a_quantity_is_an_error():
-    with pytest.raises(ValueError, match=r"want=\['rank'\]: allowed are entropy, correct, mean_logit, log_collision"):
+    with pytest.raises(ValueError, match=r"want=\['rank'\]: allowed are entropy, entropy_gradient, correct"):
         token_logprobs(tiny_model("llama"), ragged_batch(), want=("rank",))
 
 

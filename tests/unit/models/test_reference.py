@@ -12,7 +12,7 @@ from prefrl.errors import ConfigError
 from prefrl.models import reference as reference_module
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
-from prefrl.models.reference import Reference, logprobs_in_pieces, make_reference
+from prefrl.models.reference import Reference, make_reference, scores_in_pieces
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
 
@@ -223,7 +223,7 @@ def test_pieces_hold_at_most_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         return token_logprobs(model, batch, **options)
 
     monkeypatch.setattr(reference_module, "token_logprobs", note)
-    logprobs_in_pieces(plain(), BATCH, temperature=1.0, max_tokens=13)
+    scores_in_pieces(plain(), BATCH, temperature=1.0, max_tokens=13)
     assert len(sizes) > 1
     assert max(sizes) <= 13
 

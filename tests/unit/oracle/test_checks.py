@@ -135,7 +135,7 @@ def test_a_wrong_advantage_is_found(change, found):
 def test_a_token_advantage_that_reads_other_tokens_is_found():
     def to_go(scored):
         sums = torch.zeros(scored.num_rows, dtype=scored.rewards.dtype).index_add(0, scored.row_index, scored.rewards)
-        return Advantages(values=sums[scored.row_index], group_std=sums, totals=sums)
+        return Advantages(values=sums[scored.row_index], totals=sums)
 
     assert UNTRAINABLE in failed(check_advantages(to_go, level="token"))
 

@@ -351,4 +351,4 @@ def test_one_tokenizer_serves_every_model() -> None:
     model = reward_model()
     runner = RewardRunner([lambda completions: [0.5] * len(completions), model], processing_classes=tiny_tokenizer())
     assert runner.names == ["<lambda>", "Qwen2ForSequenceClassification"]
-    assert runner.score(["p"], ["a"], [[1]], {}).matrix()[0][0] == 0.5
+    assert runner.score(["p"], ["a"], [[1]], {}).by_name["<lambda>"] == [0.5]

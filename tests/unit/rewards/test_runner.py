@@ -102,14 +102,12 @@ def test_the_users_lists_are_left_alone() -> None:
     assert (runner.names, runner.weights) == (["length", "is_long"], [1.0, 2.0])
 
 
-def test_none_is_kept_and_counted() -> None:
+def test_none_is_kept() -> None:
     def nothing(completions: list[str]) -> list[float | None]:
         return [None, None, 0.0]
 
     scores = score([is_long, nothing])
     assert scores.by_name == {"is_long": [None, 0.0, 1.0], "nothing": [None, None, 0.0]}
-    assert scores.num_unscored == 1
-    assert str(scores.matrix()) == "[[nan, nan], [0.0, nan], [1.0, 0.0]]"
 
 
 def test_names_are_unique_and_say_what_was_given() -> None:
@@ -131,7 +129,7 @@ def test_weights_default_to_one() -> None:
 
 def test_no_completions_call_no_function() -> None:
     scores = RewardRunner([length, is_long]).score([], [], [], {})
-    assert (scores.by_name, scores.matrix(), scores.num_unscored) == ({"length": [], "is_long": []}, [], 0)
+    assert scores.by_name == {"length": [], "is_long": []}
 
 
 def test_what_functions_log_is_returned() -> None:

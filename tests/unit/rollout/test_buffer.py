@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 from prefrl.errors import DataError
+from prefrl.metrics import Max, Mean, Min
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.types import TokenBatch
+
+METRICS = {"entropy": Mean(0.1, 3.0), "low": Min(0.25), "high": Max(0.75)}
 
 
 def batch(start: int) -> TokenBatch:
@@ -27,7 +31,7 @@ def batch(start: int) -> TokenBatch:
 
 def filled(num_iterations: int = 2) -> RolloutBuffer:
     buffer = RolloutBuffer(num_iterations)
-    buffer.fill([Minibatch([batch(10), batch(20)], 6.0), Minibatch([batch(30)], 3.0)])
+    buffer.fill([Minibatch([batch(10), batch(20)], 6.0, METRICS), Minibatch([batch(30)], 3.0)])
     return buffer
 
 
@@ -48,6 +52,7 @@ def test_old_logprobs_are_kept_for_the_minibatch_handed_out_last() -> None:
     assert buffer.next().micro_batches[0].old_logprobs is None
     again = buffer.next().micro_batches
     assert [float(b.old_logprobs[0]) for b in again if b.old_logprobs is not None] == [-1.0, -2.0]
+    assert buffer.minibatches[0].metrics == METRICS
 
 
 def test_a_buffer_survives_storage_bit_by_bit(tmp_path: Path) -> None:
@@ -57,8 +62,10 @@ def test_a_buffer_survives_storage_bit_by_bit(tmp_path: Path) -> None:
     restored = RolloutBuffer(2)
     restored.load(tmp_path / "rollouts.safetensors")
     assert restored.position == 1
+    assert restored.minibatches[0].metrics == METRICS
     for mine, theirs in zip(buffer.minibatches, restored.minibatches, strict=True):
         assert mine.num_items == theirs.num_items
+        assert mine.metrics == theirs.metrics
         for a, b in zip(mine.micro_batches, theirs.micro_batches, strict=True):
             assert (a.prompt_lengths, a.prompt_index, a.response_lengths, a.group_index) == (
                 b.prompt_lengths,
@@ -68,6 +75,37 @@ def test_a_buffer_survives_storage_bit_by_bit(tmp_path: Path) -> None:
             )
             assert a.tensors().keys() == b.tensors().keys()
             assert all(torch.equal(tensor, b.tensors()[name]) for name, tensor in a.tensors().items())
+
+
+def test_every_field_of_a_batch_is_stored(tmp_path: Path) -> None:
+    per_token = {
+        name: torch.arange(6.0) + i
+        for i, name in enumerate(
+            ("sampling_logprobs", "old_logprobs", "ref_logprobs", "entropies", "log_collision", "values", "returns")
+        )
+    }
+    full = batch(10).replace(
+        is_preferred=(True, False, None),
+        margins=(0.1, 0.2, 1 / 3),
+        row_weights=(1.0, 0.5, 0.25),
+        ref_hidden=torch.arange(12.0, dtype=torch.float64).view(6, 2),
+        selection=torch.ones(6),
+        nll_weights=torch.zeros(6),
+        selected=torch.tensor([True, False] * 3),
+        is_idle=True,
+        **per_token,
+    )
+    unset = [f.name for f in fields(TokenBatch) if (value := getattr(full, f.name)) is None or value is False]
+    assert unset == [], "a new field: set it above"
+    buffer = RolloutBuffer(1)
+    buffer.fill([Minibatch([full], 3.0)])
+    buffer.save(tmp_path / "rollouts.safetensors")
+    buffer.load(tmp_path / "rollouts.safetensors")
+    (restored,) = buffer.minibatches[0].micro_batches
+    for name in (f.name for f in fields(TokenBatch)):
+        value, found = getattr(full, name), getattr(restored, name)
+        is_same = torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found
+        assert is_same, name
 
 
 def test_a_spent_buffer_is_stored_empty(tmp_path: Path) -> None:
@@ -90,7 +128,8 @@ def test_rollouts_are_dealt_to_another_number_of_ranks(tmp_path: Path) -> None:
     paths = [tmp_path / f"{rank}.safetensors" for rank in range(2)]
     for rank, path in enumerate(paths):
         buffer = RolloutBuffer(2)
-        buffer.fill([Minibatch([batch(10 + 40 * rank), batch(20 + 40 * rank)], 6.0), Minibatch([], 3.0)])
+        first = Minibatch([batch(10 + 40 * rank), batch(20 + 40 * rank)], 6.0, {"m": Mean(1.0 + rank, 2)})
+        buffer.fill([first, Minibatch([], 3.0)])
         buffer.next()
         buffer.keep_old_logprobs([torch.full((6,), -1.0 - rank), torch.full((6,), -3.0 - rank)])
         buffer.save(path)
@@ -104,3 +143,4 @@ def test_rollouts_are_dealt_to_another_number_of_ranks(tmp_path: Path) -> None:
     assert old == [-1.0, -4.0, -3.0, -2.0]
     assert [[minibatch.num_items for minibatch in buffer.minibatches] for buffer in dealt] == [[12, 6], [0, 0], [0, 0]]
     assert [buffer.position for buffer in dealt] == [1, 1, 1]
+    assert [first.metrics for first in firsts] == [{"m": Mean(3.0, 4.0)}, {}, {}]

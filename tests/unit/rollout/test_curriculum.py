@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.rollout.curriculum import CurriculumWeighting, SuccessCurriculum, draw_rows, easy_to_hard
+from prefrl.rollout.curriculum import CurriculumWeighting, SuccessCurriculum, draw_rows
 from prefrl.rollout.selection import random_generator
 
 NAN = math.nan
@@ -157,13 +157,3 @@ def test_a_state_of_another_dataset_is_refused() -> None:
 def test_bounds_that_are_not_in_order_are_refused(options: dict[str, tuple[float, float]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         curriculum(**options)  # type: ignore[arg-type]
-
-
-def test_easy_rows_come_first_and_equal_ones_in_order() -> None:
-    assert easy_to_hard([3, 1.5, 3, -2, 1.5], column="level") == [3, 1, 4, 0, 2]
-
-
-@pytest.mark.parametrize("value", [None, NAN, "hard"])
-def test_a_difficulty_that_is_no_number_is_refused(value: object) -> None:
-    with pytest.raises(DataError, match=r"column 'level' is .* in row 1: a difficulty needs to be a number"):
-        easy_to_hard([1.0, value], column="level")  # type: ignore[list-item]

@@ -102,7 +102,7 @@ def test_defaults_are_those_of_the_trl_grpo_page(tmp_path: Path) -> None:
         "max_completion_length": 256,
         "temperature": 0.9,
         "top_p": 1.0,
-        "top_k": 50,
+        "top_k": 0,
         "min_p": None,
         "repetition_penalty": 1.0,
         "beta": 0.04,

@@ -89,7 +89,7 @@ RULES = [
     (OnlineDPOConfig, {"beta": 0.0}, "beta=0.0: must be a number > 0"),
 ]
 # What cannot be learned from group by group, or asked for ahead.
-SERVER = {"use_vllm": True, "top_k": None, "use_cpu": True}
+SERVER = {"use_vllm": True, "use_cpu": True}
 BY_GROUP = [
     {"normalize_advantages": True},
     {"top_entropy_quantile": 0.5},

@@ -12,9 +12,13 @@ from prefrl.errors import ConfigError
 from prefrl.losses.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.trainer.generators import sync_method
 from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.online_dpo_config import OnlineDPOConfig
+from prefrl.trainer.ppo_config import PPOConfig
+from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
+from prefrl.trainer.rloo_config import RLOOConfig
 from prefrl.trainer.vllm_options import VLLMOptions
 
-UNCUT = {"use_vllm": True, "top_k": None}
+UNCUT = {"use_vllm": True}
 
 
 def config(tmp_path: Path, **options: Any) -> GRPOConfig:
@@ -56,7 +60,7 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
             "with multi_objective_aggregation='normalize_then_sum'",
         ),
         (
-            {"use_vllm": True, "vllm_importance_sampling_correction": True},
+            {**UNCUT, "vllm_importance_sampling_correction": True, "top_k": 50},
             "vllm_importance_sampling_correction=True with top_k=50",
         ),
         (
@@ -67,13 +71,13 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
             {**UNCUT, "vllm_importance_sampling_correction": True, "vllm_guided_decoding_regex": "a"},
             "with vllm_guided_decoding_regex='a'",
         ),
-        ({"use_vllm": True, "generation_mode": "async"}, "generation_mode='async' with top_k=50"),
+        ({**UNCUT, "generation_mode": "async", "top_k": 50}, "generation_mode='async' with top_k=50"),
         (
             {**UNCUT, "generation_mode": "async", "vllm_importance_sampling_correction": False},
             "with vllm_importance_sampling_correction=False",
         ),
         (
-            {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+            {**UNCUT, "top_k": 50, "vllm_importance_sampling_mode": "token_mask"},
             "vllm_importance_sampling_mode='token_mask' has no effect because sampling is not corrected",
         ),
         (
@@ -90,12 +94,29 @@ def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], me
 
 def test_sampling_is_corrected_where_both_sides_score_the_same_distribution(tmp_path: Path) -> None:
     assert config(tmp_path, **UNCUT, temperature=0.7).corrects_sampling
-    assert not config(tmp_path, use_vllm=True).corrects_sampling  # top_k=50
+    assert config(tmp_path, **UNCUT, top_k=None).corrects_sampling
+    assert not config(tmp_path, **UNCUT, top_k=50).corrects_sampling
     assert not config(tmp_path, **UNCUT, top_p=0.9).corrects_sampling
     assert not config(tmp_path, **UNCUT, repetition_penalty=1.1).corrects_sampling
     assert not config(tmp_path, **UNCUT, vllm_guided_decoding_regex="a+").corrects_sampling
     assert not config(tmp_path, **UNCUT, vllm_importance_sampling_correction=False).corrects_sampling
-    assert not config(tmp_path, top_k=None).corrects_sampling  # no server
+    assert not config(tmp_path).corrects_sampling  # no server
+
+
+@pytest.mark.parametrize("config_class", [GRPOConfig, RLOOConfig, ReinforcePlusPlusConfig, PPOConfig])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_no_default_switches_the_correction_off(config_class: Any, mode: str, tmp_path: Path) -> None:
+    assert config_class(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, generation_mode=mode).corrects_sampling
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_online_dpo_takes_a_server_by_defaults_and_corrects_nothing(mode: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "use_vllm": True}
+    assert not OnlineDPOConfig(**options, generation_mode=mode).corrects_sampling
+    with pytest.raises(ConfigError, match="vllm_importance_sampling_correction=True has no effect because pairs"):
+        OnlineDPOConfig(**options, vllm_importance_sampling_correction=True)
+    with pytest.raises(ConfigError, match="generation_mode='async': online DPO does not correct"):
+        OnlineDPOConfig(**options, generation_mode="async")
 
 
 def test_a_server_is_named_by_host_and_port_or_by_urls(tmp_path: Path) -> None:

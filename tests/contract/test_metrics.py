@@ -1,0 +1,113 @@
+"""What is logged of completions that have no gradient and are not run again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl.models.forward import token_logprobs
+from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.types import Rollout
+from tests.contract.cases import make_trainer, ragged_reward
+
+CLIP_RATIOS = [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")]
+# So small that the loss is the same, but then every completion has a gradient and is run.
+RUNS_ALL = {"beta": 1e-12}
+
+
+def equal(completions: list[str], **_: Any) -> list[float]:
+    """No group has a signal."""
+    return [1.0] * len(completions)
+
+
+equal.__name__ = ragged_reward.__name__  # metrics are named by it
+
+
+def equal_for_some(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Only the groups of the first and the last prompt have a signal."""
+    rewards, have_signal = ragged_reward(completions), (prompts[0], prompts[-1])
+    return [reward if prompt in have_signal else 1.0 for reward, prompt in zip(rewards, prompts, strict=True)]
+
+
+def trained(tmp_path: Path, **options: Any) -> tuple[OnlineTrainer, list[list[Rollout]]]:
+    """A trainer after its training, and the rollouts of each generation batch."""
+    options = {"beta": 0.0, "per_device_train_batch_size": 16} | options
+    trainer = make_trainer("grpo", tmp_path, **options)
+    assert isinstance(trainer, OnlineTrainer)
+    batches: list[list[Rollout]] = []
+    original = trainer.report
+
+    def report(collected: Any) -> None:
+        batches.append(collected.rollouts)
+        original(collected)
+
+    trainer.report = report  # type: ignore[method-assign]
+    trainer.train()
+    return trainer, batches
+
+
+def logs(trainer: OnlineTrainer) -> list[dict[str, float]]:
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def surprisal(rollouts: list[Rollout]) -> float:
+    """Mean of -log p over sampled tokens, under the distribution that they were sampled from."""
+    values = [-logprob for rollout in rollouts for logprob in rollout.completion.logprobs or []]
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_step_without_a_signal_logs_what_other_steps_log(mode: str, tmp_path: Path) -> None:
+    options = {} if mode == "sync" else {"use_vllm": True, "generation_mode": mode, "arrival": 1}
+    off = {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 3.0}
+    options |= {} if mode == "sync" else off
+    (with_signal,) = logs(trained(tmp_path, **options)[0])
+    trainer, (rollouts,) = trained(tmp_path, reward=equal, **options)
+    (without,) = logs(trainer)
+    assert {*without} == {*with_signal}
+    assert not [name for name, value in without.items() if math.isnan(value)]
+    assert [without[name] for name in CLIP_RATIOS] == [0.0] * 5
+    assert without["entropy"] == pytest.approx(surprisal(rollouts), rel=1e-5)
+    assert without["num_tokens"] == with_signal["num_tokens"]
+
+
+def test_ratios_and_tokens_are_counted_over_all_completions(tmp_path: Path) -> None:
+    options = {"reward": equal_for_some, "learning_rate": 0.5, "num_iterations": 2, "max_steps": 4}
+    left_out, batches = trained(tmp_path, **options)
+    every, _ = trained(tmp_path, **options, **RUNS_ALL)
+    for some, all_of_them in zip(logs(left_out), logs(every), strict=True):
+        for name in (*CLIP_RATIOS, "num_tokens"):
+            assert some[name] == pytest.approx(all_of_them[name], rel=1e-4, abs=1e-6), name
+    assert logs(left_out)[1]["clip_ratio/region_mean"] > 0.01
+    # A generation batch is counted once, however often it is learned from.
+    sizes = [sum(len(r.prompt_ids) + len(r.completion.token_ids) for r in rollouts) for rollouts in batches]
+    seen = [entry["num_tokens"] for entry in logs(left_out)]
+    assert seen == [sizes[0], sizes[0], sum(sizes), sum(sizes)]
+
+
+def test_the_entropy_of_completions_that_are_not_run_is_estimated_by_their_tokens(tmp_path: Path) -> None:
+    trainer, (rollouts,) = trained(tmp_path, reward=equal_for_some, learning_rate=0.0)
+    total = 0.0
+    for batch in (batch for minibatch in trainer.buffer.minibatches for batch in minibatch.micro_batches):
+        entropy = token_logprobs(trainer.policy, batch, want=("entropy",)).entropy
+        assert entropy is not None
+        total += float(entropy.detach().sum())
+    not_run = [rollout for rollout in rollouts if rollout.advantage == 0]
+    total += surprisal(not_run) * sum(len(r.completion.token_ids) for r in not_run)
+    count = sum(len(r.completion.token_ids) for r in rollouts)
+    assert logs(trainer)[0]["entropy"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_the_entropy_is_exact_where_all_completions_were_scored(tmp_path: Path) -> None:
+    options = {"reward": equal_for_some, "top_entropy_quantile": 0.5}
+    left_out, every = (trained(tmp_path, **options, **more)[0] for more in ({}, RUNS_ALL))
+    assert logs(left_out)[0]["entropy"] == pytest.approx(logs(every)[0]["entropy"], rel=1e-5)
+
+
+def test_completions_that_are_not_run_cost_no_forward_pass(tmp_path: Path) -> None:
+    trainer, (rollouts,) = trained(tmp_path, reward=equal_for_some)
+    run = sum(batch.num_rows for minibatch in trainer.buffer.minibatches for batch in minibatch.micro_batches)
+    assert 0 < run < len(rollouts)
