@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PrinterCallback
 
 from prefrl.registry import REGISTRY
 from prefrl.scripts import demo
-from prefrl.trainer.presets import PRESETS
+from prefrl.trainer.grpo_presets import PRESETS
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"
 STEPS = 60

@@ -34,10 +34,10 @@ from transformers import PreTrainedModel
 
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.http import Http
-from prefrl.generation.local import LocalGenerator
-from prefrl.generation.transport import SyncMethod, WeightSync
-from prefrl.generation.vllm_client import VLLMGenerator
-from prefrl.generation.vllm_servers import Requirements
+from prefrl.generation.local.generator import LocalGenerator
+from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.generation.vllm.handshake import Requirements
+from prefrl.generation.weights.send import SyncMethod, WeightSync
 from prefrl.models.export import PolicyWeights
 from prefrl.scripts import demo
 from prefrl.trainer.grpo_config import GRPOConfig

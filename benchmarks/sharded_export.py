@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from prefrl import distributed
-from prefrl.generation import wire
+from prefrl.generation.weights import wire
 from prefrl.models.export import PolicyWeights
 from tests.assets import tiny_model
 from tests.contract.cases import make_trainer

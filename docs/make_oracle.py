@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from prefrl.losses.oracle_table import HYPERPARAMETERS, TABLES
+from prefrl.oracle.tables import HYPERPARAMETERS, TABLES
 
 PAGE = Path(__file__).parent / "oracle.md"
 MARKERS = re.compile(r"(<!-- oracle: (\w+) -->\n).*?(<!-- end of oracle -->)", re.S)

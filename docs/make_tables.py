@@ -55,25 +55,25 @@ def _code(names: Iterable[str]) -> str:
 
 
 def _losses() -> Iterator[list[str]]:
-    for name, loss in load("prefrl.losses.policy.POLICY_LOSSES").items():
+    for name, loss in load("prefrl.losses.policy.losses.POLICY_LOSSES").items():
         options = sorted(loss.hyperparameters | loss.selection_hyperparameters)
         yield [f"`{name}`", _AVERAGES[loss.reduction], _code(loss.levels), _code(options), loss.source]
 
 
 def _advantages() -> Iterator[list[str]]:
-    for name, row in load("prefrl.losses.advantages.ADVANTAGES").items():
+    for name, row in load("prefrl.losses.advantage.estimators.ADVANTAGES").items():
         options = sorted(row.hyperparameters - {"advantage_epsilon"})
         yield [f"`{name}`", {"row": "a completion", "token": "a token"}[row.level], _code(options), row.source]
 
 
 def _kl() -> Iterator[list[str]]:
     says = {True: "yes", False: "no"}
-    for name, row in load("prefrl.losses.kl.KL_ESTIMATORS").items():
+    for name, row in load("prefrl.losses.kl.estimators.KL_ESTIMATORS").items():
         yield [f"`{name}`", says[row.unbiased_value], says[row.unbiased_gradient], row.source]
 
 
 def _presets() -> Iterator[list[str]]:
-    for name, preset in load("prefrl.trainer.presets.PRESETS").items():
+    for name, preset in load("prefrl.trainer.grpo_presets.PRESETS").items():
         options = _code(f"{key}={value!r}" for key, value in preset.options.items())
         yield [f"`{name}`", options, f"{preset.source}. {preset.note}".removesuffix(". ")]
 

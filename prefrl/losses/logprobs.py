@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from prefrl.losses.checks import check_same_shape
 from prefrl.losses.chunks import (
     Chunk,
     ChunkPlan,
@@ -28,8 +29,7 @@ from prefrl.losses.chunks import (
     score_dtype,
     slices_of,
 )
-from prefrl.losses.full_kl import ReferenceLogits, full_kl, reference_log_probs
-from prefrl.losses.shapes import check_same_shape
+from prefrl.losses.kl.full import ReferenceLogits, full_kl, reference_log_probs
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from prefrl.losses.shapes import check_same_shape
+from prefrl.losses.checks import check_same_shape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses.policy_tokens import TokenLoss
-from prefrl.losses.shapes import check_same_shape
+from prefrl.losses.checks import check_same_shape
+from prefrl.losses.policy.tokens import TokenLoss
 
 if TYPE_CHECKING:
     from torch import Tensor

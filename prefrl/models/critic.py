@@ -26,7 +26,7 @@ from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.forward import choose_plan, verdict_of
 from prefrl.models.modes import eval_mode
-from prefrl.models.pieces import in_pieces
+from prefrl.models.no_grad import in_pieces
 from prefrl.models.plans import Plan, lay_out
 from prefrl.models.scoring import (
     inner_model,

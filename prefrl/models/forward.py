@@ -13,9 +13,9 @@ from prefrl.distributed import is_main, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.logprobs import TokenScores, WantName
 from prefrl.models.modes import dropout_rates
-from prefrl.models.plans import ForwardPlan, Plan, lay_out, own_part
+from prefrl.models.plans import ForwardPlan, Plan, Verdict, lay_out, own_part
 from prefrl.models.scoring import ScoredTokens, inner_model, is_classifier, prepare_for_scoring, score_tokens
-from prefrl.models.selfcheck import Verdict, check_plans, fingerprint
+from prefrl.models.selfcheck import check_plans, fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,19 +9,28 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from prefrl.distributed import place_in_team, team_size
-from prefrl.models.attention import Layout, Tree
+from prefrl.models.attention.interface import Layout, Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from prefrl.types import TokenBatch
 
-__all__ = ["ForwardPlan", "ModelInputs", "Plan", "lay_out", "own_part", "part_of"]
+__all__ = ["ForwardPlan", "ModelInputs", "Plan", "Verdict", "lay_out", "own_part", "part_of"]
 
 ForwardPlan = Literal["shared_prefix", "packed", "padded"]
 Plan = Literal["auto", "shared_prefix", "packed", "padded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a plan does not work, by plan; a plan that is not listed gives the model's own log-probs or scores."""
+
+    reasons: Mapping[ForwardPlan, str]
+    own_logits: bool  # the padded plan needs the model's own forward, head included
+    fingerprint: tuple[object, ...]  # of the model that was checked
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.modes import eval_mode
-from prefrl.models.pieces import joined, score_pieces
+from prefrl.models.no_grad import joined, score_pieces
 from prefrl.models.scoring import head_logits, inner_model, output_head
 
 if TYPE_CHECKING:

@@ -23,16 +23,15 @@ from transformers import PreTrainedModel
 
 from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
 from prefrl.errors import ConfigError
-from prefrl.losses.full_kl import ReferenceLogits
+from prefrl.losses.kl.full import ReferenceLogits
 from prefrl.losses.logprobs import Head, TokenScores, WantName, chunked_logprobs, module_logprobs, num_chunks_of
-from prefrl.models.attention import LAYOUT_KWARG, Layout, mask_placeholder
+from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
 
-    from prefrl.models.plans import ModelInputs
-    from prefrl.models.selfcheck import Verdict
+    from prefrl.models.plans import ModelInputs, Verdict
     from prefrl.types import TokenBatch
 
 __all__ = [

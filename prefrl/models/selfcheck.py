@@ -8,16 +8,15 @@ few random rows, and the result is compared with one plain forward for each row.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.models import attention
+from prefrl.models.attention import interface as attention
 from prefrl.models.liger import liger_options_of, without_liger
 from prefrl.models.modes import eval_mode
-from prefrl.models.plans import lay_out
+from prefrl.models.plans import Verdict, lay_out
 from prefrl.models.scoring import (
     coarsest_dtype,
     inner_model,
@@ -31,14 +30,14 @@ from prefrl.models.scoring import (
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from prefrl.models.plans import ForwardPlan, ModelInputs
 
-__all__ = ["Verdict", "check_plans", "fingerprint"]
+__all__ = ["check_plans", "fingerprint"]
 
 _FLAT_PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed")
 
@@ -61,15 +60,6 @@ _SEQUENCE_TOLERANCES = {
 
 # Windows up to this size are crossed by the rows of the check; of longer ones we check that attention is told of them.
 _LONGEST_TESTED_WINDOW = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why a plan does not work, by plan; a plan that is not listed gives the model's own log-probs or scores."""
-
-    reasons: Mapping[ForwardPlan, str]
-    own_logits: bool  # the padded plan needs the model's own forward, head included
-    fingerprint: tuple[object, ...]  # of the model that was checked
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:

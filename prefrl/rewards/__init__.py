@@ -4,17 +4,17 @@ from collections.abc import Mapping
 
 from prefrl.rewards.answers import numeric_reward
 from prefrl.rewards.base import RewardFunction, RewardSource
-from prefrl.rewards.judge import PairwiseJudge, get_judge_reward
-from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
-from prefrl.rewards.model import ModelReward
-from prefrl.rewards.runner import RewardRunner, RewardScores
-from prefrl.rewards.shape import (
+from prefrl.rewards.format import (
     format_reward,
     get_length_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
     think_format_reward,
 )
+from prefrl.rewards.judge import PairwiseJudge, get_judge_reward
+from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
+from prefrl.rewards.model import ModelReward
+from prefrl.rewards.runner import RewardRunner, RewardScores
 
 __all__ = [
     "REWARD_FUNCTIONS",

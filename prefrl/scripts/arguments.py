@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.suggest import nearest
-from prefrl.trainer.options import check_fields, check_no_effect, opt, parse_json
+from prefrl.trainer.base.options import check_fields, check_no_effect, opt, parse_json
 
 __all__ = ["DatasetPart", "RewardArguments", "ScriptArguments"]
 

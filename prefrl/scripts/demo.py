@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.local import LocalGenerator
+from prefrl.generation.local.generator import LocalGenerator
 from prefrl.optional import require
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer

@@ -20,8 +20,8 @@ from prefrl.scripts.arguments import DatasetPart
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.suggest import nearest
 from prefrl.scripts.train import load_part
-from prefrl.trainer.options import check_fields, check_no_effect, opt
-from prefrl.trainer.reference_config import OfflineReferenceOptions
+from prefrl.trainer.base.options import check_fields, check_no_effect, opt
+from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,7 +180,7 @@ def _evaluation(options: SoupArguments, scratch: str) -> Evaluate:
 
 
 def _offline(name: str) -> Algorithm:
-    from prefrl.trainer.offline_trainer import OfflineTrainer
+    from prefrl.trainer.offline.trainer import OfflineTrainer
 
     if name not in REGISTRY:
         raise ConfigError(f"algorithm={name!r}: there is none of this name. {nearest(name, REGISTRY)}")

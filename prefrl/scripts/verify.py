@@ -18,11 +18,11 @@ from prefrl.errors import ConfigError
 from prefrl.losses.table import keyword_names
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.suggest import nearest
-from prefrl.trainer.options import check_fields, check_no_effect, opt
+from prefrl.trainer.base.options import check_fields, check_no_effect, opt
 
 if TYPE_CHECKING:
-    from prefrl.losses.oracle_checks import Check
-    from prefrl.losses.oracle_measure import Measurement
+    from prefrl.oracle.checks import Check
+    from prefrl.oracle.measure import Measurement
 
 __all__ = ["VerifyArguments", "main"]
 
@@ -177,7 +177,8 @@ def _value(text: str) -> Any:
 
 
 def _examine(function: Callable[..., Any], arguments: VerifyArguments) -> tuple[list[Check], list[Measurement]]:
-    from prefrl.losses import oracle_checks, oracle_measure  # not needed for --help
+    from prefrl.oracle import checks as oracle_checks
+    from prefrl.oracle import measure as oracle_measure
 
     if arguments.kind == "policy":
         checks = oracle_checks.check_policy_loss(function, level=arguments.level)

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.generation.vllm_guard import KEY_VARIABLE
+from prefrl.generation.vllm.guard import KEY_VARIABLE
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.supervisor import Supervisor
-from prefrl.trainer.options import check_fields, opt, parse_json
+from prefrl.trainer.base.options import check_fields, opt, parse_json
 
 __all__ = [
     "CONTRACT",
@@ -44,7 +44,7 @@ CONTRACT = (
     *("--logprobs-mode", "processed_logprobs"),
     *("--max-logprobs", "-1"),
     *("--weight-transfer-config", '{"backend":"prefrl"}'),
-    *("--middleware", "prefrl.generation.vllm_guard.Guard"),
+    *("--middleware", "prefrl.generation.vllm.guard.Guard"),
     "--disable-fastapi-docs",
     *("--disable-access-log-for-endpoints", "/health"),
 )

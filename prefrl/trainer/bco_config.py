@@ -8,9 +8,9 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.offline_config import OfflineConfig
-from prefrl.trainer.options import opt
-from prefrl.trainer.reference_config import OfflineReferenceOptions
+from prefrl.trainer.base.options import opt
+from prefrl.trainer.base.reference_options import OfflineReferenceOptions
+from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["BCOConfig"]
 

@@ -10,12 +10,12 @@ import torch
 
 from prefrl.data.collate import unpaired_batch
 from prefrl.errors import ConfigError
-from prefrl.losses.unpaired import bco
-from prefrl.trainer.density_ratio import DensityRatio
-from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
-from prefrl.trainer.options import check_no_effect
-from prefrl.trainer.preference import RowScores, preference_metrics, prepare_unpaired
-from prefrl.trainer.running_mean import RunningMean
+from prefrl.losses.preference.unpaired import bco
+from prefrl.trainer.base.options import check_no_effect
+from prefrl.trainer.bco_density_ratio import DensityRatio
+from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired
+from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:

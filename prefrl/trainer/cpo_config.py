@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.losses.reference_free import CPO_LOSSES
-from prefrl.trainer.offline_config import OfflineConfig
-from prefrl.trainer.options import check_no_effect, opt
+from prefrl.losses.preference.reference_free import CPO_LOSSES
+from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["CPOConfig"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prefrl.losses.preference import box_cox
-from prefrl.losses.reference_free import CPO_LOSSES
+from prefrl.losses.preference.pairwise import box_cox
+from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.metrics import Mean
-from prefrl.trainer.offline_trainer import OfflineTrainer
-from prefrl.trainer.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
+from prefrl.trainer.offline.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
+from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:

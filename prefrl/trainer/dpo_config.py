@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.losses.preference import PAIR_LOSSES
-from prefrl.trainer.offline_config import OfflineConfig
-from prefrl.trainer.options import check_no_effect, opt
-from prefrl.trainer.reference_config import OfflineReferenceOptions
+from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.trainer.base.reference_options import OfflineReferenceOptions
+from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["DPOConfig"]
 

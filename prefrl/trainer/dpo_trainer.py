@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from prefrl.losses.preference import PAIR_LOSSES, Pairs, rpo_nll, wpo_weights
-from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
-from prefrl.trainer.preference import (
+from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll, wpo_weights
+from prefrl.trainer.offline.preference import (
     PAIRS,
     RowScores,
     StepPairs,
@@ -20,7 +19,8 @@ from prefrl.trainer.preference import (
     pairs_per_chosen_token,
     preference_metrics,
 )
-from prefrl.trainer.running_mean import RunningMean
+from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class DPOTrainer(OfflineTrainer):
         ConfigError: Options that cannot work together.
         DataError: A dataset that cannot be used; names the row and the column.
 
-    Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; the other losses name theirs in `losses/preference.py`.
+    Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; `losses/preference/pairwise.py` names those of other losses.
     """
 
     algorithm = "dpo"

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Gt
 
 from prefrl.errors import ConfigError
-from prefrl.losses.advantages import ADVANTAGES
-from prefrl.trainer.options import opt
-from prefrl.trainer.policy_gradient_config import GroupOptions, PolicyGradientConfig
-from prefrl.trainer.presets import PRESETS
-from prefrl.trainer.rollout_options import refuse_unless
+from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.trainer.base.options import opt
+from prefrl.trainer.grpo_presets import PRESETS
+from prefrl.trainer.online.policy_gradient_config import GroupOptions, PolicyGradientConfig
+from prefrl.trainer.online.rollout_options import refuse_unless
 
 __all__ = ["GRPOConfig"]
 

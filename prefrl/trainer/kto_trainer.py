@@ -11,10 +11,10 @@ import torch
 
 from prefrl import distributed
 from prefrl.data.collate import unpaired_batch
-from prefrl.losses.unpaired import KTO_LOSSES
+from prefrl.losses.preference.unpaired import KTO_LOSSES
 from prefrl.metrics import Mean
-from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
-from prefrl.trainer.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
+from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
+from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.online_config import OnlineConfig
-from prefrl.trainer.options import opt
-from prefrl.trainer.reference_config import ReferenceOptions
+from prefrl.trainer.base.options import opt
+from prefrl.trainer.base.reference_options import ReferenceOptions
+from prefrl.trainer.online.config import OnlineConfig
 
 __all__ = ["OnlineDPOConfig"]
 

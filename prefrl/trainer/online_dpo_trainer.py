@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.online_dpo_config import OnlineDPOConfig
-from prefrl.trainer.online_trainer import OnlineTrainer
-from prefrl.trainer.pairs import PairExperience, PairObjective
+from prefrl.trainer.online_dpo_pairs import PairExperience, PairObjective
 
 if TYPE_CHECKING:
     from prefrl.types import TokenBatch

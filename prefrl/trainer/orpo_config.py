@@ -7,8 +7,8 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from prefrl.trainer.offline_config import OfflineConfig
-from prefrl.trainer.options import opt
+from prefrl.trainer.base.options import opt
+from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["ORPOConfig"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefrl.losses.reference_free import odds_ratio
+from prefrl.losses.preference.reference_free import odds_ratio
 from prefrl.metrics import Mean
-from prefrl.trainer.offline_trainer import OfflineTrainer
-from prefrl.trainer.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
+from prefrl.trainer.offline.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
+from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:

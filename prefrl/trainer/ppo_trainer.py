@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.critic import Critic
-from prefrl.trainer.base_trainer import Optimizers
-from prefrl.trainer.critics import (
+from prefrl.trainer.base.trainer import Optimizers
+from prefrl.trainer.online.trainer import OnlineTrainer
+from prefrl.trainer.ppo_config import PPOConfig
+from prefrl.trainer.ppo_critic import (
     add_critic_group,
     attach_critic,
     critic_loss,
@@ -26,8 +28,6 @@ from prefrl.trainer.critics import (
     split_state,
     without_critic,
 )
-from prefrl.trainer.online_trainer import OnlineTrainer
-from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:

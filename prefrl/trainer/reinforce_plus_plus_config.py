@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.options import check_no_effect, opt
-from prefrl.trainer.policy_gradient_config import PolicyGradientConfig
-from prefrl.trainer.policy_options import KLEstimate
+from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+from prefrl.trainer.online.policy_options import KLEstimate
 
 __all__ = ["ReinforcePlusPlusConfig"]
 

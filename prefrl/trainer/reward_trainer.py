@@ -10,11 +10,11 @@ import torch
 
 from prefrl.data.collate import reward_batch
 from prefrl.data.preference import prepare_reward_dataset
-from prefrl.losses.reward_model import bradley_terry, centering
+from prefrl.losses.preference.reward_model import bradley_terry, centering
 from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.load import load_reward_model
-from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
+from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:

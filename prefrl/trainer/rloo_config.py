@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from prefrl.errors import ConfigError
-from prefrl.losses.policy import ImportanceLevel
-from prefrl.trainer.options import opt
-from prefrl.trainer.policy_gradient_config import PolicyGradientConfig
-from prefrl.trainer.policy_options import KLEstimate, LossType
+from prefrl.losses.policy.losses import ImportanceLevel
+from prefrl.trainer.base.options import opt
+from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+from prefrl.trainer.online.policy_options import KLEstimate, LossType
 
 __all__ = ["RLOOConfig"]
 

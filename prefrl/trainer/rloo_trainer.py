@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.rloo_config import RLOOConfig
 
 __all__ = ["RLOOTrainer"]

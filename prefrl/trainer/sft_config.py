@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.offline_config import OfflineConfig
-from prefrl.trainer.options import check_no_effect, opt
+from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["SFTConfig"]
 

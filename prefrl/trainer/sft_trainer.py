@@ -13,8 +13,8 @@ from prefrl.data.tokenize import prepare_sft_dataset
 from prefrl.losses.reduce import item_count, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
-from prefrl.trainer.base_config import TRUNCATION_SIDES
-from prefrl.trainer.offline_trainer import OfflineTrainer, TrainerArguments
+from prefrl.trainer.base.config import TRUNCATION_SIDES
+from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.trainer.sft_config import SFTConfig
 from prefrl.types import LossOutput, TokenBatch
 

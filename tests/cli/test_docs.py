@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from prefrl.losses.preference import PAIR_LOSSES
-from prefrl.losses.reference_free import CPO_LOSSES
+from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.losses.table import LossRow
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments import RewardArguments, ScriptArguments

@@ -11,8 +11,8 @@ from prefrl.errors import ConfigError
 from prefrl.scripts.verify import main
 
 MODULE = """
-from prefrl.losses.advantages import Advantages
-from prefrl.losses.policy import TokenLoss
+from prefrl.losses.advantage.estimators import Advantages
+from prefrl.losses.policy.losses import TokenLoss
 
 NUMBER = 3
 
@@ -87,10 +87,12 @@ K1 = ["my_losses:k1", "--kind", "kl"]
         pytest.param([*K1, "--claim", "on_policy_unbiased"], 1, id="k1 as a loss"),
         pytest.param([*K1, "--claim", "unbiased", "--placement", "reward"], 0, id="k1 in the reward"),
         pytest.param(
-            ["--function", "prefrl.losses.kl:k2", "--kind", "kl", "--claim", "on_policy_unbiased"], 0, id="k2"
+            ["--function", "prefrl.losses.kl.estimators:k2", "--kind", "kl", "--claim", "on_policy_unbiased"],
+            0,
+            id="k2",
         ),
         pytest.param(
-            ["prefrl.losses.token_advantages:gae", "--kind", "advantage", "--scored", "token", "--claim", "unbiased",
+            ["prefrl.losses.advantage.tokens:gae", "--kind", "advantage", "--scored", "token", "--claim", "unbiased",
              "--hyperparameters", "gamma=1", "lam=1"], 0, id="gae",
         ),
     ],

@@ -20,7 +20,7 @@ CONTRACT = [
     ["--logprobs-mode", "processed_logprobs"],
     ["--max-logprobs", "-1"],
     ["--weight-transfer-config", '{"backend":"prefrl"}'],
-    ["--middleware", "prefrl.generation.vllm_guard.Guard"],
+    ["--middleware", "prefrl.generation.vllm.guard.Guard"],
     ["--disable-fastapi-docs"],
 ]
 

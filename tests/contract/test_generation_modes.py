@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl
 from prefrl import distributed
 from prefrl.errors import RewardError
 from prefrl.rollout.collect import Collected
-from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion, Rollout
 from tests.contract.cases import (
     ArrivingGenerator,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.local import LocalGenerator
+from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
 from tests.contract.cases import ONLINE, make_trainer, relative_difference, stopping_model, train_inside, update_of

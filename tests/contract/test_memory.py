@@ -12,7 +12,7 @@ from torch import nn
 from prefrl.models.adapters import lora_config
 from prefrl.models.offload import OffloadActivations
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.trainer.base.trainer import BaseTrainer
 from tests.contract.cases import make_trainer, relative_difference, update_of
 from tests.contract.memory_worker import BUDGET, ROWS, Case, CudaGauge, growth_mib, measure
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefrl.models.forward import token_logprobs
-from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Rollout
 from tests.contract.cases import make_trainer, ragged_reward
 

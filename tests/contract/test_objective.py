@@ -12,8 +12,8 @@ from prefrl.errors import ConfigError
 from prefrl.losses import logprobs
 from prefrl.models.forward import token_logprobs
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base_trainer import BaseTrainer
-from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import TokenBatch
 from tests.contract.cases import dataset_of, make_trainer, ragged_reward
 

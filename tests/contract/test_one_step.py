@@ -11,7 +11,7 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
-from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import TokenBatch
 from tests.contract.cases import (
     dataset_of,

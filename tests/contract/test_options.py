@@ -12,7 +12,7 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base_config import BaseConfig
+from prefrl.trainer.base.config import BaseConfig
 from tests.contract.cases import ONLINE, make_trainer, weights_of
 
 # A second pass over a generation, far enough from the first for ratios to be clipped.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.trainer.base.trainer import BaseTrainer
 from tests.contract.cases import ONLINE, Job, make_trainer, relative_difference, run_on_two_processes, update_of
 
 TOLERANCE = 1e-5

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from prefrl.losses.off_policy import importance_weights
-from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.losses.policy.off_policy import importance_weights
+from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion
 from tests.contract.cases import ArrivingGenerator, ArrivingGroups, make_trainer, relative_difference, update_of
 

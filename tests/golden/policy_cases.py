@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefrl.losses.policy import POLICY_LOSSES, ImportanceLevel, PolicyTokens
-from prefrl.losses.policy_covariance import covariance, covariance_sums
-from prefrl.losses.policy_terms import off_policy_sequence_mask
+from prefrl.losses.policy.covariance import covariance, covariance_sums
+from prefrl.losses.policy.losses import POLICY_LOSSES, ImportanceLevel, PolicyTokens
+from prefrl.losses.policy.terms import off_policy_sequence_mask
 from prefrl.losses.reduce import item_count, token_weights
 
 __all__ = ["CONSTANT", "PEER_CASES", "PeerCase", "Rows", "prefrl_values", "rows_of"]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from prefrl.losses.advantages import ADVANTAGES, Advantages, ScoredRows, ScoredTokens, normalize_rows
-from prefrl.losses.whitening import moments, whitened
+from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRows, ScoredTokens, normalize_rows
+from prefrl.losses.advantage.whitening import moments, whitened
 
 STORED = json.loads((Path(__file__).parent / "advantages.json").read_text(encoding="utf-8"))
 TRL, VERL = STORED["trl"], STORED["verl"]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from prefrl.losses.policy import POLICY_LOSSES
+from prefrl.losses.policy.losses import POLICY_LOSSES
 from tests.golden.policy_cases import PEER_CASES, prefrl_values
 
 DOCUMENT = json.loads((Path(__file__).parent / "policy_losses.json").read_text(encoding="utf-8"))

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.losses.advantages import ADVANTAGES, ScoredRows, ScoredTokens
-from prefrl.losses.whitening import moments, whitened
+from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, ScoredTokens
+from prefrl.losses.advantage.whitening import moments, whitened
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 GRPO = [("group", "sum_then_normalize"), ("batch", "sum_then_normalize"), ("none", "sum_then_normalize"),

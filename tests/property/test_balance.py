@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.losses.balance import NASH_RIDGE, REWARD_BALANCES, RewardBalancer, gram, squared_weights
+from prefrl.losses.advantage.balance import NASH_RIDGE, REWARD_BALANCES, RewardBalancer, gram, squared_weights
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 HYPERPARAMETERS = {

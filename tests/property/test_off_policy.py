@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.losses.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
+from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 modes = pytest.mark.parametrize("mode", OFF_POLICY_CORRECTIONS)

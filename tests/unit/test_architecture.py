@@ -14,18 +14,18 @@ import yaml
 from transformers import Trainer
 
 import prefrl
-from prefrl.losses.advantages import ADVANTAGES
-from prefrl.losses.balance import REWARD_BALANCES
-from prefrl.losses.kl import KL_ESTIMATORS
-from prefrl.losses.policy import POLICY_LOSSES
+from prefrl.losses.advantage.balance import REWARD_BALANCES
+from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import RewardArguments, ScriptArguments
 from prefrl.scripts.parser import CommandParser
-from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
-from prefrl.trainer.offline_trainer import OfflineTrainer
-from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.offline.trainer import OfflineTrainer
+from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
 from prefrl.trainer.sft_config import SFTConfig
 
@@ -77,8 +77,8 @@ OPTIONAL = {
     "peft": ("prefrl/models/", "prefrl/rewards/model.py"),
     "bitsandbytes": ("prefrl/models/",),
     "deepspeed": ("prefrl/distributed/",),
-    "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base_config.py"),
-    "sklearn": ("prefrl/trainer/density_ratio.py",),
+    "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
+    "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
     "matplotlib": ("prefrl/scripts/",),
 }
@@ -170,6 +170,30 @@ def test_optional_packages_are_asked_for_in_their_places_only() -> None:
             assert isinstance(node.args[0], ast.Constant), relative(path)
             package = str(node.args[0].value).partition(".")[0]
             assert relative(path).startswith(OPTIONAL[package]), package
+
+
+def test_optional_packages_are_never_imported() -> None:
+    packages = {*OPTIONAL, "vllm"}
+    imported = {
+        (relative(path), package)
+        for path in SOURCES
+        for package in packages & _imported_packages(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    # Runs inside vLLM's processes, and nothing imports it.
+    assert imported == {("prefrl/generation/vllm/plugin.py", "vllm")}
+
+
+def _imported_packages(tree: ast.Module) -> set[str]:
+    """What is imported at run time."""
+    for_types = {id(node) for block in ast.walk(tree) if _is_for_types(block) for node in ast.walk(block)}
+    nodes = [node for node in ast.walk(tree) if id(node) not in for_types]
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
+    return {module.partition(".")[0] for module in modules}
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 @pytest.mark.parametrize("name", sorted(HOOKS))

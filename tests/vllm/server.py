@@ -14,7 +14,7 @@ from typing import Any
 
 from prefrl.generation.http import Http, HttpError
 from prefrl.generation.server_info import INFO_PATH
-from prefrl.generation.vllm_guard import KEY_VARIABLE
+from prefrl.generation.vllm.guard import KEY_VARIABLE
 from prefrl.scripts.vllm_serve import CPU_FLAGS, ServeArguments, serve_command, serve_environment
 from tests.assets import tiny_model, tiny_tokenizer
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from prefrl import distributed
-from prefrl.generation import wire
 from prefrl.generation.http import Http, HttpError
-from prefrl.generation.transport import WeightSync
-from prefrl.generation.vllm_client import VLLMGenerator
+from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.generation.weights import wire
+from prefrl.generation.weights.send import WeightSync
 from prefrl.models.export import PolicyWeights
 from tests.distributed.backends import enter, leave_training
 from tests.leave import leave

@@ -19,8 +19,8 @@ from transformers import (
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.local import LocalGenerator
-from prefrl.generation.vllm_requests import Guided
+from prefrl.generation.local.generator import LocalGenerator
+from prefrl.generation.vllm.requests import Guided
 from prefrl.models.export import PolicyWeights
 from prefrl.types import Completion
 from tests.assets import tiny_tokenizer

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prefrl.data.collate import flat_batch
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.local import LocalGenerator
-from prefrl.generation.vllm_client import VLLMGenerator
+from prefrl.generation.local.generator import LocalGenerator
+from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.scripts.main import main
-from prefrl.trainer.online_trainer import OnlineTrainer
+from prefrl.trainer.online.trainer import OnlineTrainer
 from tests.contract.cases import ROOT, dataset_of, make_trainer, relative_difference, update_of
 from tests.vllm.server import Server
 

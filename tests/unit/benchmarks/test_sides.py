@@ -18,9 +18,9 @@ from benchmarks.trl_side import ForcedEnd, ScriptedGenerate
 from benchmarks.worker import Turn
 from benchmarks.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, Task, Workload
 from prefrl.errors import ConfigError
-from prefrl.generation import local
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.local import LocalGenerator
+from prefrl.generation.local import generator as local
+from prefrl.generation.local.generator import LocalGenerator
 from tests.unit.benchmarks.conftest import TINY, tiny
 
 WORKLOADS = CPU_WORKLOADS + CUDA_WORKLOADS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from prefrl.generation.cache import keep_rows, rows_of_cache
+from prefrl.generation.local.cache import keep_rows, rows_of_cache
 from tests.assets import tiny_model
 
 CPU = torch.device("cpu")

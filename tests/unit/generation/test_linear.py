@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from prefrl.generation import linear as linear_module
-from prefrl.generation.linear import packed_linears
+from prefrl.generation.local import packed_linear as linear_module
+from prefrl.generation.local.packed_linear import packed_linears
 
 LARGE = (512, 1024)  # [in, out]: the smallest that is packed
 

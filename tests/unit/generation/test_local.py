@@ -23,8 +23,8 @@ from transformers import (
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.local import LocalGenerator
-from prefrl.generation.sampling import uniform_numbers
+from prefrl.generation.local.generator import LocalGenerator
+from prefrl.generation.local.sampling import uniform_numbers
 from tests.assets import tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [7], [9, 10, 11, 12, 100, 101, 33], [60, 61] * 10]

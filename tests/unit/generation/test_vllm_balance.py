@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from prefrl.generation.vllm_balance import Balance, Server
+from prefrl.generation.vllm.balance import Balance, Server
 
 
 def run(scenario: Callable[[Balance], Coroutine[Any, Any, None]], max_under_way: int = 2) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prefrl.generation.vllm_guard import Guard
+from prefrl.generation.vllm.guard import Guard
 
 KEY = "a-secret"
 RIGHT = [(b"authorization", b"Bearer a-secret")]

@@ -10,7 +10,7 @@ import pytest
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.vllm_requests import (
+from prefrl.generation.vllm.requests import (
     Aborted,
     BadAnswer,
     Expected,

@@ -8,9 +8,9 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.generation.http import Http
-from prefrl.generation.transport import WeightSync
-from prefrl.generation.vllm_client import VLLMGenerator
-from prefrl.generation.vllm_servers import Requirements, check_url
+from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.generation.vllm.handshake import Requirements, check_url
+from prefrl.generation.weights.send import WeightSync
 from tests.assets import tiny_model, tiny_tokenizer
 
 

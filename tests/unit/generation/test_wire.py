@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefrl.generation import wire
+from prefrl.generation.weights import wire
 
 ROOT = Path(__file__).parents[3]
 TAG = "test"

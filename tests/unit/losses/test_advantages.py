@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.advantages import ADVANTAGES, ScoredRows, clip_advantages, normalize_rows
-from prefrl.losses.scored import row_totals
+from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, clip_advantages, normalize_rows
+from prefrl.losses.advantage.scored import row_totals
 
 NAN = math.nan
 SUM, NORMALIZE = "sum_then_normalize", "normalize_then_sum"

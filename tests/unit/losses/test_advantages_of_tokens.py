@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.advantages import ADVANTAGES, ScoredTokens
+from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredTokens
 
 NAN = math.nan
 

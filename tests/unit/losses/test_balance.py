@@ -4,7 +4,14 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.balance import NASH_RIDGE, REWARD_BALANCES, RewardBalancer, RewardTasks, gram, squared_weights
+from prefrl.losses.advantage.balance import (
+    NASH_RIDGE,
+    REWARD_BALANCES,
+    RewardBalancer,
+    RewardTasks,
+    gram,
+    squared_weights,
+)
 from prefrl.losses.reduce import token_weights
 
 HYPERPARAMETERS = {

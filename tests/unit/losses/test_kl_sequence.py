@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.sequence_kl import row_prefix_sums, sequence_kl
+from prefrl.losses.kl.sequence import row_prefix_sums, sequence_kl
 
 V, T = 3, 3
 SEQUENCES = list(itertools.product(range(V), repeat=T))

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
+from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
 
 # Row 0 has two trainable tokens, with ratios 4 and 1/2 (product 2, geometric mean sqrt(2)); row 1 has one, with ratio
 # 1/5; row 2 has none. What is not trainable is not read.

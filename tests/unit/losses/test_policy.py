@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from prefrl.losses.policy import NEEDS_RATIO, POLICY_LOSSES, PolicyTokens
+from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES, PolicyTokens
 from prefrl.losses.reduce import item_count, token_weights
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.policy_tokens import PolicyTokens
+from prefrl.losses.policy.tokens import PolicyTokens
 
 # Row 0 has two trainable tokens, row 1 has one, row 2 has none.
 ROW_INDEX = torch.tensor([0, 0, 0, 1, 2])

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.preference import (
+from prefrl.losses.preference.pairwise import (
     PAIR_LOSSES,
     Pairs,
     box_cox,

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.reference_free import CPO_LOSSES, odds_ratio
+from prefrl.losses.preference.reference_free import CPO_LOSSES, odds_ratio
 
 LN2 = math.log(2)
 LN3 = math.log(3)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.unpaired import KTO_LOSSES, apo_zero_unpaired, bco, density_ratio_weights, kto
+from prefrl.losses.preference.unpaired import KTO_LOSSES, apo_zero_unpaired, bco, density_ratio_weights, kto
 
 LN2 = math.log(2)
 LN3 = math.log(3)

@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 
-from prefrl.models import attention, segments
-from prefrl.models.attention import LAYOUT_KWARG, Layout, Tree, flat_attention, mask_placeholder
+from prefrl.models.attention import interface as attention
+from prefrl.models.attention import segments
+from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, Tree, flat_attention, mask_placeholder
 from tests.assets import tiny_model
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

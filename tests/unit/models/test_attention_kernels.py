@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from prefrl.models import kernels, segments
-from prefrl.models.kernels import Inputs, Kernel, choose_kernel
-from prefrl.models.layout import Layout, Tree
+from prefrl.models.attention import choice as kernels
+from prefrl.models.attention import segments
+from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
+from prefrl.models.attention.layout import Layout, Tree
 
 INPUTS = Inputs(torch.device("cpu"), torch.float32, num_heads=4, num_kv_heads=2, key_size=8, value_size=8, scaling=0.3)
 LAST = kernels.KERNELS[-1]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from prefrl.models import block_mask, segments, varlen
-from prefrl.models.layout import Layout, Tree
+from prefrl.models.attention import block_mask, segments, varlen
+from prefrl.models.attention.layout import Layout, Tree
 from tests.unit.models.test_attention import RAGGED, random_qkv, total_length, visible_positions, written_out
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from prefrl.data.collate import flat_batch
 from prefrl.errors import ConfigError
-from prefrl.models import attention, classifier, plans, selfcheck
+from prefrl.models import classifier, plans, selfcheck
+from prefrl.models.attention import interface as attention
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from tests.assets import tiny_model

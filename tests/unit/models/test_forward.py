@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefrl.errors import ConfigError
 from prefrl.losses.logprobs import TokenScores
-from prefrl.models import attention, forward, plans, scoring, selfcheck
+from prefrl.models import forward, plans, scoring, selfcheck
+from prefrl.models.attention import interface as attention
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model

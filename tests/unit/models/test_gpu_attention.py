@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from prefrl.models import attention, kernels, segments, varlen
-from prefrl.models.attention import LAYOUT_KWARG, mask_placeholder
+from prefrl.models.attention import choice as kernels
+from prefrl.models.attention import interface as attention
+from prefrl.models.attention import segments, varlen
+from prefrl.models.attention.choice import Inputs, choose_kernel
+from prefrl.models.attention.interface import LAYOUT_KWARG, mask_placeholder
+from prefrl.models.attention.layout import Layout, Tree
 from prefrl.models.forward import token_logprobs, verdict_of
-from prefrl.models.kernels import Inputs, choose_kernel
-from prefrl.models.layout import Layout, Tree
 from prefrl.models.plans import lay_out
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model

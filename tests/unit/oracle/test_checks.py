@@ -6,11 +6,11 @@ import functools
 import pytest
 import torch
 
-from prefrl.losses.advantages import ADVANTAGES, Advantages
-from prefrl.losses.kl import KL_ESTIMATORS
-from prefrl.losses.oracle_checks import check_advantages, check_kl, check_policy_loss
-from prefrl.losses.oracle_table import HYPERPARAMETERS
-from prefrl.losses.policy import POLICY_LOSSES, TokenLoss, clip_cov, clipped_surrogate
+from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
+from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.policy.losses import POLICY_LOSSES, TokenLoss, clip_cov, clipped_surrogate
+from prefrl.oracle.checks import check_advantages, check_kl, check_policy_loss
+from prefrl.oracle.tables import HYPERPARAMETERS
 
 
 def bind(row):

@@ -6,15 +6,17 @@ import itertools
 import pytest
 import torch
 
-from prefrl.losses.advantages import ADVANTAGES
+from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.chunks import Head
-from prefrl.losses.full_kl import ReferenceLogits, full_kl
-from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected
+from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
+from prefrl.losses.kl.full import ReferenceLogits, full_kl
+from prefrl.losses.kl.sequence import sequence_kl
 from prefrl.losses.logprobs import chunked_logprobs
-from prefrl.losses.off_policy import OFF_POLICY_CORRECTIONS
-from prefrl.losses.oracle import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
-from prefrl.losses.oracle_measure import silent, two_prompts
-from prefrl.losses.oracle_recipe import (
+from prefrl.losses.policy.losses import POLICY_LOSSES, reinforce
+from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
+from prefrl.oracle.measure import silent, two_prompts
+from prefrl.oracle.recipe import (
     Recipe,
     row_advantages,
     row_total,
@@ -23,8 +25,6 @@ from prefrl.losses.oracle_recipe import (
     token_advantages,
     whiten,
 )
-from prefrl.losses.policy import POLICY_LOSSES, reinforce
-from prefrl.losses.sequence_kl import sequence_kl
 
 SIZES = {"num_prompts": 1, "num_tokens": 3, "length": 2, "num_features": 5, "seed": 3}
 HYPERPARAMETERS = {

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.oracle import (
+from prefrl.oracle.exact import (
     OBJECTIVES,
     Tree,
     agreement,

@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from prefrl.losses.advantages import ADVANTAGES
-from prefrl.losses.kl import KL_ESTIMATORS
-from prefrl.losses.off_policy import OFF_POLICY_CORRECTIONS
-from prefrl.losses.oracle_table import HYPERPARAMETERS, TABLES
-from prefrl.losses.policy import POLICY_LOSSES
+from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.oracle.tables import HYPERPARAMETERS, TABLES
 
 PAGE = Path(__file__).parents[3] / "docs/oracle.md"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prefrl.rewards import get_soft_overlong_punishment
-from prefrl.rollout.shaping import RunningMoments, clipped, minus_missing_eos, shaped, stop_properly
+from prefrl.rollout.reward_shaping import RunningMoments, clipped, minus_missing_eos, shaped, stop_properly
 from prefrl.types import FinishReason
 
 NAN = math.nan

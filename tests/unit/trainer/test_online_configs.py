@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
-from prefrl.trainer.presets import PRESETS
+from prefrl.trainer.grpo_presets import PRESETS
 
 RULES = [
     (GRPOConfig, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "this loss goes with 'token'"),

@@ -21,8 +21,8 @@ from prefrl.data.collate import preference_batch, unpaired_batch
 from prefrl.errors import ConfigError, DataError
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.reference import Reference, make_reference
-from prefrl.trainer import precompute as precompute_module
-from prefrl.trainer.precompute import check_same_reference, precompute_reference
+from prefrl.trainer.offline import precompute as precompute_module
+from prefrl.trainer.offline.precompute import check_same_reference, precompute_reference
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
 from tests.leave import leave

@@ -10,7 +10,7 @@ import torch
 from prefrl.data.collate import flat_batch
 from prefrl.metrics import Metric
 from prefrl.models.flops import ModelCost, Products
-from prefrl.trainer.step_account import EndOfOptimizerPhase, StepAccount, StepFlops
+from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops
 from tests.assets import tiny_model
 
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.losses.off_policy import OFF_POLICY_CORRECTIONS
-from prefrl.trainer.generators import sync_method
+from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.online.generators import sync_method
+from prefrl.trainer.online.vllm_options import VLLMOptions
 from prefrl.trainer.online_dpo_config import OnlineDPOConfig
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
 from prefrl.trainer.rloo_config import RLOOConfig
-from prefrl.trainer.vllm_options import VLLMOptions
 
 UNCUT = {"use_vllm": True}
 

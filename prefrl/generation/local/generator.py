@@ -1,0 +1,404 @@
+"""Sampling in this process, with the weights that are being trained.
+
+A prompt is computed once for all its samples, whose rows then decode together over transformers' key/value cache. A
+row that is finished leaves the batch. Rows of one batch are aligned at their end, so shorter prompts have padding on
+their left: copies of their first token, masked out. Legend: P prompts, R rows that decode together, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import DynamicCache
+
+from prefrl import distributed
+from prefrl.errors import ConfigError, GenerationError
+from prefrl.generation.base import OnDemand
+from prefrl.generation.local.cache import keep_rows, rows_of_cache
+from prefrl.generation.local.packed_linear import packed_linears
+from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
+from prefrl.models.adapters import is_peft_model
+from prefrl.models.modes import eval_mode
+from prefrl.types import Completion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.generation.base import Pending, SamplingParams, WeightSource
+    from prefrl.generation.local.sampling import Draw
+    from prefrl.types import FinishReason
+
+__all__ = ["LocalGenerator", "end_token_ids"]
+
+# Packing the weights takes the time of some five steps.
+_STEPS_THAT_PAY_FOR_PACKING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Sample `sample` of the prompt at `request` in the call."""
+
+    request: int
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """Prompts that were computed together, W tokens wide."""
+
+    cache: Cache
+    logits: Tensor  # [P, V] float32, after the last token
+    ids: Tensor  # [P, W] int64
+    padding: Tensor  # [P] int64, tokens of padding on the left
+    has_padding: bool
+
+
+class LocalGenerator:
+    """`prefrl.generation.base.Generator` with the weights of a model in this process.
+
+    Args:
+        model: The model that is trained, without what a back-end puts around it; may be a PeftModel.
+        tokenizer: Its end-of-sequence token stops a sample, besides those of the model's generation config.
+        max_rows: Samples that decode together at most; bounds the memory of the key/value cache.
+        gathers: Whether all weights of a partitioned model are on each rank while it samples; else they are gathered
+            layer by layer for each token.
+        offloads_cache: Whether keys and values of completions are kept in host memory; those of the layer that is
+            computed are on the device.
+
+    Raises:
+        ConfigError: `max_rows` is not positive.
+        GenerationError: The architecture has no key/value cache that can be used here.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_rows: int = 64,
+        gathers: bool = True,
+        offloads_cache: bool = False,
+    ) -> None:
+        if max_rows < 1:
+            raise ConfigError(f"max_rows={max_rows}: must be at least 1")
+        self._model = model
+        self._base = model.get_base_model() if is_peft_model(model) else model
+        self._tokenizer = tokenizer
+        self._max_rows = max_rows
+        self._gathers = gathers
+        self._offloads_cache = offloads_cache
+        self._version = 0
+        self._arguments = frozenset(inspect.signature(type(self._base).forward).parameters)
+        self._position_limit = _position_limit(self._base)
+        self._check_architecture()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Draw `sampling.num_samples` completions of each prompt.
+
+        A sample does not depend on what else is drawn, up to the rounding of matrix products of another shape. The
+        model's modes and torch's global random state stay as they are.
+
+        Args:
+            prompts: [P] token ids.
+            sampling: How to draw.
+            seeds: [P], one of each prompt.
+
+        Returns:
+            [P][G] completions; a stop token is the last token of its completion.
+
+        Raises:
+            ValueError: The numbers of prompts and seeds differ.
+            GenerationError: A prompt is empty or too long for the model, or the model's logits are not finite.
+        """
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: one each is needed")
+        self._check_prompts(prompts, sampling.max_tokens)
+        completions: dict[_Row, Completion] = {}
+        stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
+        pays = sampling.max_tokens >= _STEPS_THAT_PAY_FOR_PACKING
+        is_sharded = distributed.is_sharded(self._model)
+        # FSDP2 keeps the memory that it gathers into, and trains in it.
+        no_grad = torch.no_grad() if is_sharded else torch.inference_mode()
+        packs = pays and (self._gathers or not is_sharded)
+        with (
+            self._whole_or_in_company(),
+            no_grad,
+            eval_mode(self._model),
+            packed_linears(self._base) if packs else nullcontext(),
+        ):
+            for batch in _batches(prompts, sampling.num_samples, self._max_rows):
+                prefill = self._prefill(list(batch))
+                rows = [(number, row) for number, group in enumerate(batch.values()) for row in group]
+                for start in range(0, len(rows), self._max_rows):
+                    live = rows[start : start + self._max_rows]
+                    wave = _Wave(prefill, live, sampling, seeds, offloads_cache=self._offloads_cache)
+                    self._decode(wave, TokenSampler(sampling), stop_ids)
+                    completions |= wave.completions(self._version)
+        return [
+            [completions[_Row(request, sample)] for sample in range(sampling.num_samples)]
+            for request in range(len(prompts))
+        ]
+
+    def _whole_or_in_company(self) -> AbstractContextManager[object]:
+        if self._gathers:
+            return distributed.full_params(self._model)
+        return distributed.in_company([(self._model, self._idle)], self._base.device)
+
+    def _idle(self) -> None:
+        """A pass that other ranks need."""
+        self._model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self._base.device), use_cache=False)
+
+    def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
+        """See `generate`, which runs when the completions are asked for."""
+        return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
+
+    def sync(self, weights: WeightSource, *, version: int) -> None:
+        """Note the version of the weights. They are the model's own, so nothing is read from `weights`."""
+        self._version = version
+
+    def invalidate(self) -> None:
+        """No-op: the weights are the model's own."""
+
+    def close(self) -> None:
+        """No-op: nothing is held between calls."""
+
+    def _decode(self, wave: _Wave, sampler: TokenSampler, stop_ids: set[int]) -> None:
+        logits = wave.first_logits
+        for step in range(wave.max_tokens):
+            draw = sampler.draw(logits, wave.uniforms(step), wave.history(step) if sampler.reads_history else None)
+            # The one place in a step that waits for the device.
+            drawn, is_valid = torch.stack([draw.tokens, draw.is_valid.long()]).tolist()
+            if not all(is_valid):
+                raise self._logits_error(wave.live_rows[is_valid.index(0)], step)
+            wave.record(step, draw)
+            has_stopped = [token in stop_ids for token in drawn]
+            kept = wave.leave(has_stopped)
+            if not kept or step + 1 == wave.max_tokens:
+                return
+            tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[kept]
+            logits = self._forward(tokens[:, None], wave.cache, wave.positions(step), wave.mask(step))
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> _Prefill:
+        width, device = max(map(len, prompts)), self._base.device
+        ids = [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        input_ids = torch.tensor(ids, device=device)
+        padding = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+        has_padding = any(len(prompt) < width for prompt in prompts)
+        columns = torch.arange(width, device=device)
+        positions = (columns - padding[:, None]).clamp(min=0)
+        mask = (columns >= padding[:, None]).long() if has_padding else None
+        cache = DynamicCache(config=self._base.config)
+        try:
+            logits = self._forward(input_ids, cache, positions, mask)
+        except ValueError as error:  # some architectures refuse a cache that is not of their own kind
+            raise _no_cache_error(self._base, str(error)) from error
+        return _Prefill(cache, logits, input_ids, padding, has_padding)
+
+    def _forward(self, input_ids: Tensor, cache: Cache, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """[R, V] float32 logits after the last of `input_ids` [R, .], whose keys and values go to `cache`.
+
+        Args:
+            input_ids: [R, .] int64.
+            cache: Of all tokens before.
+            positions: [R, .] int64, of `input_ids`.
+            mask: [R, .] int64, of all tokens so far, 0 where there is padding; None if there is none.
+        """
+        arguments = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        if "position_ids" in self._arguments:
+            arguments["position_ids"] = positions
+        if "logits_to_keep" in self._arguments:
+            arguments["logits_to_keep"] = 1
+        output = self._model(**arguments)
+        if output.get("past_key_values") is not cache:
+            raise _no_cache_error(self._base, "its forward pass does not fill the cache that it is given")
+        return output.logits[:, -1].to(input_ids.device, torch.float32)  # type: ignore[no-any-return]  # untyped
+
+    def _check_architecture(self) -> None:
+        if self._base.config.is_encoder_decoder:
+            raise _no_cache_error(self._base, "it is an encoder with a decoder")
+        if "past_key_values" not in self._arguments:
+            raise _no_cache_error(self._base, "its forward pass takes no past_key_values")
+        if is_peft_model(self._model) and self._model.active_peft_config.is_prompt_learning:
+            kind = type(self._model.active_peft_config).__name__
+            raise _no_cache_error(self._base, f"its adapter ({kind}) puts tokens of its own before the prompt")
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise GenerationError(f"prompt {number} is empty: a first token is sampled after at least one token")
+            if self._position_limit is not None and len(prompt) + max_tokens > self._position_limit:
+                raise GenerationError(
+                    f"prompt {number} has {len(prompt)} tokens and max_tokens={max_tokens}: together at most "
+                    f"{self._position_limit} for {type(self._base).__name__}, which has no more positions. Shorten "
+                    "the prompts (max_prompt_length) or the completions (max_completion_length)."
+                )
+
+    def _logits_error(self, row: _Row, step: int) -> GenerationError:
+        return GenerationError(
+            f"prompt {row.request}, sample {row.sample}, token {step}: the logits of weight version {self._version} "
+            "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, use "
+            "bfloat16 instead of float16, and restart from a checkpoint before this version."
+        )
+
+
+class _Wave:
+    """Rows that decode together: what was drawn for all of them, and what the next step needs of the live ones."""
+
+    def __init__(
+        self,
+        prefill: _Prefill,
+        rows: list[tuple[int, _Row]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        offloads_cache: bool,
+    ) -> None:
+        self.max_tokens = sampling.max_tokens
+        self._device, self._width = prefill.ids.device, prefill.ids.shape[1]
+        self._rows = [row for _, row in rows]
+        self._reasons: list[FinishReason] = ["length"] * len(rows)
+        self._draws: list[Draw] = []
+        self._drawn_for: list[list[int]] = []  # rows of each draw
+        # Of live rows, in the order of the cache.
+        self._live = list(range(len(rows)))
+        prompts = torch.tensor([number for number, _ in rows], device=self._device)
+        uniforms = [uniform_numbers(seeds[row.request], row.sample, self.max_tokens) for row in self._rows]
+        self._uniforms = torch.stack(uniforms).to(self._device)  # [R, T]
+        self._history = pad(prefill.ids[prompts], (0, self.max_tokens))  # [R, W + T]
+        columns = torch.arange(self._width + self.max_tokens, device=self._device)
+        padding = prefill.padding[prompts, None]
+        self._positions = columns - padding  # [R, W + T]
+        self._mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
+        self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
+        self.first_logits = prefill.logits[prompts]
+
+    @property
+    def live_rows(self) -> list[_Row]:
+        """The rows that are not finished."""
+        return [self._rows[row] for row in self._live]
+
+    def uniforms(self, step: int) -> Tensor:
+        """The random number of each live row."""
+        return self._uniforms[:, step]
+
+    def positions(self, step: int) -> Tensor:
+        """[R, 1] of the token that was drawn in this step."""
+        return self._positions[:, self._width + step, None]
+
+    def mask(self, step: int) -> Tensor | None:
+        """[R, W + step + 1] for the token that was drawn in this step."""
+        return None if self._mask is None else self._mask[:, : self._width + step + 1]
+
+    def history(self, step: int) -> Tensor:
+        """[R, W + step] the tokens of live rows; padding repeats a token of the prompt, so the set is right."""
+        return self._history[:, : self._width + step]
+
+    def record(self, step: int, draw: Draw) -> None:
+        """Keep what was drawn for the live rows."""
+        self._history[:, self._width + step] = draw.tokens
+        self._draws.append(draw)
+        self._drawn_for.append(self._live)
+
+    def leave(self, has_stopped: list[bool]) -> list[int]:
+        """Let stopped rows go; returns which of the live rows stay, in their new order."""
+        for row, is_last in zip(self._live, has_stopped, strict=True):
+            if is_last:
+                self._reasons[row] = "stop"
+        kept = _fill_gaps(has_stopped)
+        if kept and len(kept) < len(has_stopped):
+            chosen = torch.tensor(kept, device=self._device)
+            self._live = [self._live[place] for place in kept]
+            self._uniforms, self._history, self._positions = (
+                state[chosen] for state in (self._uniforms, self._history, self._positions)
+            )
+            self._mask = None if self._mask is None else self._mask[chosen]
+            keep_rows(self.cache, kept, self._device)
+        return kept
+
+    def completions(self, version: int) -> dict[_Row, Completion]:
+        """What was drawn, on the host."""
+        tokens: list[list[int]] = [[] for _ in self._rows]
+        logprobs: list[list[float]] = [[] for _ in self._rows]
+        drawn = zip(
+            chain.from_iterable(self._drawn_for),
+            torch.cat([draw.tokens for draw in self._draws]).tolist(),
+            torch.cat([draw.logprobs for draw in self._draws]).tolist(),
+            strict=True,
+        )
+        for row, token, logprob in drawn:
+            tokens[row].append(token)
+            logprobs[row].append(logprob)
+        return {
+            row: Completion(
+                token_ids=tokens[number],
+                finish_reason=self._reasons[number],
+                logprobs=logprobs[number],
+                trainable=[True] * len(tokens[number]),
+                policy_versions=[version] * len(tokens[number]),
+            )
+            for number, row in enumerate(self._rows)
+        }
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Tokens that end a completion: those of the model's generation config, and the tokenizer's."""
+    of_config = model.generation_config.eos_token_id
+    ids = {*(of_config if isinstance(of_config, (list, tuple)) else [of_config])}
+    if tokenizer is not None:
+        ids.add(tokenizer.eos_token_id)
+    return sorted(ids - {None})
+
+
+def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:
+    """The places that are no gaps, in an order that moves as few as possible: the last ones fill the gaps."""
+    num_kept = len(is_gap) - sum(is_gap)
+    movers = (place for place in range(len(is_gap) - 1, num_kept - 1, -1) if not is_gap[place])
+    return [next(movers) if is_gap[place] else place for place in range(num_kept)]
+
+
+def _batches(
+    prompts: Sequence[Sequence[int]], num_samples: int, max_rows: int
+) -> list[dict[tuple[int, ...], list[_Row]]]:
+    """Distinct prompts with their rows, of about equal length in a batch, at most `max_rows` rows or one prompt."""
+    rows: dict[tuple[int, ...], list[_Row]] = {}
+    for request, prompt in enumerate(prompts):
+        rows.setdefault(tuple(prompt), []).extend(_Row(request, sample) for sample in range(num_samples))
+    batches: list[dict[tuple[int, ...], list[_Row]]] = []
+    num_rows = max_rows
+    for prompt in sorted(rows, key=len):
+        if num_rows + len(rows[prompt]) > max_rows:
+            batches.append({})
+            num_rows = 0
+        batches[-1][prompt] = rows[prompt]
+        num_rows += len(rows[prompt])
+    return batches
+
+
+def _position_limit(model: PreTrainedModel) -> int | None:
+    """The number of positions of a model that looks them up in a table; None if it computes them."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    tokens = model.get_input_embeddings().weight
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not tokens]
+    tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
+    # OPT and its kin keep two rows for padding.
+    return limit if any(limit <= len(table) <= limit + 2 for table in tables) else None
+
+
+def _no_cache_error(model: PreTrainedModel, reason: str) -> GenerationError:
+    return GenerationError(
+        f"{type(model).__name__} cannot generate in this process: {reason}. Use a decoder with a key/value cache, or "
+        "generate with vLLM."
+    )

@@ -1,0 +1,146 @@
+"""Prompts that servers were asked for, and what became of each of them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from prefrl.distributed import gather_objects
+from prefrl.errors import GenerationError, PrefrlError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from prefrl.generation.vllm.requests import Prompt
+    from prefrl.types import Completion
+
+__all__ = ["Asker", "Done", "Failed", "Lost", "Outcome", "VLLMPending", "raise_shared"]
+
+_MAX_RECOVERIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A prompt's completions."""
+
+    prompt: Prompt
+    completions: list[Completion]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A prompt that is asked for again once servers and weights are back."""
+
+    prompt: Prompt
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A prompt that it would not help to ask for again."""
+
+    prompt: Prompt
+    error: Exception
+
+
+Outcome = Done | Lost | Failed
+
+
+class Asker(Protocol):
+    """Asks servers, and brings them back."""
+
+    def submit(self, prompts: Sequence[Prompt], report: Callable[[Outcome], None]) -> Future[None]:
+        """Ask for the completions of some prompts; `report` gets one outcome for each of them."""
+        ...
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds within which one of the prompts that were submitted has an outcome."""
+        ...
+
+    def recover(self) -> None:
+        """Wait for servers that are gone, and give them our weights. All processes must call it."""
+        ...
+
+
+class VLLMPending:
+    """Completions that servers were asked for.
+
+    Args:
+        asker: Asks the servers.
+        prompts: What to ask for.
+    """
+
+    def __init__(self, asker: Asker, prompts: Sequence[Prompt]) -> None:
+        self._asker = asker
+        self._submit(prompts)
+
+    def _submit(self, prompts: Sequence[Prompt]) -> None:
+        self._asked = prompts
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._work = self._asker.submit(prompts, self._outcomes.put)
+
+    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
+        """Each prompt's number and its completions, as they become ready; all prompts, once.
+
+        What was lost with a server is asked for again when all else is there and the server is back. Collective at its
+        end: all processes wait for each other there.
+
+        Raises:
+            GenerationError: A prompt failed on some process, or a server did not come back in time.
+            WeightSyncError: A server came back and did not take the weights.
+        """
+        for recovery in range(_MAX_RECOVERIES + 1):
+            lost: list[Lost] = []
+            failure: Exception | None = None
+            try:
+                for outcome in self._arrivals():
+                    if isinstance(outcome, Done):
+                        yield outcome.prompt.number, outcome.completions
+                    elif isinstance(outcome, Lost):
+                        lost.append(outcome)
+                    else:
+                        failure = outcome.error
+                        break
+            finally:
+                self.cancel()  # what is still under way after a failure, or if nobody waits any more
+            raise_shared(failure)
+            reasons = [reason for reasons in gather_objects([one.reason for one in lost]) for reason in reasons]
+            if not reasons:
+                return
+            if recovery == _MAX_RECOVERIES:
+                raise GenerationError(
+                    f"{len(reasons)} prompts were lost {recovery + 1} times, although the servers came back each "
+                    f"time: {reasons[0]}"
+                )
+            self._asker.recover()
+            self._submit([one.prompt for one in lost])
+
+    def cancel(self) -> None:
+        """Break off what is under way. To be called on all processes, or on none."""
+        self._work.cancel()
+
+    def _arrivals(self) -> Iterator[Outcome]:
+        for _ in self._asked:
+            try:
+                yield self._outcomes.get(timeout=self._asker.longest_silence)
+            except queue.Empty:
+                limit = self._asker.longest_silence
+                error = GenerationError(f"no request to a vLLM server ended within {limit:g} s, against its deadline")
+                yield Failed(self._asked[0], error)
+                return
+
+
+def raise_shared(error: Exception | None) -> None:
+    """Raise, on all processes, the error of the first process that has one. All processes must call it."""
+    told = error
+    if error is not None and not isinstance(error, PrefrlError):
+        told = GenerationError(f"{type(error).__name__}: {error}")
+    first = next((its_error for its_error in gather_objects(told) if its_error is not None), None)
+    if first is not None and first is error:
+        raise error
+    if first is not None:
+        raise first from error

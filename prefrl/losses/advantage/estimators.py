@@ -1,0 +1,303 @@
+"""Advantages of completions, and the table of all estimators.
+
+Those of this module compare the total rewards of the completions of one prompt with each other: one advantage for each
+row. Those of `token_advantages` have one for each token.
+
+With R_b = sum_k w_k r_bk, the mean of the n rows of its group that have a reward, and std with n - 1 below the line:
+
+| name | advantage of a row |
+|---|---|
+| grpo | (R - mean) / (std of the group or the batch + epsilon), or R - mean |
+| rloo | R - mean of the others of the group |
+| reinforce_plus_plus_baseline | R - mean, whitened |
+| remax | R - R of the greedy completion |
+| opo | R - sum(length R) / sum(length) |
+| gpg | (R - mean) * alpha / F, alpha = rows / rows of groups that differ |
+| grpo_passk | R - second best, for the best alone, divided as in grpo |
+| maxrl | (R - mean) / mean |
+
+A row without a reward gets 0 and joins no statistic. All but `remax` give exactly 0 where the rewards of a group are
+equal, and so to a row that is alone in its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from prefrl.losses.advantage.scored import (
+    Advantages,
+    ScoredRows,
+    ScoredTokens,
+    centred,
+    group_count,
+    group_std,
+    group_sum,
+    numbered,
+    row_totals,
+)
+from prefrl.losses.advantage.tokens import gae, optimal_token_baseline, reinforce_plus_plus
+from prefrl.losses.table import keyword_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "ADVANTAGES",
+    "AdvantageEstimator",
+    "Advantages",
+    "RewardScale",
+    "ScoredRows",
+    "ScoredTokens",
+    "clip_advantages",
+    "normalize_rows",
+    "row_totals",
+]
+
+RewardScale = Literal["group", "batch", "none"]
+
+
+def grpo(
+    scored: ScoredRows,
+    *,
+    scale_rewards: RewardScale,
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"],
+    advantage_epsilon: float,
+) -> Advantages:
+    """How much better a completion is than the others of its group.
+
+    `sum_then_normalize`: with R_b = sum_k w_k r_bk,
+
+        A_b = (R_b - mean_group) / (s + epsilon), s = std of the group ("group") or of the batch ("batch")
+        A_b = R_b - mean_group ("none")
+
+    `normalize_then_sum` (GDPO): each reward is normalised within its group, and the weighted sum within the batch,
+
+        S_b = sum_k w_k (r_bk - mean_group_k) / (std_group_k + epsilon),  A_b = S_b / (std_batch(S) + epsilon)
+
+    where S needs no centring: its mean is 0 by construction.
+
+    Args:
+        scored: B rows.
+        scale_rewards: What centred rewards are divided by. `normalize_then_sum` divides by group, then batch, so it
+            goes with "group" alone.
+        multi_objective_aggregation: See above.
+        advantage_epsilon: Added to standard deviations.
+
+    Raises:
+        ValueError: `scale_rewards` is not "group" with `normalize_then_sum`.
+
+    Source: Shao et al. 2024 (GRPO), arXiv 2402.03300, section 4.1.2; Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783
+        ("none"); Liu et al. 2026 (GDPO), arXiv 2601.05242 (normalize_then_sum)
+    """
+    totals, groups = scored.totals(), numbered(scored.groups)
+    if multi_objective_aggregation == "sum_then_normalize":
+        divided = _divided(centred(totals, groups), scored, scale=scale_rewards, epsilon=advantage_epsilon)
+        return _result(scored, divided)
+    if scale_rewards != "group":
+        raise ValueError(
+            f"scale_rewards={scale_rewards!r} has no effect with multi_objective_aggregation='normalize_then_sum': "
+            "use scale_rewards='group'"
+        )
+    rewards = scored.rewards.detach().double()
+    per_reward = [centred(r, groups) / (group_std(r, groups) + advantage_epsilon) for r in rewards.unbind(1)]
+    sums = row_totals(torch.stack(per_reward, 1), scored.weights)
+    return _result(scored, sums / (group_std(sums, torch.zeros_like(groups)) + advantage_epsilon))
+
+
+def rloo(scored: ScoredRows) -> Advantages:
+    """Reward minus the mean reward of the others of the group: A = n / (n - 1) (R - mean).
+
+    The only row of a group has nothing to compare with, and gets 0.
+
+    Source: Ahmadian et al. 2024, arXiv 2402.14740
+    """
+    totals, groups = scored.totals(), numbered(scored.groups)
+    count = group_count(totals, groups)[groups]
+    return _result(scored, centred(totals, groups) * count / (count - 1).clamp(min=1))
+
+
+def reinforce_plus_plus_baseline(scored: ScoredRows) -> Advantages:
+    """Reward minus the mean of its group, to be whitened over the tokens of the batch: not divided by the group's std.
+
+    Source: Hu et al. 2025 (REINFORCE++), arXiv 2501.03262 (REINFORCE++-baseline)
+    """
+    return _result(scored, centred(scored.totals(), numbered(scored.groups)))
+
+
+def remax(scored: ScoredRows) -> Advantages:
+    """Reward minus the reward of the greedy completion of the same prompt.
+
+    Args:
+        scored: Needs `greedy`. Where it is NaN there is nothing to compare with, and the advantage is 0.
+
+    Raises:
+        ValueError: `greedy` is missing.
+
+    Source: Li et al. 2023 (ReMax), arXiv 2310.10505
+    """
+    if scored.greedy is None:
+        raise ValueError("remax needs the rewards of greedy completions: greedy=None")
+    return _result(scored, scored.totals() - scored.greedy.detach().double())
+
+
+def opo(scored: ScoredRows) -> Advantages:
+    """Reward minus the mean of its group weighted by length: R - sum(length R) / sum(length).
+
+    The baseline of least variance where a gradient's squared norm grows with its number of tokens.
+
+    Source: Hao et al. 2025 (OPO), arXiv 2505.23585
+    """
+    return _result(scored, centred(scored.totals(), numbered(scored.groups), scored.lengths))
+
+
+def gpg(scored: ScoredRows, *, f_norm: float) -> Advantages:
+    """Centred rewards, enlarged for the rows that have no gradient: alpha (R - mean) / f_norm.
+
+    alpha = rows / rows of groups whose rewards are not all equal, over the batch, so that a mean over all rows becomes
+    one over those that can be learned from.
+
+    Args:
+        scored: B rows.
+        f_norm: What advantages are divided by, positive; 1 in the paper.
+
+    Raises:
+        ValueError: `f_norm` is not positive.
+
+    Source: Chu et al. 2025 (GPG), arXiv 2504.02546
+    """
+    if f_norm <= 0:
+        raise ValueError(f"f_norm={f_norm}: needs to be positive")
+    totals, groups = scored.totals(), numbered(scored.groups)
+    num_rows, num_useful = (~totals.isnan()).sum(), (~totals.isnan() & (group_std(totals, groups) > 0)).sum()
+    return _result(scored, centred(totals, groups) * num_rows / num_useful.clamp(min=1) / f_norm)
+
+
+def grpo_passk(scored: ScoredRows, *, scale_rewards: RewardScale, advantage_epsilon: float) -> Advantages:
+    """What the best of a group adds to it: its reward minus the second best; 0 for all others.
+
+    The best reward of k samples, minus the best without this one. Where several are the best, none adds anything.
+
+    Args:
+        scored: B rows.
+        scale_rewards: What the difference is divided by, as in `grpo`.
+        advantage_epsilon: Added to standard deviations.
+
+    Source: Tang et al. 2025, arXiv 2503.19595
+    """
+    totals, groups = scored.totals(), numbered(scored.groups)
+    best = _group_max(totals, groups)[groups]
+    is_best = totals == best
+    second = _group_max(totals.masked_fill(is_best, torch.nan), groups)[groups]
+    is_only_best = is_best & (group_sum(is_best.to(totals.dtype), groups)[groups] == 1) & second.isfinite()
+    gap = (best - second).where(is_only_best, 0.0)
+    return _result(scored, _divided(gap, scored, scale=scale_rewards, epsilon=advantage_epsilon))
+
+
+def maxrl(scored: ScoredRows) -> Advantages:
+    """(R - mean) / mean: with rewards 0 and 1, a step towards log of the chance to be right, not towards that chance.
+
+    A group with mean 0 has nothing right in it, and gets 0.
+
+    Raises:
+        ValueError: A total reward is negative.
+
+    Source: Tajwar et al. 2026 (MaxRL), arXiv 2602.02710
+    """
+    totals, groups = scored.totals(), numbered(scored.groups)
+    if (totals < 0).any():
+        raise ValueError(f"maxrl: a total reward is {float(totals.nan_to_num().min())}: all need to be >= 0")
+    mean = (group_sum(totals, groups) / group_count(totals, groups).clamp(min=1))[groups]
+    # Rewards that have mean 0 and are not negative are all 0: 0 / 0 is NaN, which becomes 0.
+    return _result(scored, centred(totals, groups) / mean)
+
+
+def normalize_rows(advantages: Advantages, *, advantage_epsilon: float) -> Advantages:
+    """Advantages of rows with mean 0 and standard deviation 1 over the batch: (A - mean) / (std + epsilon).
+
+    Args:
+        advantages: `values` [B] of all ranks.
+        advantage_epsilon: Added to the standard deviation.
+
+    Returns:
+        The same with other `values`; 0 for rows without a reward.
+    """
+    values = advantages.values.double().masked_fill(advantages.totals.isnan(), torch.nan)
+    batch = torch.zeros_like(values, dtype=torch.long)
+    values = centred(values, batch) / (group_std(values, batch) + advantage_epsilon)
+    return replace(advantages, values=values.nan_to_num(nan=0.0).to(advantages.values.dtype))
+
+
+def clip_advantages(values: Tensor, *, low: float, high: float) -> Tensor:
+    """Advantages of any shape, at least `low` and at most `high`.
+
+    Raises:
+        ValueError: Not low <= 0 <= high, so that rows without a reward would learn, or low = high.
+    """
+    if not low <= 0 <= high or low == high:
+        raise ValueError(f"low={low}, high={high}: needs low <= 0 <= high and low < high")
+    return values.clamp(low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageEstimator:
+    """A row of `ADVANTAGES`: `function(scored, **hyperparameters)` with `ScoredRows` or `ScoredTokens`."""
+
+    function: Callable[..., Advantages]
+    level: Literal["row", "token"]
+    source: str
+    whitened: bool = False  # over the trainable tokens of all ranks, by the caller
+    needs: frozenset[str] = frozenset()  # optional fields of what is scored
+
+    @property
+    def hyperparameters(self) -> frozenset[str]:
+        """Names of the keyword arguments that the function needs."""
+        return keyword_names(self.function)
+
+
+ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "grpo": AdvantageEstimator(grpo, "row", "Shao et al. 2024, arXiv 2402.03300, section 4.1.2"),
+    "rloo": AdvantageEstimator(rloo, "row", "Ahmadian et al. 2024, arXiv 2402.14740"),
+    "reinforce_plus_plus_baseline": AdvantageEstimator(
+        reinforce_plus_plus_baseline, "row", "Hu et al. 2025, arXiv 2501.03262", whitened=True
+    ),
+    "remax": AdvantageEstimator(remax, "row", "Li et al. 2023, arXiv 2310.10505", needs=frozenset({"greedy"})),
+    "opo": AdvantageEstimator(opo, "row", "Hao et al. 2025, arXiv 2505.23585"),
+    "gpg": AdvantageEstimator(gpg, "row", "Chu et al. 2025, arXiv 2504.02546"),
+    "grpo_passk": AdvantageEstimator(grpo_passk, "row", "Tang et al. 2025, arXiv 2503.19595"),
+    "maxrl": AdvantageEstimator(maxrl, "row", "Tajwar et al. 2026, arXiv 2602.02710"),
+    "gae": AdvantageEstimator(
+        gae, "token", "Schulman et al. 2015, arXiv 1506.02438, eq. 16", whitened=True, needs=frozenset({"values"})
+    ),
+    "reinforce_plus_plus": AdvantageEstimator(
+        reinforce_plus_plus, "token", "Hu et al. 2025, arXiv 2501.03262", whitened=True
+    ),
+    "optimal_token_baseline": AdvantageEstimator(
+        optimal_token_baseline,
+        "token",
+        "Li et al. 2026, arXiv 2602.07078",
+        needs=frozenset({"logprobs", "log_collision"}),
+    ),
+}
+
+
+def _divided(values: Tensor, scored: ScoredRows, *, scale: RewardScale, epsilon: float) -> Tensor:
+    """[B] values / (standard deviation of the totals of their group or of the batch + epsilon)."""
+    if scale == "none":
+        return values
+    groups = numbered(scored.groups)
+    return values / (group_std(scored.totals(), groups if scale == "group" else torch.zeros_like(groups)) + epsilon)
+
+
+def _group_max(values: Tensor, groups: Tensor) -> Tensor:
+    """The largest value that is not NaN, at the number of each group; -inf where there is none."""
+    lowest = torch.full_like(values, -torch.inf)
+    return lowest.scatter_reduce(0, groups, values.nan_to_num(nan=-torch.inf), "amax")
+
+
+def _result(scored: ScoredRows, values: Tensor) -> Advantages:
+    totals, dtype = scored.totals(), scored.rewards.dtype
+    return Advantages(values=values.nan_to_num(nan=0.0).to(dtype), totals=totals.to(dtype))

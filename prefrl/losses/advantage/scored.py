@@ -1,0 +1,156 @@
+"""What advantages are computed from and what they are; statistics over groups of completions of one prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from prefrl.losses.checks import check_same_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Advantages",
+    "ScoredRows",
+    "ScoredTokens",
+    "centred",
+    "group_count",
+    "group_std",
+    "group_sum",
+    "numbered",
+    "row_totals",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Advantages of B rows or their N tokens with what is logged about them; in the dtype of the rewards."""
+
+    values: Tensor  # [B] or [N]; 0 for rows without a reward and for tokens that are not trainable
+    totals: Tensor  # [B] weighted sum of raw rewards, or sum of token rewards; NaN for rows without a reward
+    returns: Tensor | None = None  # [N] what a critic learns; 0 where not trainable
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """What row-level estimators read. Statistics are over these B rows, so they are those of all ranks.
+
+    A reward that is NaN has nothing to say about its row: it takes part in no sum and no statistic. A row of NaN alone
+    has no reward and gets advantage 0.
+
+    Raises:
+        ValueError: Shapes that do not fit, or an infinite reward.
+    """
+
+    rewards: Tensor  # [B, K], NaN where a reward has no value for a row
+    weights: Tensor  # [K]
+    groups: Tensor  # [B] int64, any numbers; equal for the completions of a prompt
+    lengths: Tensor  # [B] trainable tokens of each row
+    greedy: Tensor | None = None  # [B] total reward of the greedy completion of the row's prompt
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit together."""
+        rows, rewards = self.rewards.shape[:1], self.rewards.shape[1:]
+        per_row = {"groups": self.groups, "lengths": self.lengths}
+        if self.greedy is not None:
+            per_row["greedy"] = self.greedy
+        if self.rewards.dim() != 2 or self.weights.shape != rewards or any(t.shape != rows for t in per_row.values()):
+            shapes = {"rewards": self.rewards, "weights": self.weights, **per_row}
+            named = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in shapes.items())
+            raise ValueError(f"{named}: need to be [B, K], [K] and [B]")
+        _check_finite(self.rewards)
+
+    def totals(self) -> Tensor:
+        """[B] float64, see `row_totals`."""
+        return row_totals(self.rewards, self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """What token-level estimators read: N response tokens of whole rows and whole groups.
+
+    Everything is read at trainable tokens alone. A row with a NaN among their rewards has no reward: it gets advantage
+    0 and joins no statistic.
+
+    Raises:
+        ValueError: Shapes that do not fit, rows that are not laid end to end, or an infinite reward.
+    """
+
+    rewards: Tensor  # [N] reward of each token: the row's total on its last trainable token, minus KL terms
+    trainable: Tensor  # [N] bool, tokens that have a loss
+    row_index: Tensor  # [N] int64, row of each token, in 0 .. B-1, never decreasing
+    num_rows: int  # B
+    groups: Tensor  # [B] int64, any numbers; equal for the completions of a prompt
+    values: Tensor | None = None  # [N] of the critic, for the state in which the token was chosen
+    logprobs: Tensor | None = None  # [N] nats, log pi_old
+    log_collision: Tensor | None = None  # [N] nats, log sum p^2 over the vocabulary, of pi_old
+    # [N] nats, log of the importance weights that the loss is multiplied by: log pi_old - log mu, after any bound.
+    log_ratio: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit together."""
+        optional = {name: getattr(self, name) for name in ("values", "logprobs", "log_collision", "log_ratio")}
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        check_same_shape(rewards=self.rewards, trainable=self.trainable, row_index=self.row_index, **given)
+        if self.groups.shape != (self.num_rows,):
+            raise ValueError(f"groups {tuple(self.groups.shape)}: needs one entry for each of {self.num_rows} rows")
+        if (self.row_index.diff() < 0).any():
+            raise ValueError("row_index decreases: rows need to be laid end to end in order")
+        _check_finite(self.rewards)
+
+
+def _check_finite(rewards: Tensor) -> None:
+    if torch.isinf(rewards).any():
+        raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for none")
+
+
+def row_totals(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum of a row's rewards that are not NaN: R_b = sum_k w_k r_bk.
+
+    Args:
+        rewards: [B, K].
+        weights: [K].
+
+    Returns:
+        [B] float64; NaN where all rewards are.
+    """
+    rewards = rewards.detach().double()
+    return (rewards * weights.double()).nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
+
+
+def numbered(groups: Tensor) -> Tensor:
+    """The same partition of rows with numbers in 0 .. B-1, which the functions below need."""
+    numbers: Tensor = torch.unique(groups, return_inverse=True)[1]
+    return numbers
+
+
+def centred(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[B] values minus the (weighted) mean of their group, over values that are not NaN; NaN stays.
+
+    Equal values give exactly 0. Where all weights of a group are 0, the lowest value stands for the mean.
+    """
+    # Measured from the lowest of the group, so that rounding does not give equal values a difference.
+    lowest = torch.full_like(values, torch.inf).scatter_reduce(0, groups, values.nan_to_num(nan=torch.inf), "amin")
+    shifted = values - lowest[groups]
+    weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
+    weight_sums = group_sum(weights.masked_fill(values.isnan(), 0.0), groups)
+    return shifted - (group_sum(weights * shifted, groups) / weight_sums.where(weight_sums > 0, 1.0))[groups]
+
+
+def group_std(values: Tensor, groups: Tensor) -> Tensor:
+    """[B] n-1 standard deviation of the values of each row's group that are not NaN; 0 if they are fewer than two."""
+    squares = group_sum(centred(values, groups).square(), groups)
+    return (squares / (group_count(values, groups) - 1).clamp(min=1)).sqrt()[groups]
+
+
+def group_sum(values: Tensor, groups: Tensor) -> Tensor:
+    """Sum of the values that are not NaN, at the number of each group."""
+    return torch.zeros_like(values).index_add(0, groups, values.nan_to_num(nan=0.0))
+
+
+def group_count(values: Tensor, groups: Tensor) -> Tensor:
+    """Number of values that are not NaN, at the number of each group."""
+    return torch.zeros_like(values).index_add(0, groups, (~values.isnan()).to(values.dtype))

@@ -1,0 +1,181 @@
+"""Advantages of each token: what followed it, compared with a critic, the batch, or other rows at the same step.
+
+A row is the sequence of its trainable tokens: tokens of tools and environments were not chosen by the policy, so they
+are no steps, whatever stands on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from prefrl.losses.advantage.scored import Advantages, ScoredTokens, centred, group_count, numbered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["gae", "optimal_token_baseline", "reinforce_plus_plus"]
+
+# exp(2 * 30) times any number of tokens is finite in float32.
+_MAX_LOG_RATIO = 30.0
+
+
+def gae(scored: ScoredTokens, *, gamma: float, lam: float) -> Advantages:
+    """Generalised advantage estimation: A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t.
+
+    After the last trainable token of a row, V and A are 0. Returns are A + V, so a critic that fits them knows what it
+    is compared with; in rows without a reward they are V, from which a critic learns nothing.
+
+    Args:
+        scored: Needs `values`.
+        gamma: Discount of a step, in 0 .. 1.
+        lam: 0: the error of one step, with the critic's bias; 1: all that followed, with its variance.
+
+    Returns:
+        values [N] and returns [N].
+
+    Raises:
+        ValueError: `values` is missing, or gamma or lam is outside 0 .. 1.
+
+    Source: Schulman et al. 2015, arXiv 1506.02438, eq. 16
+    """
+    _check_share(gamma=gamma, lam=lam)
+    if scored.values is None:
+        raise ValueError("gae needs the values of a critic: values=None")
+    steps = _steps(scored)
+    values = steps.read(scored.values)
+    delta = steps.rewards + gamma * _later_in_row(values, steps.row, 1) - values
+    advantages = _to_go(delta, steps.row, discount=gamma * lam).masked_fill(steps.rewards.isnan(), 0.0)
+    return _result(scored, steps, advantages, returns=advantages + values)
+
+
+def reinforce_plus_plus(scored: ScoredTokens, *, gamma: float) -> Advantages:
+    """Discounted rewards to go, A_t = sum_k gamma^k r_t+k; their baseline is the batch's mean, by whitening.
+
+    Args:
+        scored: Rewards with the KL terms of each token.
+        gamma: Discount of a step, in 0 .. 1.
+
+    Returns:
+        values [N].
+
+    Raises:
+        ValueError: gamma is outside 0 .. 1.
+
+    Source: Hu et al. 2025, arXiv 2501.03262
+    """
+    _check_share(gamma=gamma)
+    steps = _steps(scored)
+    return _result(scored, steps, _to_go(steps.rewards, steps.row, discount=gamma))
+
+
+def optimal_token_baseline(scored: ScoredTokens, *, zero_tail: bool) -> Advantages:
+    """Rewards to go minus the baseline of least gradient variance at the same step of the group's rows.
+
+    With G_t the sum of rewards from step t on,
+
+        A_t = G_t - B_t,  B_t = sum_G G_t W_t / sum_G W_t,  W_t = sum_{j <= t} rho_j^2 (1 - 2 p_j + sum_v p_jv^2)
+
+    over the rows of the group that have a step t. The bracket is the squared norm of the gradient of log p_j with
+    respect to the logits; rho are the importance weights, 1 without `log_ratio`.
+
+    Args:
+        scored: Needs `logprobs` and `log_collision`.
+        zero_tail: Where a row is the only one of its group that has a step t, it is its own baseline, and A_t = 0.
+            True: it has none there, and A_t = G_t.
+
+    Returns:
+        values [N].
+
+    Raises:
+        ValueError: `logprobs` or `log_collision` is missing.
+
+    Source: Li et al. 2026, arXiv 2602.07078 (optimal token baseline, logit-gradient proxy)
+    """
+    if scored.logprobs is None or scored.log_collision is None:
+        raise ValueError("optimal_token_baseline needs logprobs and log_collision")
+    steps = _steps(scored)
+    logprobs, log_collision = steps.read(scored.logprobs), steps.read(scored.log_collision)
+    # (1 - p)^2 + (sum p^2 - p^2): both parts are positive and keep their digits where p is close to 1.
+    others = -log_collision.exp() * torch.expm1((2 * logprobs - log_collision).clamp(max=0))
+    energy = torch.expm1(logprobs).square() + others
+    if scored.log_ratio is not None:
+        energy = energy * (2 * steps.read(scored.log_ratio).clamp(max=_MAX_LOG_RATIO)).exp()
+    to_go = _to_go(steps.rewards, steps.row, discount=1.0)
+    # Sums so far are sums to go of the reversed tokens.
+    energy_so_far = _to_go(energy.flip(0), steps.row.flip(0), discount=1.0).flip(0)
+    step = torch.arange(len(to_go), device=to_go.device) - torch.searchsorted(steps.row, steps.row)
+    same_step = numbered(numbered(scored.groups)[steps.row] * len(step) + step)
+    advantages = centred(to_go, same_step, energy_so_far)
+    if zero_tail:
+        advantages = torch.where(group_count(to_go, same_step)[same_step] == 1, to_go, advantages)
+    return _result(scored, steps, advantages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The M trainable tokens of all rows, end to end."""
+
+    positions: Tensor  # [M] int64, in 0 .. N-1
+    row: Tensor  # [M] int64
+    rewards: Tensor  # [M]; NaN in the whole row if one is
+    totals: Tensor  # [B]; NaN in rows without a reward or a step
+
+    def read(self, per_token: Tensor) -> Tensor:
+        """[M] of [N], constant."""
+        return per_token.detach()[self.positions]
+
+
+def _steps(scored: ScoredTokens) -> _Steps:
+    positions = scored.trainable.nonzero().squeeze(1)
+    row = scored.row_index[positions]
+    rewards = scored.rewards.detach()[positions]
+    totals = rewards.new_zeros(scored.num_rows).index_add(0, row, rewards)
+    has_steps = torch.zeros_like(totals, dtype=torch.bool).index_fill(0, row, True)
+    return _Steps(
+        positions=positions,
+        row=row,
+        rewards=rewards.masked_fill(totals.isnan()[row], torch.nan),
+        totals=totals.masked_fill(~has_steps, torch.nan),
+    )
+
+
+def _to_go(values: Tensor, row: Tensor, *, discount: float) -> Tensor:
+    """[M] sum_k discount^k values_t+k over the steps from t to the end of the row.
+
+    A round with reach n doubles what a sum spans from n to 2 n steps, so a row of T steps takes log2(T) rounds.
+    """
+    longest = int(torch.bincount(row).max()) if len(row) else 0
+    sums, reach = values, 1
+    while reach < longest:
+        sums = sums + discount**reach * _later_in_row(sums, row, reach)
+        reach *= 2
+    return sums
+
+
+def _later_in_row(values: Tensor, row: Tensor, distance: int) -> Tensor:
+    """[M] the value `distance` steps later; 0 after the row's end."""
+    following = torch.zeros_like(values)
+    following[:-distance] = values[distance:].where(row[distance:] == row[:-distance], 0.0)
+    return following
+
+
+def _check_share(**shares: float) -> None:
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name}={share}: needs to be in 0 .. 1")
+
+
+def _result(scored: ScoredTokens, steps: _Steps, values: Tensor, *, returns: Tensor | None = None) -> Advantages:
+    """[M] values and returns laid out as [N]."""
+
+    def spread(per_step: Tensor) -> Tensor:
+        return torch.zeros_like(scored.rewards).index_copy(0, steps.positions, per_step.to(scored.rewards.dtype))
+
+    return Advantages(
+        values=spread(values.masked_fill(steps.rewards.isnan(), 0.0)),
+        totals=steps.totals,
+        returns=None if returns is None else spread(returns),
+    )

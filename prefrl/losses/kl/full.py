@@ -1,0 +1,76 @@
+"""KL(pi || ref) over the whole vocabulary, for a chunk of tokens at a time.
+
+    KL = sum_j p_j (log p_j - log q_j)        d KL / d z_j = p_j (log p_j - log q_j - KL)
+
+with p = softmax(z) of the policy, q of the reference, and z the policy's logits over temperature. Nothing is estimated
+from the sampled token: value and gradient are exact, behind the prefix that was sampled. `chunked_logprobs` and
+`module_logprobs` compute it beside log-probs, where the policy's logits are at hand. Those of the reference are made
+of hidden states that were kept, chunk by chunk, in forward and again in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from prefrl.losses.checks import check_same_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ReferenceLogits", "full_kl", "reference_log_probs"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLogits:
+    """Logits of the reference at M tokens, not made yet."""
+
+    hidden: Tensor  # [M, h] last hidden states, constants; the policy's may be of another size
+    head: Callable[[Tensor], Tensor]  # [m, h] -> [m, V] logits before temperature
+
+
+def reference_log_probs(
+    reference: ReferenceLogits, *, temperature: float, dtype: torch.dtype
+) -> Callable[[slice], Tensor]:
+    """A function that gives [c, V] log softmax(logits / temperature) of some tokens, without gradient.
+
+    The head runs under the autocast that is on now, also if the function is called later, in backward. Each call
+    returns a tensor of its own.
+    """
+    device_type = reference.hidden.device.type
+    autocast = partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+    )
+
+    def log_probs(rows: slice) -> Tensor:
+        with torch.no_grad():
+            with autocast():
+                logits = reference.head(reference.hidden[rows])
+            logits = logits.to(dtype) / temperature
+            return logits.log_softmax(1)
+
+    return log_probs
+
+
+def full_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """sum_j p_j (log p_j - log q_j) for each token.
+
+    Args:
+        log_probs: [c, V] nats, log p; gradient flows.
+        ref_log_probs: [c, V] nats, log q, treated as constant.
+
+    Returns:
+        [c] nats.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    return (log_probs.exp() * (log_probs - ref_log_probs.detach())).sum(1)

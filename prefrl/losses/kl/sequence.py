@@ -1,0 +1,91 @@
+"""The KL divergence of whole sequences, from samples of any policy: with what a token changes for later ones."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from prefrl.losses.checks import check_same_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["row_prefix_sums", "sequence_kl"]
+
+
+def sequence_kl(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    log_ratio: Tensor,
+    trainable: Tensor,
+    row_index: Tensor,
+    num_rows: int,
+    *,
+    kl_weight_cap: float | None,
+) -> Tensor:
+    """W_s d_s with d_s = log pi_s - log ref_s and W_s = prod_{j <= s} pi_j / mu_j over the row's trainable tokens.
+
+    For rows sampled from mu, summed over the tokens of a row:
+
+        E_mu[sum_s W_s d_s] = KL(pi || ref),  E_mu[sum_s W_s d_s sum_{j <= s} grad log pi_j] = grad KL(pi || ref)
+
+    both exactly, prefixes included: d is a constant here (W_s grad d_s is 0 on average), and gradient flows through
+    W. A token answers for all that later tokens of its row diverge by. On samples of pi itself, where W is 1, the
+    gradient is sum_j grad log pi_j sum_{s >= j} d_s. It is that of the divergence if the losses of a row are summed:
+    means over a row's tokens weigh rows by their lengths.
+
+    The variance of W grows with the length of rows. `kl_weight_cap` lowers weights above it to it, before the
+    exponential. Gradient flows on as through any constant weight: where pi has moved far from mu, the pull towards
+    ref stays, at the size of the cap. Then the value is off by at most E_pi[sum_s abs(d_s) (1 - cap / W_s)+], in
+    either direction, and nothing where all W_s are at most the cap.
+
+    Args:
+        logprobs: [N] nats, log pi, treated as constant: gradient flows through `log_ratio`.
+        ref_logprobs: [N] nats, treated as constant.
+        log_ratio: [N] nats, log pi - log mu of each token; gradient flows.
+        trainable: [N] bool, tokens that the policy chose; nothing is read at the others, and they get 0.
+        row_index: [N] int64, row of each token, in 0 .. B-1; rows stand one after the other in this order.
+        num_rows: B.
+        kl_weight_cap: Largest weight, at least 1; None: no bound, and float32 overflows where log W is above 88.
+
+    Returns:
+        [N] nats in the dtype of `logprobs`.
+
+    Raises:
+        ValueError: Shapes differ, or a cap below 1, the weight of a sample from pi itself.
+
+    Source: Tang and Munos 2025, arXiv 2506.09477 (the gradient on samples of pi)
+    """
+    check_same_shape(
+        logprobs=logprobs, ref_logprobs=ref_logprobs, log_ratio=log_ratio, trainable=trainable, row_index=row_index
+    )
+    if kl_weight_cap is not None and not 1 <= kl_weight_cap < math.inf:
+        raise ValueError(f"kl_weight_cap={kl_weight_cap}: needs to be at least 1, or None for no bound")
+    log_weights = row_prefix_sums(log_ratio.where(trainable, 0.0), row_index, num_rows)
+    constant = log_weights.detach()
+    capped = constant if kl_weight_cap is None else constant.clamp(max=math.log(kl_weight_cap))
+    difference = (logprobs - ref_logprobs).detach().where(trainable, 0.0)
+    return capped.exp() * difference * (1 + log_weights - constant)
+
+
+def row_prefix_sums(values: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
+    """Sum of each token's value and those before it in its row; gradient flows.
+
+    Accumulated in float64: all rows are summed in one go, and what earlier rows sum to is taken off again.
+
+    Args:
+        values: [N].
+        row_index: [N] int64, row of each token, in 0 .. B-1; rows stand one after the other in this order.
+        num_rows: B.
+
+    Returns:
+        [N] in the unit and dtype of `values`.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    check_same_shape(values=values, row_index=row_index)
+    precise = values.double()
+    totals = precise.new_zeros(num_rows).index_add(0, row_index, precise)
+    before = totals.cumsum(0) - totals
+    return (precise.cumsum(0) - before[row_index]).to(values.dtype)

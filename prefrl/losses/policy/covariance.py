@@ -1,0 +1,177 @@
+"""Which tokens lower the entropy of the policy most: those whose log-prob and advantage vary together.
+
+    cov_t = (A_t - mean A) * (log pi_t - mean log pi), means over all trainable tokens of a generation batch
+
+Tokens are selected once for each generation batch, among those of all ranks, and a random choice follows numbers that
+belong to the tokens. So an update does not depend on how its step is cut.
+
+Source: Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models,
+    arXiv 2505.22617, section 4.2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from prefrl.losses.checks import check_same_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CovarianceSums", "covariance", "covariance_sums", "select_clip_cov", "select_kl_cov", "token_keys"]
+
+
+@dataclass(frozen=True, slots=True)
+class CovarianceSums:
+    """Sums over trainable tokens, scalars. They add up over ranks; divided by `num_tokens` they are the means."""
+
+    logprobs: Tensor  # float64, nats
+    advantages: Tensor  # float64
+    num_tokens: Tensor  # int64
+
+
+def covariance_sums(logprobs: Tensor, advantages: Tensor, trainable: Tensor) -> CovarianceSums:
+    """What the means in `covariance` are made of, in float64, where the order of summation hardly matters.
+
+    Args:
+        logprobs: [N] nats, treated as constant; read at trainable tokens alone.
+        advantages: [N], treated as constant; read at trainable tokens alone.
+        trainable: [N] bool, tokens that have a loss.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    check_same_shape(logprobs=logprobs, advantages=advantages, trainable=trainable)
+    return CovarianceSums(
+        logprobs=logprobs.detach().where(trainable, 0.0).sum(dtype=torch.float64),
+        advantages=advantages.detach().where(trainable, 0.0).sum(dtype=torch.float64),
+        num_tokens=trainable.sum(),
+    )
+
+
+def covariance(
+    logprobs: Tensor, advantages: Tensor, trainable: Tensor, *, mean_logprob: float, mean_advantage: float
+) -> Tensor:
+    """What each token adds to the covariance of log-probs and advantages: (A - mean A) (log pi - mean log pi).
+
+    Args:
+        logprobs: [N] nats, treated as constant; read at trainable tokens alone.
+        advantages: [N], treated as constant; read at trainable tokens alone.
+        trainable: [N] bool, tokens that have a loss.
+        mean_logprob: Mean over trainable tokens of all ranks, nats.
+        mean_advantage: Mean over trainable tokens of all ranks.
+
+    Returns:
+        [N]; 0 where not trainable.
+
+    Raises:
+        ValueError: Shapes differ.
+
+    Source: Cui et al. 2025, arXiv 2505.22617, section 4.2
+    """
+    check_same_shape(logprobs=logprobs, advantages=advantages, trainable=trainable)
+    products = (advantages.detach() - mean_advantage) * (logprobs.detach() - mean_logprob)
+    return products.where(trainable, 0.0)
+
+
+def token_keys(row_seeds: Sequence[int], row_lengths: Sequence[int]) -> Tensor:
+    """A random number for each token, which follows from its row's seed and its place in the row.
+
+    Args:
+        row_seeds: B entries. A row's seed must not depend on the rank that holds it.
+        row_lengths: B entries, response tokens.
+
+    Returns:
+        [N] float64 on the CPU, uniform in 0 .. 1.
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in row_seeds]
+    rows = [
+        torch.rand(length, generator=generator, dtype=torch.float64)
+        for generator, length in zip(generators, row_lengths, strict=True)
+    ]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.float64)
+
+
+def select_clip_cov(
+    covariances: Tensor,
+    trainable: Tensor,
+    keys: Tensor,
+    *,
+    clip_cov_ratio: float,
+    clip_cov_lb: float,
+    clip_cov_ub: float,
+) -> Tensor:
+    """Some of the tokens whose covariance is in (clip_cov_lb, clip_cov_ub), at random: those with the smallest keys.
+
+    As many as `clip_cov_ratio` of all trainable tokens, rounded down but at least one, if there are so many.
+
+    Args:
+        covariances: [N], see `covariance`; tokens of all ranks.
+        trainable: [N] bool, tokens that have a loss.
+        keys: [N] random numbers, see `token_keys`.
+        clip_cov_ratio: In 0 .. 1, above 0.
+        clip_cov_lb: Covariances need to be above this.
+        clip_cov_ub: Covariances need to be below this.
+
+    Returns:
+        [N] bool.
+
+    Raises:
+        ValueError: Shapes differ, or the hyper-parameters select nothing.
+
+    Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (Clip-Cov)
+    """
+    check_same_shape(covariances=covariances, trainable=trainable, keys=keys)
+    _check_ratio("clip_cov_ratio", clip_cov_ratio)
+    if clip_cov_lb >= clip_cov_ub:
+        raise ValueError(f"clip_cov_lb={clip_cov_lb}, clip_cov_ub={clip_cov_ub}: need clip_cov_lb < clip_cov_ub")
+    is_candidate = trainable & (covariances > clip_cov_lb) & (covariances < clip_cov_ub)
+    order = keys.where(is_candidate, math.inf).argsort(stable=True)
+    return _first(order, is_candidate, _share(trainable, clip_cov_ratio))
+
+
+def select_kl_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, *, kl_cov_ratio: float) -> Tensor:
+    """The tokens with the largest covariance: `kl_cov_ratio` of all trainable ones, rounded down but at least one.
+
+    Equal covariances are common, at the tokens of which the policy is sure; among them, the smallest keys win.
+
+    Args:
+        covariances: [N], see `covariance`; tokens of all ranks.
+        trainable: [N] bool, tokens that have a loss.
+        keys: [N] random numbers, see `token_keys`.
+        kl_cov_ratio: In 0 .. 1, above 0.
+
+    Returns:
+        [N] bool.
+
+    Raises:
+        ValueError: Shapes differ, or the hyper-parameter selects nothing.
+
+    Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (KL-Cov)
+    """
+    check_same_shape(covariances=covariances, trainable=trainable, keys=keys)
+    _check_ratio("kl_cov_ratio", kl_cov_ratio)
+    by_key = keys.argsort(stable=True)
+    by_covariance = covariances.where(trainable, -math.inf)[by_key].argsort(descending=True, stable=True)
+    return _first(by_key[by_covariance], trainable, _share(trainable, kl_cov_ratio))
+
+
+def _check_ratio(name: str, ratio: float) -> None:
+    if not 0 < ratio <= 1:
+        raise ValueError(f"{name}={ratio}: a share of all trainable tokens, needs 0 < {name} <= 1")
+
+
+def _share(trainable: Tensor, ratio: float) -> int:
+    return max(int(trainable.sum().item() * ratio), 1)
+
+
+def _first(order: Tensor, is_candidate: Tensor, count: int) -> Tensor:
+    """[N] bool: the first `count` of an order of tokens that begins with the candidates."""
+    selected = torch.zeros_like(is_candidate)
+    selected[order[: min(count, int(is_candidate.sum()))]] = True
+    return selected

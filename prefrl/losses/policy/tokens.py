@@ -1,0 +1,100 @@
+"""What a policy loss reads and returns, and the ratio of two policies at the level of tokens or of whole rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from prefrl.losses.checks import check_same_shape
+from prefrl.losses.reduce import row_sums, trainable_per_row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MAX_LOG_RATIO", "ImportanceLevel", "PolicyTokens", "TokenLoss"]
+
+ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+
+# Where a ratio has no other bound it is at most e^20: far from what a policy can be trained on, and its products with
+# advantages, and their gradients, are finite in every dtype but float16.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """The loss of each token, and what is logged about it."""
+
+    loss: Tensor  # [N], gradient flows
+    stats: dict[str, Tensor]  # [N] float each, constants; averaged over trainable tokens by the caller
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyTokens:
+    """Response tokens of B rows laid end to end. Tokens that are not trainable are not read, and their loss is 0.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+
+    logprobs: Tensor  # [N] nats, log pi; gradient flows
+    old_logprobs: Tensor  # [N] nats, constants: the policy before this generation's first update
+    advantages: Tensor  # [N], constants
+    trainable: Tensor  # [N] bool: tokens that have a loss
+    row_index: Tensor  # [N] int64: row of each token, in 0 .. B-1
+    num_rows: int
+    level: ImportanceLevel = "token"
+    selected: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat apart
+
+    def __post_init__(self) -> None:
+        """Check shapes; cut the constants off from any graph; no advantage where there is no loss."""
+        optional = {} if self.selected is None else {"selected": self.selected}
+        check_same_shape(
+            logprobs=self.logprobs,
+            old_logprobs=self.old_logprobs,
+            advantages=self.advantages,
+            trainable=self.trainable,
+            row_index=self.row_index,
+            **optional,
+        )
+        object.__setattr__(self, "old_logprobs", self.old_logprobs.detach())
+        object.__setattr__(self, "advantages", self.advantages.detach().where(self.trainable, 0.0))
+
+    @property
+    def trainable_logprobs(self) -> Tensor:
+        """[N] nats: log pi; 0 where not trainable."""
+        return self.logprobs.where(self.trainable, 0.0)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Log of the importance ratio pi / old at `level`, with d = log pi - log old of a token and sg = constant.
+
+            token:           d
+            sequence:        mean of d over the trainable tokens of the row: GSPO
+            sequence_token:  sg[mean of d] + log pi - sg[log pi]: GSPO-token
+            sequence_sum:    sum of d over the trainable tokens of the row, within -20 .. 20: the row's own probability
+
+        Levels of a row put one value on each of its tokens. The gradient of `sequence` and `sequence_sum` reaches
+        every trainable token of the row from each of them; that of `sequence_token` reaches its own token alone. With
+        equal advantages in a row, its mean over tokens has the same gradient at `sequence` and `sequence_token`.
+
+        Returns:
+            [N] nats, gradient flows, but not where the sum is out of bounds. At level `token`, 0 where not trainable.
+
+        Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 7 (sequence) and section 4.3 (sequence_token); Ahmadian
+            et al. 2024 (RLOO), arXiv 2402.14740 (sequence_sum)
+        """
+        log_ratio = (self.logprobs - self.old_logprobs).where(self.trainable, 0.0)
+        if self.level == "token":
+            return log_ratio
+        if self.level == "sequence_sum":
+            sums = row_sums(log_ratio, self.trainable, self.row_index, self.num_rows)
+            return sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[self.row_index]
+        means = self.row_means(log_ratio)
+        if self.level == "sequence":
+            return means[self.row_index]
+        return means.detach()[self.row_index] + log_ratio - log_ratio.detach()
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """[B] mean of [N] values over the trainable tokens of each row; 0 in rows without one. Gradient flows."""
+        sums = row_sums(values, self.trainable, self.row_index, self.num_rows)
+        return sums / trainable_per_row(self.trainable, self.row_index, self.num_rows).clamp(min=1).to(sums.dtype)

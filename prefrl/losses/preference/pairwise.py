@@ -1,0 +1,470 @@
+"""Losses of pairs of a chosen and a rejected response to one prompt, and the table of them.
+
+Symbols of the formulas, for each of P pairs:
+
+    u_w, u_l  log-ratio of the chosen (winning) and the rejected (losing) response: log pi(y | x) - log ref(y | x)
+    s_w, s_l  their scores: f'(pi / ref) of an f-divergence, which is u for the reverse KL divergence
+    m         s_w - s_l
+    b         beta > 0, in 1 / nats; b * u is the implicit reward
+    e         label_smoothing, the probability that a label is wrong
+    |y_w|     tokens of the chosen response that have a loss
+
+Every loss takes `Pairs` and returns [P]. Shapes are checked when the pairs are made.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from prefrl.losses.checks import check_same_shape
+from prefrl.losses.reduce import row_sums, trainable_per_row
+from prefrl.losses.table import LossRow
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Divergence",
+    "PAIR_LOSSES",
+    "PairLoss",
+    "Pairs",
+    "box_cox",
+    "divergence_score",
+    "length_desensitized",
+    "rpo_nll",
+    "smoothed_logistic",
+    "wpo_weights",
+]
+
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+
+# exp(40) and its square, which IPO needs, fit into float32.
+_LARGEST_EXPONENT = 40.0
+# Below this a Box-Cox transform is the logarithm to the last digit.
+_SMALLEST_POWER = 1e-6
+
+
+def box_cox(log_value: Tensor, *, power: float) -> Tensor:
+    """Box-Cox transform of exp(log_value): (exp(power * log_value) - 1) / power; log_value where the power is 0.
+
+    The exponent is clamped to at most 40. Beyond that the result is constant and has no gradient.
+
+    Args:
+        log_value: Any shape, nats, gradient flows.
+        power: Any sign.
+
+    Returns:
+        The shape of `log_value`.
+    """
+    if abs(power) < _SMALLEST_POWER:
+        return log_value
+    return torch.expm1((power * log_value).clamp(max=_LARGEST_EXPONENT)) / power
+
+
+def divergence_score(log_ratio: Tensor, *, divergence: Divergence, alpha: float) -> Tensor:
+    """f'(pi / ref) of an f-divergence: the implicit reward, up to b and a constant, of a policy regularised by it.
+
+    | divergence | f'(exp(u)) |
+    |---|---|
+    | reverse_kl | u |
+    | forward_kl | 1 - exp(-u) |
+    | js_divergence | log 2 + log sigmoid(u) |
+    | alpha_divergence | (exp((alpha - 1) u) - 1) / (alpha - 1) |
+
+    Each is 0 at u = 0 and rises. alpha = 1 is the reverse and alpha = 0 the forward KL divergence; `alpha` is 1 minus
+    that of the paper.
+
+    Args:
+        log_ratio: u, any shape, nats, gradient flows.
+        divergence: See above.
+        alpha: Read by `alpha_divergence` alone.
+
+    Returns:
+        The shape of `log_ratio`; large values are limited as in `box_cox`.
+
+    Source: Wang et al. 2023, arXiv 2309.16240, table of f-divergences
+    """
+    if divergence == "js_divergence":
+        return math.log(2) + logsigmoid(log_ratio)
+    powers = {"reverse_kl": 0.0, "forward_kl": -1.0, "alpha_divergence": alpha - 1}
+    return box_cox(log_ratio, power=powers[divergence])
+
+
+def smoothed_logistic(margin: Tensor, *, label_smoothing: float) -> Tensor:
+    """Cross-entropy of a margin whose label may be wrong: -(1 - e) log sigmoid(margin) - e log sigmoid(-margin).
+
+    Args:
+        margin: [P], difference of rewards, gradient flows.
+        label_smoothing: e, in 0 .. 0.5.
+
+    Returns:
+        [P] nats.
+
+    Raises:
+        ValueError: `label_smoothing` is out of bounds.
+
+    Source: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf
+    """
+    if not 0 <= label_smoothing <= 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing}: needs to be in 0 .. 0.5")
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Log-probs of P pairs under the policy and the reference.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+
+    chosen_logps: Tensor  # [P] nats, summed over tokens, gradient flows
+    rejected_logps: Tensor  # [P]
+    ref_chosen_logps: Tensor  # [P] nats, treated as constant
+    ref_rejected_logps: Tensor  # [P]
+    chosen_lengths: Tensor  # [P] float32, tokens with a loss, >= 1
+    rejected_lengths: Tensor  # [P]
+    divergence: Divergence = "reverse_kl"
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_same_shape(
+            chosen_logps=self.chosen_logps,
+            rejected_logps=self.rejected_logps,
+            ref_chosen_logps=self.ref_chosen_logps,
+            ref_rejected_logps=self.ref_rejected_logps,
+            chosen_lengths=self.chosen_lengths,
+            rejected_lengths=self.rejected_lengths,
+        )
+
+    @property
+    def chosen_log_ratio(self) -> Tensor:
+        """u_w, [P] nats."""
+        return self.chosen_logps - self.ref_chosen_logps.detach()
+
+    @property
+    def rejected_log_ratio(self) -> Tensor:
+        """u_l, [P] nats."""
+        return self.rejected_logps - self.ref_rejected_logps.detach()
+
+    @property
+    def chosen_score(self) -> Tensor:
+        """s_w, [P]."""
+        return divergence_score(self.chosen_log_ratio, divergence=self.divergence, alpha=self.alpha)
+
+    @property
+    def rejected_score(self) -> Tensor:
+        """s_l, [P]."""
+        return divergence_score(self.rejected_log_ratio, divergence=self.divergence, alpha=self.alpha)
+
+    @property
+    def score_margin(self) -> Tensor:
+        """What most losses are a function of, m = s_w - s_l, [P]."""
+        return self.chosen_score - self.rejected_score
+
+    @property
+    def mean_score_margin(self) -> Tensor:
+        """The margin per token, s_w / |y_w| - s_l / |y_l|, [P]."""
+        return self.chosen_score / self.chosen_lengths - self.rejected_score / self.rejected_lengths
+
+
+def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+    """Direct preference optimisation, or its conservative form where e > 0.
+
+        -(1 - e) log sigmoid(b m) - e log sigmoid(-b m)
+
+    Raises:
+        ValueError: `label_smoothing` is not in 0 .. 0.5.
+
+    Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; Mitchell 2023, https://ericmitchell.ai/cdpo.pdf
+    """
+    return smoothed_logistic(beta * pairs.score_margin, label_smoothing=label_smoothing)
+
+
+def hinge(pairs: Pairs, *, beta: float) -> Tensor:
+    """SLiC's hinge on the margin of log-ratios: max(0, 1 - b m).
+
+    Source: Zhao et al. 2023 (SLiC-HF), arXiv 2305.10425, section 2; Liu et al. 2023 (RSO), arXiv 2309.06657 (ratios)
+    """
+    return torch.relu(1 - beta * pairs.score_margin)
+
+
+def ipo(pairs: Pairs, *, beta: float) -> Tensor:
+    """Identity preference optimisation, for each token: (s_w / |y_w| - s_l / |y_l| - 1 / (2 b))^2, b their tau.
+
+    The paper has sums in the place of means over tokens, for which a fixed target 1 / (2 b) depends on lengths.
+
+    Source: Azar et al. 2023, arXiv 2310.12036, eq. 17
+    """
+    return (pairs.mean_score_margin - 1 / (2 * beta)).square()
+
+
+def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+    """Reverse KL divergence from the policy's preference to the smoothed label: KL([p, 1 - p] || [1 - e, e]).
+
+    p = sigmoid(b m). Least, 0, at b m = log((1 - e) / e), so that e sets how far the margin is pushed.
+
+    Raises:
+        ValueError: `label_smoothing` is not between 0 and 0.5, both excluded: the divergence is infinite at 0.
+
+    Source: Ji et al. 2024, arXiv 2402.00856, eq. 16
+    """
+    if not 0 < label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing}: exo_pair needs 0 < label_smoothing < 0.5, say 1e-3")
+    margin = beta * pairs.score_margin
+    if_chosen = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-label_smoothing))
+    if_rejected = torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(label_smoothing))
+    return if_chosen + if_rejected
+
+
+def nca_pair(pairs: Pairs, *, beta: float) -> Tensor:
+    """Noise contrastive alignment: -log sigmoid(b u_w) - (log sigmoid(-b u_w) + log sigmoid(-b u_l)) / 2.
+
+    Source: Chen et al. 2024, arXiv 2402.05369, section 4.1
+    """
+    chosen, rejected = beta * pairs.chosen_log_ratio, beta * pairs.rejected_log_ratio
+    return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
+
+
+def robust(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+    """Unbiased estimate of DPO's loss from labels that are wrong with probability e.
+
+        (-(1 - e) log sigmoid(b m) + e log sigmoid(-b m)) / (1 - 2 e)
+
+    Not bounded below.
+
+    Raises:
+        ValueError: `label_smoothing` is not in 0 .. 0.5, 0.5 excluded: such labels say nothing.
+
+    Source: Chowdhury et al. 2024, arXiv 2403.00409, section 3.1
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing}: robust needs 0 <= label_smoothing < 0.5")
+    margin = beta * pairs.score_margin
+    kept = -(1 - label_smoothing) * logsigmoid(margin)
+    flipped = -label_smoothing * logsigmoid(-margin)
+    return (kept - flipped) / (1 - 2 * label_smoothing)
+
+
+def bco_pair(pairs: Pairs, *, beta: float, reward_shift: float) -> Tensor:
+    """Binary classifier optimisation of both rows: -log sigmoid(b u_w - t) - log sigmoid(t - b u_l).
+
+    Args:
+        pairs: P pairs.
+        beta: b.
+        reward_shift: t, running mean of the rewards b u of both sides.
+
+    Returns:
+        [P] nats.
+
+    Source: Jung et al. 2024, arXiv 2404.04656, section 4
+    """
+    chosen = beta * pairs.chosen_log_ratio - reward_shift
+    rejected = beta * pairs.rejected_log_ratio - reward_shift
+    return -logsigmoid(chosen) - logsigmoid(-rejected)
+
+
+def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
+    """Self-play with win probabilities 1 and 0: (u_w - 1 / (2 b))^2 + (u_l + 1 / (2 b))^2, b = 1 / eta.
+
+    Source: Wu et al. 2024, arXiv 2405.00675, eq. 4.7
+    """
+    target = 1 / (2 * beta)
+    return (pairs.chosen_log_ratio - target).square() + (pairs.rejected_log_ratio + target).square()
+
+
+def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+    """Alignment via optimal transport of margins: the policy's distribution of margins is to dominate the reference's.
+
+    d_i is the difference of the i-th smallest margins log pi(y_w) - log pi(y_l) of policy and reference; the loss is
+    `smoothed_logistic` of b d_i. Entry i belongs to a rank, not to pair i.
+
+    Raises:
+        ValueError: `label_smoothing` is not in 0 .. 0.5.
+
+    Source: Melnyk et al. 2024, arXiv 2406.05882, section 3 (paired)
+    """
+    margins = (pairs.chosen_logps - pairs.rejected_logps).sort().values
+    ref_margins = (pairs.ref_chosen_logps - pairs.ref_rejected_logps).detach().sort().values
+    return smoothed_logistic(beta * (margins - ref_margins), label_smoothing=label_smoothing)
+
+
+def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+    """Alignment via optimal transport of rewards: those of chosen responses are to dominate those of rejected ones.
+
+    d_i is the i-th smallest u_w less the i-th smallest u_l; the loss is `smoothed_logistic` of b d_i. Entry i belongs
+    to a rank, not to pair i.
+
+    Raises:
+        ValueError: `label_smoothing` is not in 0 .. 0.5.
+
+    Source: Melnyk et al. 2024, arXiv 2406.05882, section 3 (unpaired)
+    """
+    chosen = pairs.chosen_log_ratio.sort().values
+    rejected = pairs.rejected_log_ratio.sort().values
+    return smoothed_logistic(beta * (chosen - rejected), label_smoothing=label_smoothing)
+
+
+def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
+    """Anchored: chosen up, rejected down, 1 - sigmoid(b u_w) + sigmoid(b u_l); for pairs better than the model.
+
+    Source: D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7
+    """
+    return torch.sigmoid(-beta * pairs.chosen_log_ratio) + torch.sigmoid(beta * pairs.rejected_log_ratio)
+
+
+def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
+    """Anchored: chosen down, rejected more, sigmoid(b u_w) + 1 - sigmoid(b (u_w - u_l)); for pairs below the model.
+
+    Source: D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 8
+    """
+    chosen = pairs.chosen_log_ratio
+    return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - pairs.rejected_log_ratio))
+
+
+def discopop(pairs: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
+    """Log-ratio modulated loss: -(1 - g) log sigmoid(b m) + g exp(-b m) with g = sigmoid(b m / tau).
+
+    Args:
+        pairs: P pairs.
+        beta: b.
+        discopop_tau: tau, 0.05 in the paper; from 1 up the loss grows exponentially for negative margins.
+
+    Returns:
+        [P].
+
+    Source: Lu et al. 2024, arXiv 2406.08414, eq. 5
+    """
+    margin = beta * pairs.score_margin
+    logistic = -torch.sigmoid(-margin / discopop_tau) * logsigmoid(margin)
+    # g exp(-b m) as one exponential: for negative margins g is 0 and the other factor overflows.
+    return logistic + torch.exp(logsigmoid(margin / discopop_tau) - margin)
+
+
+def sft(pairs: Pairs) -> Tensor:
+    """Negative log-likelihood of the chosen response: -log pi(y_w | x), a sum over its tokens.
+
+    The mean over tokens is the sum over all pairs of a step divided by the step's tokens of chosen responses, not by
+    its pairs.
+    """
+    return -pairs.chosen_logps
+
+
+def sigmoid_norm(pairs: Pairs, *, beta: float) -> Tensor:
+    """Length-normalised DPO: -log sigmoid(b (s_w / |y_w| - s_l / |y_l|)).
+
+    Source: Lambert et al. 2024 (Tulu 3), arXiv 2411.15124, section 5
+    """
+    return -logsigmoid(beta * pairs.mean_score_margin)
+
+
+def rpo_nll(pairs: Pairs) -> Tensor:
+    """Negative log-likelihood of the chosen response per token: -log pi(y_w | x) / |y_w|, the term added by RPO.
+
+    Args:
+        pairs: P pairs.
+
+    Returns:
+        [P] nats.
+
+    Source: Pang et al. 2024 (Iterative RPO), arXiv 2404.19733, section 2
+    """
+    return -pairs.chosen_logps / pairs.chosen_lengths
+
+
+def length_desensitized(
+    logprobs: Tensor, trainable: Tensor, row_index: Tensor, shared_lengths: Tensor, num_rows: int, *, ld_alpha: float
+) -> Tensor:
+    """Log-probs of responses in which the tokens past the length shared with the other one of the pair weigh less.
+
+        sum of the first `shared_length` log-probs + ld_alpha * sum of the others
+
+    Args:
+        logprobs: [N] nats, gradient flows; read at trainable tokens alone.
+        trainable: [N] bool, tokens that have a loss and count as length.
+        row_index: [N] int64, row of each token, in 0 .. B-1, rows in order.
+        shared_lengths: [B], trainable tokens of the shorter response of the row's pair.
+        num_rows: B.
+        ld_alpha: In 0 .. 1; 1 is the plain sum.
+
+    Returns:
+        [B] nats.
+
+    Raises:
+        ValueError: Shapes differ, or `ld_alpha` is out of bounds.
+
+    Source: Liu et al. 2024 (LD-DPO), arXiv 2409.06411
+    """
+    check_same_shape(logprobs=logprobs, trainable=trainable, row_index=row_index)
+    if shared_lengths.shape != (num_rows,):
+        raise ValueError(f"shared_lengths has shape {tuple(shared_lengths.shape)}: needs to be ({num_rows},)")
+    if not 0 <= ld_alpha <= 1:
+        raise ValueError(f"ld_alpha={ld_alpha}: needs to be in 0 .. 1")
+    lengths = trainable_per_row(trainable, row_index, num_rows).long()
+    before_row = lengths.cumsum(0) - lengths  # [B]
+    position = trainable.cumsum(0) - before_row[row_index]  # [N], from 1 at a row's first trainable token
+    weighted = logprobs.where(position <= shared_lengths[row_index], ld_alpha * logprobs)
+    return row_sums(weighted, trainable, row_index, num_rows)
+
+
+def wpo_weights(
+    logprobs: Tensor, log_collision: Tensor, trainable: Tensor, row_index: Tensor, num_rows: int
+) -> Tensor:
+    """How likely the policy is to write a response, compared with what it writes itself; a pair's is the product.
+
+        exp(mean over tokens of (log p(token) - log sum_v p(v)^2))
+
+    sum_v p(v)^2 is the mean probability of a token that is sampled from p, so sampled responses weigh about 1.
+
+    Args:
+        logprobs: [N] nats; read at trainable tokens alone.
+        log_collision: [N] nats, log sum_v p(v)^2 of the distribution that each token is drawn from.
+        trainable: [N] bool, tokens that have a loss.
+        row_index: [N] int64, row of each token, in 0 .. B-1.
+        num_rows: B.
+
+    Returns:
+        [B], constant; 1 in rows without a trainable token.
+
+    Raises:
+        ValueError: Shapes differ.
+
+    Source: Zhou et al. 2024 (WPO), arXiv 2406.11827, eq. 2
+    """
+    check_same_shape(logprobs=logprobs, log_collision=log_collision, trainable=trainable, row_index=row_index)
+    sums = row_sums((logprobs - log_collision).detach(), trainable, row_index, num_rows)
+    return (sums / trainable_per_row(trainable, row_index, num_rows).clamp(min=1)).exp()
+
+
+@dataclass(frozen=True, slots=True)
+class PairLoss(LossRow):
+    """A row of `PAIR_LOSSES`: `function(pairs, **hyperparameters)` -> [P]."""
+
+    uses_log_ratios: bool = False  # reads log-ratios in the place of scores: for the reverse KL divergence alone
+    is_batch_loss: bool = False  # ranks pairs against each other: all pairs of a step at once, and no weights of pairs
+
+
+PAIR_LOSSES: dict[str, PairLoss] = {
+    "sigmoid": PairLoss(sigmoid, "Rafailov et al. 2023, arXiv 2305.18290, eq. 7"),
+    "hinge": PairLoss(hinge, "Zhao et al. 2023, arXiv 2305.10425, section 2"),
+    "ipo": PairLoss(ipo, "Azar et al. 2023, arXiv 2310.12036, eq. 17"),
+    "exo_pair": PairLoss(exo_pair, "Ji et al. 2024, arXiv 2402.00856, eq. 16"),
+    "nca_pair": PairLoss(nca_pair, "Chen et al. 2024, arXiv 2402.05369, section 4.1", uses_log_ratios=True),
+    "robust": PairLoss(robust, "Chowdhury et al. 2024, arXiv 2403.00409, section 3.1"),
+    "bco_pair": PairLoss(bco_pair, "Jung et al. 2024, arXiv 2404.04656, section 4", uses_log_ratios=True),
+    "sppo_hard": PairLoss(sppo_hard, "Wu et al. 2024, arXiv 2405.00675, eq. 4.7", uses_log_ratios=True),
+    "aot": PairLoss(aot, "Melnyk et al. 2024, arXiv 2406.05882, section 3", uses_log_ratios=True, is_batch_loss=True),
+    "aot_unpaired": PairLoss(
+        aot_unpaired, "Melnyk et al. 2024, arXiv 2406.05882, section 3", uses_log_ratios=True, is_batch_loss=True
+    ),
+    "apo_zero": PairLoss(apo_zero, "D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7", uses_log_ratios=True),
+    "apo_down": PairLoss(apo_down, "D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 8", uses_log_ratios=True),
+    "discopop": PairLoss(discopop, "Lu et al. 2024, arXiv 2406.08414, eq. 5"),
+    "sft": PairLoss(sft, "TRL, DPOConfig.loss_type"),
+    "sigmoid_norm": PairLoss(sigmoid_norm, "Lambert et al. 2024, arXiv 2411.15124, section 5"),
+}

@@ -1,0 +1,122 @@
+"""Losses of single responses that are called desirable or undesirable.
+
+A log-ratio is that of a whole response: log pi(y | x) - log ref(y | x), summed over its tokens. The weights of
+desirable and undesirable rows are the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from prefrl.losses.checks import check_same_shape
+from prefrl.losses.table import LossRow
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["KTO_LOSSES", "apo_zero_unpaired", "bco", "density_ratio_weights", "kto"]
+
+
+def kto(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, kl: Tensor) -> Tensor:
+    """Kahneman-Tversky loss: 1 - sigmoid(b (u - z)) of a desirable row, 1 - sigmoid(b (z - u)) of an undesirable one.
+
+    u is the log-ratio and z = max(kl, 0) the reference point: what counts as a gain is a log-ratio above it. An
+    estimate of a divergence may be negative, the divergence is not.
+
+    Args:
+        log_ratio: [B] nats, gradient flows.
+        is_desirable: [B] bool.
+        beta: b > 0, in 1 / nats.
+        kl: Scalar, nats, estimate of KL(pi || ref) over the whole step, treated as constant.
+
+    Returns:
+        [B], in 0 .. 1.
+
+    Raises:
+        ValueError: Shapes differ, or `kl` is not a scalar.
+
+    Source: Ethayarajh et al. 2024, arXiv 2402.01306, section 4.1
+    """
+    check_same_shape(log_ratio=log_ratio, is_desirable=is_desirable)
+    if kl.ndim:
+        raise ValueError(f"kl has shape {tuple(kl.shape)}: needs to be one number for all rows of a step")
+    reference_point = kl.detach().clamp(min=0)
+    return torch.sigmoid(_side(is_desirable) * (beta * (reference_point - log_ratio)))
+
+
+def apo_zero_unpaired(log_ratio: Tensor, is_desirable: Tensor, *, beta: float) -> Tensor:
+    """APO-zero of single rows: 1 - sigmoid(b u) of a desirable row, sigmoid(b u) of an undesirable one.
+
+    That is `kto` with a reference point of 0, the log-ratio at the start of training.
+
+    Args:
+        log_ratio: [B] nats, u, gradient flows.
+        is_desirable: [B] bool.
+        beta: b > 0, in 1 / nats.
+
+    Returns:
+        [B], in 0 .. 1.
+
+    Raises:
+        ValueError: Shapes differ.
+
+    Source: D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7, for one side of a pair
+    """
+    return kto(log_ratio, is_desirable, beta=beta, kl=log_ratio.new_zeros(()))
+
+
+def bco(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, reward_shift: float) -> Tensor:
+    """Cross-entropy of a classifier with logit b u - t: -log sigmoid(b u - t), undesirable: -log sigmoid(t - b u).
+
+    Args:
+        log_ratio: [B] nats, u, gradient flows.
+        is_desirable: [B] bool.
+        beta: b > 0, in 1 / nats.
+        reward_shift: t, running mean of the rewards b u of both kinds of rows.
+
+    Returns:
+        [B] nats.
+
+    Raises:
+        ValueError: Shapes differ.
+
+    Source: Jung et al. 2024, arXiv 2404.04656, section 4
+    """
+    check_same_shape(log_ratio=log_ratio, is_desirable=is_desirable)
+    return -logsigmoid(_side(is_desirable) * (beta * log_ratio - reward_shift))
+
+
+def density_ratio_weights(probability_desirable: Tensor, *, lowest: float, highest: float) -> Tensor:
+    """Weights of undesirable rows whose prompts are distributed otherwise than those of desirable ones: p / (1 - p).
+
+    Args:
+        probability_desirable: [B], p(desirable | prompt) of a classifier, in 0 .. 1.
+        lowest: Smallest weight, >= 0.
+        highest: Largest weight, finite.
+
+    Returns:
+        [B], constant.
+
+    Raises:
+        ValueError: The bounds exclude each other.
+
+    Source: Jung et al. 2024, arXiv 2404.04656, section 4 (underlying distribution matching)
+    """
+    if not 0 <= lowest <= highest:
+        raise ValueError(f"lowest={lowest}, highest={highest}: need 0 <= lowest <= highest")
+    probability = probability_desirable.detach()
+    return (probability / (1 - probability)).clamp(lowest, highest)
+
+
+def _side(is_desirable: Tensor) -> Tensor:
+    """[B]: 1 of desirable, -1 of undesirable rows."""
+    return torch.where(is_desirable, 1.0, -1.0)
+
+
+KTO_LOSSES: dict[str, LossRow] = {
+    "kto": LossRow(kto, "Ethayarajh et al. 2024, arXiv 2402.01306, section 4.1"),
+    "apo_zero_unpaired": LossRow(apo_zero_unpaired, "D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7"),
+}

@@ -1,0 +1,175 @@
+"""Which kernel computes flat attention: the first in order that serves the inputs and passed its trial."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from prefrl.distributed import is_main
+from prefrl.models.attention import block_mask, segments, varlen
+from prefrl.models.attention.layout import Layout, Tree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["KERNELS", "Inputs", "Kernel", "choose_kernel"]
+
+logger = logging.getLogger(__name__)
+
+# Largest relative error of a token's head, against segment-by-segment attention in float32. A kernel that computes
+# something else is off by about 1; TF32 products may pass.
+_TOLERANCES = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+# Two sizes, since a compiled kernel may be compiled again for the second; lengths on both sides of a block of 128.
+_TRIALS = (
+    (Tree(130, (40, 1, 90)), Tree(33)),
+    (Tree(7, (200, 3)), Tree(150), Tree(1, (20, 300))),
+)
+_TRIAL_WINDOWS = (None, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a kernel's fitness depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    scaling: float | None  # also here because it is compiled into kernels
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Inputs:
+        """Of [1, H, T, D], [1, KV, T, D] and [1, KV, T, E]."""
+        return cls(query.device, query.dtype, query.size(1), key.size(1), query.size(3), value.size(3), scaling)
+
+
+class Attend(Protocol):
+    """Flat attention without dropout; arguments as in `attention.flat_attention`."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """[1, T, H, E]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One way to compute flat attention."""
+
+    name: str
+    attend: Attend
+    serves: Callable[[Inputs], bool]
+
+
+def _is_for_varlen(inputs: Inputs) -> bool:
+    return (
+        inputs.device.type == "cuda"
+        and inputs.dtype in (torch.float16, torch.bfloat16)
+        and inputs.key_size == inputs.value_size
+        and inputs.key_size % 8 == 0
+        and inputs.key_size <= 256
+        and varlen.kernel() is not None
+    )
+
+
+def _is_for_blocks(inputs: Inputs) -> bool:
+    return inputs.device.type == "cuda" and inputs.dtype in _TOLERANCES
+
+
+# In order of preference. The first compiles nothing, but knows half precision alone; the second is compiled at first
+# use; the last launches kernels for each segment, works everywhere, and is what the others are compared with.
+KERNELS = (
+    Kernel("variable-length", varlen.attend, _is_for_varlen),
+    Kernel("block-mask", block_mask.attend, _is_for_blocks),
+    Kernel("segment-by-segment", segments.attend, lambda inputs: True),
+)
+
+
+def choose_kernel(inputs: Inputs, kernels: Sequence[Kernel] = KERNELS) -> Kernel:
+    """The first of `kernels` that serves `inputs` and passed its trial; the last needs none.
+
+    A kernel is tried once for each kind of inputs, which waits for the device. One that fails is reported once.
+    """
+    *tried, last = kernels
+    return next((k for k in tried if k.serves(inputs) and _passes(k, inputs)), last)
+
+
+@cache
+def _passes(kernel: Kernel, inputs: Inputs) -> bool:
+    # A fresh thread has default settings: whatever surrounds a model's first forward pass (autocast, no_grad, hooks of
+    # gradient checkpointing that count saved tensors) neither changes the trial nor is changed by it.
+    with ThreadPoolExecutor(1, thread_name_prefix="prefrl-trial") as pool:
+        mistake = pool.submit(_mistake, kernel, inputs).result()
+    if mistake is not None and is_main():
+        logger.warning("Attention of flat rows does without its %s kernel for %s: %s", kernel.name, inputs, mistake)
+    return mistake is None
+
+
+def _mistake(kernel: Kernel, inputs: Inputs) -> str | None:
+    """What is wrong with the kernel's outputs or gradients on small random inputs; None if nothing is.
+
+    Raises:
+        OutOfMemoryError: That is no property of the kernel.
+    """
+    devices = [inputs.device] if inputs.device.type == "cuda" else []
+    try:
+        # Compiling may draw random numbers, which the training run must not notice.
+        with torch.random.fork_rng(devices):
+            trials = product(_TRIALS, _TRIAL_WINDOWS)
+            largest = max(error for trees, window in trials for error in _errors(kernel, inputs, trees, window))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # missing compiler, head size, chip: another kernel serves
+        return f"{type(error).__name__}: {error}"
+    if largest <= _TOLERANCES[inputs.dtype]:
+        return None
+    return f"it differs from segment-by-segment attention by up to {largest:.2g} of the values' size"
+
+
+def _errors(kernel: Kernel, inputs: Inputs, trees: tuple[Tree, ...], window: int | None) -> Iterator[float]:
+    """Of the output, of the gradients, and of the output without gradients."""
+    query, key, value = _random_tensors(inputs, Layout(trees))
+    exact = [x.detach().float().requires_grad_() for x in (query, key, value)]
+    expected = segments.attend(exact[0], exact[1], exact[2], Layout(trees), scaling=inputs.scaling, window=window)
+    layout = Layout(trees)
+    output = kernel.attend(query, key, value, layout, scaling=inputs.scaling, window=window)
+    yield _relative_error(output, expected)
+    weights = torch.linspace(-1, 1, output.size(1), device=output.device)[:, None, None]
+    grads = torch.autograd.grad((output * weights).sum(), (query, key, value))
+    for grad, expected_grad in zip(grads, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        yield _relative_error(grad, expected_grad)
+    with torch.no_grad():
+        query, key, value = (x.detach() for x in (query, key, value))
+        output = kernel.attend(query, key, value, layout, scaling=inputs.scaling, window=window)
+        yield _relative_error(output, expected)
+
+
+def _random_tensors(inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value; each token's heads lie together, as projections leave them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(num_heads: int, size: int) -> Tensor:
+        values = torch.randn(1, sum(layout.lengths), num_heads, size, generator=generator)
+        return values.to(inputs.device, inputs.dtype).transpose(1, 2).requires_grad_()
+
+    heads, kv_heads = inputs.num_heads, inputs.num_kv_heads
+    return tensor(heads, inputs.key_size), tensor(kv_heads, inputs.key_size), tensor(kv_heads, inputs.value_size)
+
+
+def _relative_error(vectors: Tensor, truth: Tensor) -> float:
+    """Largest norm of a vector's difference, by its own norm and the root mean square of norms; NaN is infinite."""
+    error = (vectors.detach().float() - truth.detach()).norm(dim=-1)
+    norm = truth.detach().norm(dim=-1)
+    largest = float((error / (norm + norm.square().mean().sqrt())).max())
+    return largest if largest == largest else float("inf")

@@ -1,0 +1,205 @@
+"""Attention over one flat row of many sequences, as functions that transformers' AttentionInterface calls.
+
+The tokens of a flat row form trees, see `Layout`. It travels in a keyword argument of the model's forward, down to the
+attention function: gradient checkpointing passes it again when it recomputes a layer, where a global variable would be
+stale. Without that argument our functions are the implementation that they replace. On CUDA a single kernel computes
+what the trees say where one can, see `kernels`; elsewhere it is done segment by segment.
+
+Of a row that the processes of a team share, each has some tokens of all heads. For attention they exchange them, so
+that each has all tokens of some heads, and back (Ulysses).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from prefrl.distributed import exchange_in_team
+from prefrl.models.attention import segments
+from prefrl.models.attention.choice import Inputs, choose_kernel
+from prefrl.models.attention.layout import Layout, Tree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+__all__ = ["LAYOUT_KWARG", "Layout", "Tree", "install", "is_installed", "mask_placeholder", "uninstall"]
+
+# The keyword argument of the model's forward that carries the layout.
+LAYOUT_KWARG = "prefrl_layout"
+
+# Implementation that a model was loaded with -> ours, which replaces it.
+_OUR_NAME = {"sdpa": "prefrl_sdpa", "eager": "prefrl_eager"}
+_REPLACED_NAME = {ours: replaced for replaced, ours in _OUR_NAME.items()}
+
+# Arguments with which some models change what attention computes; we do not implement them.
+_UNSUPPORTED_KWARGS = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
+
+
+def mask_placeholder(device: torch.device) -> Tensor:
+    """An empty 4D mask: transformers takes a 4D mask as it is, so it builds none of its own, which would be T x T."""
+    return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
+
+
+def flat_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """Attention of a flat row: every token sees its own segment up to itself and, in a branch, the trunk before it.
+
+    Args:
+        query: [1, H, T, D]; of a row that processes share, this one's part of the tokens.
+        key: [1, KV, T, D] with KV dividing H.
+        value: [1, KV, T, D].
+        layout: Trees of all tokens of the row.
+        scaling: Factor on the scores; None is D^-0.5.
+        dropout: Probability, on the attention weights.
+        window: A token sees at most this many tokens, itself included; distances run along trunk and branch.
+    Returns:
+        [1, T, H, D].
+    """
+    query, key, value = (_as_autocast_would(x) for x in (query, key, value))
+    if layout.num_parts > 1:
+        # Where there are fewer heads of keys than processes, each goes to all that read it.
+        copies = layout.num_parts // gcd(layout.num_parts, key.size(1))
+        key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
+        query, key, value = (exchange_in_team(x, split=1, join=2) for x in (query, key, value))
+    output = _attend(query, key, value, layout, scaling=scaling, dropout=dropout, window=window)
+    return output if layout.num_parts == 1 else exchange_in_team(output, split=1, join=2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """`flat_attention` of all tokens of the row."""
+    if window is not None and window >= layout.longest:
+        window = None
+    if dropout > 0:  # of the kernels, only this one drops
+        return segments.attend(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
+    kernel = choose_kernel(Inputs.of(query, key, value, scaling))
+    return kernel.attend(query, key, value, layout, scaling=scaling, window=window)
+
+
+def _as_autocast_would(tensor: Tensor) -> Tensor:
+    """Cast once, not in each segment; and a causal bias needs inputs of one dtype to find its kernel."""
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+
+_AttentionResult = tuple["Tensor", "Tensor | None"]
+
+
+def _attention_or_flat(
+    replaced: Callable[..., _AttentionResult],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> _AttentionResult:
+    layout: Layout | None = kwargs.pop(LAYOUT_KWARG, None)
+    is_placeholder = isinstance(attention_mask, torch.Tensor) and attention_mask.numel() == 0
+    if layout is None:
+        if is_placeholder:
+            raise ValueError(f"{type(module).__name__} got no {LAYOUT_KWARG}: the model does not pass it on")
+        return replaced(module, query, key, value, attention_mask, **kwargs)
+    unsupported = [name for name in _UNSUPPORTED_KWARGS if kwargs.get(name) is not None]
+    if attention_mask is not None and not is_placeholder:
+        unsupported.append("attention_mask")
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        unsupported.append("is_causal=False")
+    if unsupported:
+        raise ValueError(f"{type(module).__name__} uses {', '.join(unsupported)}")
+    window: int | None = kwargs.get("sliding_window")
+    layout.windows.add(window)
+    output = flat_attention(
+        query,
+        key,
+        value,
+        layout,
+        scaling=kwargs.get("scaling"),
+        dropout=kwargs.get("dropout", 0.0),
+        window=window,
+    )
+    return output, None
+
+
+def _sdpa_or_flat(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> _AttentionResult:
+    replaced = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return _attention_or_flat(replaced, module, query, key, value, attention_mask, kwargs)
+
+
+def _eager_or_flat(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> _AttentionResult:
+    # Eager attention is not in the registry: each modeling file has its own function of this name.
+    replaced = sys.modules[type(module).__module__].eager_attention_forward
+    return _attention_or_flat(replaced, module, query, key, value, attention_mask, kwargs)
+
+
+AttentionInterface.register(_OUR_NAME["sdpa"], _sdpa_or_flat)
+AttentionInterface.register(_OUR_NAME["eager"], _eager_or_flat)
+AttentionMaskInterface.register(_OUR_NAME["sdpa"], sdpa_mask)
+AttentionMaskInterface.register(_OUR_NAME["eager"], eager_mask)
+
+
+def install(model: PreTrainedModel) -> bool:
+    """Let the model's attention understand layouts; False if it is neither sdpa nor eager, and then left as it is.
+
+    It is meant to stay: checkpointed layers read the implementation's name again in the backward pass.
+    """
+    _rename(model, _OUR_NAME)
+    return is_installed(model)
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Give the model the attention back that it had before `install`."""
+    _rename(model, _REPLACED_NAME)
+
+
+def is_installed(model: PreTrainedModel) -> bool:
+    """Whether the model's attention understands layouts."""
+    return model.config.get_text_config()._attn_implementation in _REPLACED_NAME
+
+
+def _rename(model: PreTrainedModel, new_name: Mapping[str, str]) -> None:
+    for config in _configs(model):
+        if config._attn_implementation in new_name:
+            # The dict with the key "" sets this config and leaves its sub-configs to their own turn.
+            config._attn_implementation = {"": new_name[config._attn_implementation]}
+
+
+def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
+    """Every config object that a module reads, once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig) and id(config) not in seen:
+            seen.add(id(config))
+            yield config

@@ -1,0 +1,109 @@
+"""Flat attention segment by segment: scaled-dot-product attention, once for each trunk and each branch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.models.attention.layout import Layout
+
+__all__ = ["attend"]
+
+# Queries that share one explicit mask: bounds a mask's memory to this many rows.
+_ROWS_PER_MASK = 512
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    scaling: float | None,
+    window: int | None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of a flat row; see `attention.flat_attention`.
+
+    Returns:
+        [1, T, H, D].
+    """
+    lengths = layout.lengths
+
+    def attend_to(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        pieces = _visible(q, k, v, layout, window)
+        return [_sdpa(*piece, scale=scaling, dropout=dropout).transpose(1, 2) for piece in pieces]
+
+    outputs: list[Tensor] = []
+    segments = zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
+    for tree in layout.trees:
+        q, trunk_key, trunk_value = next(segments)
+        outputs += attend_to(q, trunk_key, trunk_value)
+        for _ in tree.branches:
+            q, own_key, own_value = next(segments)
+            outputs += attend_to(q, torch.cat([trunk_key, own_key], 2), torch.cat([trunk_value, own_value], 2))
+    return torch.cat(outputs, dim=1)
+
+
+_Piece = tuple["Tensor", "Tensor", "Tensor", "Tensor | None"]
+
+
+def _visible(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Iterator[_Piece]:
+    """The queries, in order, with the keys and values that they may see; the mask is None for plain causal attention.
+
+    Queries are the last positions of the keys.
+    """
+    num_queries, num_keys = q.size(2), k.size(2)
+    if window is not None and window >= num_keys:
+        window = None
+    if window is None and num_queries == num_keys:
+        yield q, k, v, None
+    elif window is None and q.is_cuda:
+        yield q, k, v, causal_lower_right(num_queries, num_keys)
+    else:
+        first = num_keys - num_queries
+        for rows in torch.split(q, _ROWS_PER_MASK, dim=2):
+            last = first + rows.size(2)
+            start = 0 if window is None else max(0, first + 1 - window)
+            visible = slice(start, last)
+            yield rows, k[:, :, visible], v[:, :, visible], _mask(layout, rows.size(2), last - start, window, q)
+            first = last
+
+
+def _mask(layout: Layout, rows: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+    """[rows, keys] to add to scores of the last `rows` of `keys` positions; a view of one for all segments."""
+    before = layout.longest
+
+    def make() -> Tensor:
+        most_rows = min(before, _ROWS_PER_MASK)
+        distance = torch.arange(most_rows)[:, None] - torch.arange(-before, most_rows)
+        distance = distance.to(like.device, non_blocking=True)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        zeros = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+        return zeros.masked_fill_(hidden, float("-inf"))
+
+    mask = layout.once(("mask", window, like.dtype, like.device), make)
+    return mask[:rows, before - (keys - rows) : before + rows]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float) -> Tensor:
+    if q.is_cuda and mask is not None and k.size(1) != q.size(1):
+        # CUDA's fast kernels take a mask or grouped heads, not both.
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=k.size(1) != q.size(1),
+    )

@@ -1,0 +1,170 @@
+"""Flat attention as one call of a FlashAttention kernel for sequences of different lengths.
+
+Each segment is a sequence of queries whose keys are the trunk that it sees and then its own tokens. The kernels align
+queries with the last keys, which is what a branch needs. Keys and values of a trunk are copied for each of its
+branches, as padded rows would do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from prefrl.optional import is_installed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.models.attention.layout import Layout
+
+__all__ = ["Sequences", "attend", "gather", "kernel", "sequences"]
+
+# (query [T, H, D], key [S, KV, D], value [S, KV, D], sequences, scaling, window) -> [T, H, D]
+Kernel = Callable[["Tensor", "Tensor", "Tensor", "Sequences", "float | None", "int | None"], "Tensor"]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """Attention of a flat row in float16 or bfloat16, on CUDA; see `attention.flat_attention`.
+
+    Returns:
+        [1, T, H, D].
+    """
+    run = kernel()
+    assert run is not None, "asked for where no kernel is installed"
+    on_device = layout.once(("varlen", window, query.device), lambda: sequences(layout, window).to(query.device))
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    if on_device.keys is not None:
+        key, value = gather(key, on_device.keys), gather(value, on_device.keys)
+    return run(query, key, value, on_device, scaling, window)[None]
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Queries in flat order, cut into sequences, and the keys of each; its last query stands at its last key."""
+
+    query_offsets: Tensor  # [sequences + 1] int32: where each starts among the T tokens, and T
+    key_offsets: Tensor  # [sequences + 1] int32: where its keys start among the S, and S
+    longest_query: int
+    longest_key: int
+    keys: Tensor | None  # [S] int64: the tokens that are keys, sequence by sequence; None: all tokens in flat order
+
+    def to(self, device: torch.device) -> Sequences:
+        """A copy with all tensors on `device`, sent without waiting."""
+        query_offsets, key_offsets, keys = (
+            None if x is None else x.to(device, non_blocking=True)
+            for x in (self.query_offsets, self.key_offsets, self.keys)
+        )
+        assert query_offsets is not None
+        assert key_offsets is not None
+        return Sequences(query_offsets, key_offsets, self.longest_query, self.longest_key, keys)
+
+
+def sequences(layout: Layout, window: int | None) -> Sequences:
+    """The layout as these kernels read it, on the host. Of a trunk only what the window reaches is copied."""
+    query_lengths, key_lengths, keys = [], [], []
+    for segment in layout.segments():
+        if segment.length == 0:
+            continue
+        reach = segment.trunk_length if window is None else min(segment.trunk_length, window - 1)
+        trunk_stop = segment.trunk_start + segment.trunk_length
+        query_lengths.append(segment.length)
+        key_lengths.append(reach + segment.length)
+        keys.append(torch.arange(trunk_stop - reach, trunk_stop))
+        keys.append(torch.arange(segment.start, segment.start + segment.length))
+    has_copies = sum(key_lengths) > sum(query_lengths)
+    return Sequences(
+        query_offsets=_offsets(query_lengths),
+        key_offsets=_offsets(key_lengths),
+        longest_query=max(query_lengths),
+        longest_key=max(key_lengths),
+        keys=torch.cat(keys) if has_copies else None,
+    )
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.num_rows = len(rows)
+        ctx.save_for_backward(index)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
+
+
+def gather(rows: Tensor, index: Tensor) -> Tensor:
+    """`rows[index]`, whose gradient is summed in float32: a trunk's token gets as many terms as there are branches."""
+    output: Tensor = _Gather.apply(rows, index)  # type: ignore[no-untyped-call]
+    return output
+
+
+@cache
+def kernel() -> Kernel | None:
+    """The first that is installed: torch's own (from 2.11 on), then flash-attn's; None if there is none."""
+    return _torch_kernel() or _flash_attn_kernel()
+
+
+def _torch_kernel() -> Kernel | None:
+    if not is_installed("torch.nn.attention.varlen"):
+        return None
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    parameters = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= parameters.keys():
+        return None
+    # Before there was this switch, grouped heads needed none.
+    options = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, held: Sequences, scaling: float | None, window: int | None) -> Tensor:
+        output: Tensor = varlen_attn(
+            *(q, k, v, held.query_offsets, held.key_offsets, held.longest_query, held.longest_key),
+            scale=scaling,
+            window_size=_reach(window),
+            **options,
+        )
+        return output
+
+    return run
+
+
+def _flash_attn_kernel() -> Kernel | None:
+    if not is_installed("flash_attn"):
+        return None
+    try:
+        varlen_func = importlib.import_module("flash_attn").flash_attn_varlen_func
+    except ImportError:  # built for another torch
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, held: Sequences, scaling: float | None, window: int | None) -> Tensor:
+        output: Tensor = varlen_func(
+            *(q, k, v, held.query_offsets, held.key_offsets, held.longest_query, held.longest_key),
+            softmax_scale=scaling,
+            causal=True,
+            window_size=_reach(window),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return output
+
+    return run
+
+
+def _reach(window: int | None) -> tuple[int, int]:
+    """How many keys before and after its own place a query sees, -1 for all."""
+    return (-1 if window is None else window - 1, 0)

@@ -1,0 +1,156 @@
+"""What the gradient of one function is on average, on-policy and off-policy, with all else as plain as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from prefrl.losses.policy.losses import ImportanceLevel, PolicyTokens, TokenLoss, reinforce
+from prefrl.oracle.exact import (
+    Agreement,
+    Objective,
+    Problem,
+    agreement,
+    estimate,
+    every_batch,
+    exact_gradient,
+    make_problem,
+)
+from prefrl.oracle.recipe import Recipe, row_advantages, row_total, sampling_weights, token_advantages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.losses.advantage.estimators import Advantages
+    from prefrl.losses.reduce import Reduction
+    from prefrl.oracle.exact import Samples
+
+__all__ = [
+    "STEPS",
+    "KLPlacement",
+    "Measurement",
+    "measure_advantages",
+    "measure_kl",
+    "measure_policy_loss",
+    "one_prompt",
+    "silent",
+    "two_prompts",
+]
+
+# How far the sampler's parameters are from the policy's, in a random direction of length sqrt(D).
+STEPS = {"on-policy": 0.0, "small step": 0.2, "large step": 1.0}
+KLPlacement = Literal["loss", "reward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """How a gradient agrees with the true one, for samples of one policy."""
+
+    setting: str  # a name in `STEPS`
+    agreement: Agreement
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the samples are of the policy itself."""
+        return STEPS[self.setting] == 0
+
+
+def one_prompt() -> Problem:
+    """Three tokens, at most two of them: 7 completions, parameters shared by all prefixes."""
+    return make_problem(num_prompts=1, num_tokens=3, length=2, num_features=5, seed=3)
+
+
+def two_prompts() -> Problem:
+    """Two tokens, at most two of them: 3 completions of each prompt, parameters shared by prompts and prefixes.
+
+    Rewards are positive: some estimators need that.
+    """
+    problem = make_problem(num_prompts=2, num_tokens=2, length=2, num_features=4, seed=4)
+    return problem.replace(rewards=problem.rewards.abs() + 0.1)
+
+
+def silent(tokens: PolicyTokens) -> TokenLoss:
+    """0: for the gradient of what is added to a policy's loss."""
+    return TokenLoss(loss=0.0 * tokens.trainable_logprobs, stats={})
+
+
+def measure_policy_loss(
+    function: Callable[[PolicyTokens], TokenLoss], *, level: ImportanceLevel, reduction: Reduction
+) -> list[Measurement]:
+    """The gradient of a policy loss whose advantages are rewards, against that of -E[R].
+
+    Off-policy, samples come from the old policy, which its ratio is of.
+
+    Args:
+        function: `function(tokens) -> TokenLoss`, its hyper-parameters bound.
+        level: What the ratio is of.
+        reduction: How the losses of tokens become one number; not `constant`.
+    """
+    recipe = Recipe(policy=function, level=level, reduction=reduction)
+    problem = one_prompt()
+    return [
+        _measure(setting, problem.moved(sampler=step, old=step), recipe, objective="reward", sign=-1)
+        for setting, step in STEPS.items()
+    ]
+
+
+def measure_advantages(
+    function: Callable[..., Advantages], *, level: Literal["row", "token"], group_size: int
+) -> list[Measurement]:
+    """The gradient of -A log pi, against that of -E[R], in batches of two prompts.
+
+    Off-policy, each row is weighted with the exact ratio of its probabilities.
+
+    Args:
+        function: `function(scored) -> Advantages`, its hyper-parameters bound.
+        level: Whether it takes `ScoredRows` or `ScoredTokens`.
+        group_size: Completions of each prompt.
+    """
+    advantages = row_advantages(function) if level == "row" else token_advantages(function)
+    recipe = Recipe(policy=reinforce, advantages=advantages, weights=sampling_weights("sequence_truncate"))
+    problem = two_prompts()
+    return [
+        _measure(setting, problem.moved(sampler=step), recipe, objective="reward", sign=-1, group_size=group_size)
+        for setting, step in STEPS.items()
+    ]
+
+
+def measure_kl(
+    function: Callable[[Tensor, Tensor], Tensor], *, placement: KLPlacement, reduction: Reduction
+) -> list[Measurement]:
+    """The gradient of a KL estimate.
+
+    As a loss it is compared with the divergence of each token's distributions, the tokens before it given. As a part
+    of the reward, with the divergence of whole completions. Off-policy, rewards are weighted with the exact ratio of
+    each row; nothing corrects a loss.
+
+    Args:
+        function: `function(logprobs, ref_logprobs) -> [N]`.
+        placement: See above.
+        reduction: How the losses of tokens become one number; not `constant`.
+    """
+
+    def value(samples: Samples) -> Tensor:
+        return function(samples.logprobs, samples.logprobs_of(samples.problem.reference))
+
+    objective: Objective = "token_kl"
+    recipe = Recipe(policy=silent, reduction=reduction, term=value)
+    if placement == "reward":
+        objective, weights = "kl", sampling_weights("sequence_truncate")
+        total = row_total(value)
+        # A reward of minus the divergence; what is minimised is the divergence.
+        recipe = Recipe(policy=reinforce, advantages=lambda s: -total(s), reduction=reduction, weights=weights)
+    problem = one_prompt()
+    return [
+        _measure(setting, problem.moved(sampler=step), recipe, objective=objective, sign=1)
+        for setting, step in STEPS.items()
+    ]
+
+
+def _measure(
+    setting: str, problem: Problem, recipe: Recipe, *, objective: Objective, sign: int, group_size: int = 2
+) -> Measurement:
+    # A function that is being verified may take something from one batch to another, so each has a call of its own.
+    found = estimate(every_batch(problem, group_size=group_size), recipe, stacked=False)
+    return Measurement(setting, agreement(found, sign * exact_gradient(problem, objective)))

@@ -1,0 +1,238 @@
+"""Ways to learn from completions, put together from the functions that trainers use, for the oracle to measure.
+
+A recipe computes the loss of each batch as a trainer does: rewards become advantages, a policy loss reads them,
+samples of another policy are weighted, a KL term is added, and tokens are reduced to one number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from prefrl.losses.advantage.estimators import Advantages, ScoredRows, ScoredTokens
+from prefrl.losses.advantage.whitening import moments, whitened
+from prefrl.losses.policy.covariance import covariance, covariance_sums
+from prefrl.losses.policy.losses import ImportanceLevel, PolicyLoss, PolicyTokens, TokenLoss
+from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
+from prefrl.losses.reduce import Reduction, item_count, row_sums, token_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.oracle.exact import Samples
+
+__all__ = [
+    "PerToken",
+    "Recipe",
+    "row_advantages",
+    "row_total",
+    "sampling_weights",
+    "selection",
+    "token_advantages",
+    "whiten",
+    "whole_reward",
+]
+
+# Of the tokens of some batches: [N], constants unless it is a part of the loss.
+PerToken = Callable[["Samples"], "Tensor"]
+
+
+def whole_reward(samples: Samples) -> Tensor:
+    """[N] the reward of the row on each of its tokens: REINFORCE without a baseline."""
+    return samples.rewards[samples.row_index]
+
+
+def row_total(values: PerToken) -> PerToken:
+    """[N] the sum of some values over the row, on each of its tokens; constant."""
+
+    def totals(samples: Samples) -> Tensor:
+        sums = row_sums(values(samples).detach(), samples.trainable, samples.row_index, samples.num_rows)
+        return sums[samples.row_index]
+
+    return totals
+
+
+def row_advantages(function: Callable[[ScoredRows], Advantages], *, penalty: PerToken | None = None) -> PerToken:
+    """Advantages of a row-level estimator, on each token of the row.
+
+    Args:
+        function: The estimator, its hyper-parameters bound.
+        penalty: [N] what is taken off the reward of its row, such as a coefficient times a KL estimate.
+    """
+
+    def advantages(samples: Samples) -> Tensor:
+        rewards = samples.rewards
+        if penalty is not None:
+            taken = penalty(samples).detach()
+            rewards = rewards - row_sums(taken, samples.trainable, samples.row_index, samples.num_rows)
+        scored = ScoredRows(
+            rewards=rewards[:, None],
+            weights=rewards.new_ones(1),
+            groups=samples.groups,
+            lengths=samples.lengths,
+            greedy=samples.greedy,
+        )
+        return function(scored).values[samples.row_index]
+
+    return advantages
+
+
+def token_advantages(
+    function: Callable[[ScoredTokens], Advantages],
+    *,
+    penalty: PerToken | None = None,
+    is_weighted: bool = False,
+) -> PerToken:
+    """Advantages of a token-level estimator.
+
+    Args:
+        function: The estimator, its hyper-parameters bound.
+        penalty: [N] what is taken off the reward of its token.
+        is_weighted: Tell the estimator the exact ratio of each row, which its loss will be multiplied by.
+    """
+
+    def advantages(samples: Samples) -> Tensor:
+        rewards = samples.rewards[samples.row_index].where(samples.is_last, 0.0)
+        if penalty is not None:
+            rewards = rewards - penalty(samples).detach()
+        old = samples.problem.table(samples.problem.old)[samples.states]
+        log_weights = sampling_weights("sequence_truncate")(samples).log() if is_weighted else None
+        scored = ScoredTokens(
+            rewards=rewards,
+            trainable=samples.trainable,
+            row_index=samples.row_index,
+            num_rows=samples.num_rows,
+            groups=samples.groups,
+            values=samples.values,
+            logprobs=samples.logprobs_of(samples.problem.old),
+            log_collision=(2 * old).logsumexp(1),
+            log_ratio=log_weights,
+        )
+        return function(scored).values
+
+    return advantages
+
+
+def whiten(advantages: PerToken, *, advantage_epsilon: float) -> PerToken:
+    """Advantages with mean 0 and standard deviation 1 over the tokens of the batch. One batch at a time."""
+
+    def result(samples: Samples) -> Tensor:
+        assert samples.num_batches == 1, "statistics of a batch: measure with stacked=False"
+        values = advantages(samples)
+        seen = moments(values, samples.trainable)
+        return whitened(
+            values,
+            samples.trainable,
+            mean=seen.mean,
+            std=seen.std,
+            shift_mean=True,
+            advantage_epsilon=advantage_epsilon,
+        )
+
+    return result
+
+
+def sampling_weights(name: str, *, low: float | None = None, high: float | None = None) -> PerToken:
+    """Importance weights old / mu of an off-policy correction."""
+    row = OFF_POLICY_CORRECTIONS[name]
+
+    def weights(samples: Samples) -> Tensor:
+        problem = samples.problem
+        log_ratio = samples.logprobs_of(problem.old) - samples.logprobs_of(problem.sampler)
+        result = importance_weights(
+            log_ratio,
+            samples.trainable,
+            samples.row_index,
+            samples.num_rows,
+            level=row.level,
+            bound=row.bound,
+            low=low,
+            high=high,
+        )
+        return result.weights
+
+    return weights
+
+
+def selection(row: PolicyLoss, **hyperparameters: float) -> Callable[[PolicyTokens], Tensor]:
+    """The tokens of a batch that a policy loss treats apart. One batch at a time.
+
+    Ties are broken by fixed random numbers, one for each place in the batch.
+    """
+    assert row.selection is not None
+    select = functools.partial(row.selection, **hyperparameters)
+
+    def selected(tokens: PolicyTokens) -> Tensor:
+        sums = covariance_sums(tokens.logprobs, tokens.advantages, tokens.trainable)
+        covariances = covariance(
+            tokens.logprobs,
+            tokens.advantages,
+            tokens.trainable,
+            mean_logprob=float(sums.logprobs / sums.num_tokens),
+            mean_advantage=float(sums.advantages / sums.num_tokens),
+        )
+        keys = torch.rand(len(covariances), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        chosen: Tensor = select(covariances, tokens.trainable, keys)
+        return chosen
+
+    return selected
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is measured; calling it gives the loss of each batch, [T]."""
+
+    policy: Callable[[PolicyTokens], TokenLoss]
+    advantages: PerToken = whole_reward
+    level: ImportanceLevel = "token"
+    reduction: Reduction = "sequence_sum"
+    constant: float | None = None  # of the reduction of that name
+    selected: Callable[[PolicyTokens], Tensor] | None = None  # [N] tokens that the policy loss treats apart
+    weights: PerToken | None = None  # what the policy's loss is multiplied by
+    term: PerToken | None = None  # what is added to it, such as a coefficient times a KL estimate
+
+    def __call__(self, samples: Samples) -> Tensor:
+        """[T] the loss of each batch; gradient flows to the policy's log-probs."""
+        loss = self.policy(self.tokens(samples)).loss
+        if self.weights is not None:
+            loss = self.weights(samples) * loss
+        if self.term is not None:
+            loss = loss + self.term(samples)
+        return reduced(loss, samples, reduction=self.reduction, constant=self.constant)
+
+    def tokens(self, samples: Samples) -> PolicyTokens:
+        """What the policy loss reads."""
+        tokens = PolicyTokens(
+            logprobs=samples.logprobs,
+            old_logprobs=samples.logprobs_of(samples.problem.old),
+            advantages=self.advantages(samples),
+            trainable=samples.trainable,
+            row_index=samples.row_index,
+            num_rows=samples.num_rows,
+            level=self.level,
+        )
+        return tokens if self.selected is None else replace(tokens, selected=self.selected(tokens))
+
+
+def reduced(loss: Tensor, samples: Samples, *, reduction: Reduction, constant: float | None) -> Tensor:
+    """[T] the loss of each batch, from that of its tokens, [N]."""
+    layout = (samples.trainable, samples.row_index, samples.num_rows)
+    weights = token_weights(*layout, reduction=reduction, dtype=loss.dtype)
+    totals = loss.new_zeros(samples.num_batches).index_add(0, samples.batch_of_token, weights * loss)
+    return totals / _item_counts(samples, reduction, constant)
+
+
+@functools.lru_cache(maxsize=16)
+def _item_counts(samples: Samples, reduction: Reduction, constant: float | None) -> Tensor:
+    """[T] what the loss of each batch is divided by."""
+    rows_of_batch = samples.num_rows // samples.num_batches
+    counts = []
+    for lengths in samples.lengths.view(samples.num_batches, rows_of_batch):
+        row_index = torch.arange(rows_of_batch).repeat_interleave(lengths)
+        trainable = torch.ones_like(row_index, dtype=torch.bool)
+        counts.append(item_count(trainable, row_index, rows_of_batch, reduction=reduction, constant=constant))
+    return torch.stack(counts).double()

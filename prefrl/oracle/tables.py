@@ -1,0 +1,325 @@
+"""The tables of the docs: what every loss, advantage, KL estimate and correction does on average.
+
+Numbers are of small problems with random rewards and policies. Those that are 0 hold for any problem; the others say
+how large a bias can be, not how large it is elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
+from prefrl.losses.kl.full import full_kl
+from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss, reinforce
+from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.oracle.exact import Agreement, Objective, Problem, agreement, estimate, every_batch, exact_gradient
+from prefrl.oracle.measure import STEPS, one_prompt, silent, two_prompts
+from prefrl.oracle.recipe import (
+    PerToken,
+    Recipe,
+    row_advantages,
+    row_total,
+    sampling_weights,
+    selection,
+    token_advantages,
+    whiten,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.losses.reduce import Reduction
+    from prefrl.oracle.exact import Samples
+
+__all__ = ["HYPERPARAMETERS", "TABLES", "Line", "TableOfLines"]
+
+# Typical values. epsilon_high, aipo_rho and the bounds of covariances are such that the small problem reaches them.
+HYPERPARAMETERS: dict[str, Any] = {
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "delta": None,
+    "aipo_rho": 1.2,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "kl_cov_coef": 0.1,
+    "kl_cov_ratio": 0.3,
+    "clip_cov_ratio": 0.3,
+    "clip_cov_lb": 0.0,
+    "clip_cov_ub": 5.0,
+    "scale_rewards": "group",
+    "multi_objective_aggregation": "sum_then_normalize",
+    "advantage_epsilon": 1e-4,
+    "f_norm": 1.0,
+    "gamma": 1.0,
+    "lam": 1.0,
+    "zero_tail": True,
+}
+_NO_CLIP = {"epsilon": 1.0, "epsilon_high": 1e6}
+# What is 0 but for rounding.
+_ZERO = 1e-10
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A name, and numbers under the headings of its table."""
+
+    name: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableOfLines:
+    """A table of the docs."""
+
+    headings: tuple[str, ...]  # of the names and the cells
+    lines: Callable[[], Iterator[Line]]
+
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        rows = [self.headings, ("---",) * len(self.headings), *((line.name, *line.cells) for line in self.lines())]
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _agree(
+    problem: Problem, recipe: Recipe, *, objective: Objective = "reward", group_size: int = 2, stacked: bool = True
+) -> Agreement:
+    sign = -1 if objective == "reward" else 1  # what is minimised
+    found = estimate(every_batch(problem, group_size=group_size), recipe, stacked=stacked)
+    return agreement(found, sign * exact_gradient(problem, objective))
+
+
+def _number(value: float) -> str:
+    """Two digits: more would depend on the machine's rounding."""
+    return "0" if abs(value) < _ZERO else f"{value:.2g}"
+
+
+def _bias(found: Agreement) -> str:
+    return _number(found.bias)
+
+
+def _cosine(found: Agreement) -> str:
+    return f"{round(found.cosine, 2) + 0.0:.2f}"  # no minus before a zero
+
+
+def _three(found: Agreement) -> tuple[str, ...]:
+    """Scale, bias that no scale takes away, and noise."""
+    bent = max(0.0, 1 - found.cosine**2) ** 0.5
+    # The square root of rounding is larger than rounding.
+    return _number(found.scale), "0" if bent < 1e-6 else _number(bent), _number(found.noise)
+
+
+def _bound(row: Any, changes: dict[str, Any]) -> Callable[..., Any]:
+    values = HYPERPARAMETERS | changes
+    return functools.partial(row.function, **{name: values[name] for name in row.hyperparameters})
+
+
+def _advantages(name: str, **changes: Any) -> PerToken:
+    row = ADVANTAGES[name]
+    return (row_advantages if row.level == "row" else token_advantages)(_bound(row, changes))
+
+
+# Name in the table, estimator, changes, and whether it takes statistics of the whole batch.
+_ESTIMATORS: tuple[tuple[str, str, dict[str, Any], bool], ...] = (
+    ("`rloo`", "rloo", {}, False),
+    ("`grpo`, `scale_rewards=none`", "grpo", {"scale_rewards": "none"}, False),
+    ("`grpo`, `scale_rewards=group`", "grpo", {"scale_rewards": "group"}, False),
+    ("`grpo`, `scale_rewards=batch`", "grpo", {"scale_rewards": "batch"}, True),
+    ("`grpo`, `normalize_then_sum`", "grpo", {"multi_objective_aggregation": "normalize_then_sum"}, True),
+    ("`remax`", "remax", {}, False),
+    ("`opo`", "opo", {}, False),
+    ("`gpg`", "gpg", {}, True),
+    ("`grpo_passk`, `scale_rewards=none`", "grpo_passk", {"scale_rewards": "none"}, False),
+    ("`maxrl`", "maxrl", {}, False),
+    ("`reinforce_plus_plus_baseline`", "reinforce_plus_plus_baseline", {}, False),
+    ("`reinforce_plus_plus`", "reinforce_plus_plus", {}, False),
+    ("`reinforce_plus_plus`, `gamma=0.9`", "reinforce_plus_plus", {"gamma": 0.9}, False),
+    ("`gae`, any critic", "gae", {}, False),
+    ("`gae`, `lam=0.9`, wrong critic", "gae", {"lam": 0.9}, False),
+    ("`optimal_token_baseline`", "optimal_token_baseline", {}, False),
+)
+
+
+def advantage_lines() -> Iterator[Line]:
+    """Advantages with REINFORCE on-policy, and off-policy weighted by the exact ratio of rows."""
+    problem = two_prompts()
+    yield Line("the reward itself", _advantage_cells(problem, Recipe(reinforce), stacked=True))
+    for name, estimator, changes, is_of_batch in _ESTIMATORS:
+        recipe = Recipe(reinforce, _advantages(estimator, **changes))
+        yield Line(name, _advantage_cells(problem, recipe, stacked=not is_of_batch))
+    function = _bound(ADVANTAGES["optimal_token_baseline"], {})
+    recipe = Recipe(reinforce, token_advantages(function, is_weighted=True))
+    yield Line("`optimal_token_baseline`, told the weights", _advantage_cells(problem, recipe, stacked=True))
+    true = replace(problem, critic=problem.exact_critic)
+    for lam in (0.0, 1.0):
+        recipe = Recipe(reinforce, _advantages("gae", lam=lam))
+        yield Line(f"`gae`, `lam={lam:g}`, true critic", _advantage_cells(true, recipe, stacked=True))
+    for name in ("reinforce_plus_plus_baseline", "reinforce_plus_plus", "gae"):
+        recipe = Recipe(reinforce, whiten(_advantages(name), advantage_epsilon=1e-8))
+        yield Line(f"`{name}`, whitened", _advantage_cells(problem, recipe, stacked=False))
+
+
+def _advantage_cells(problem: Problem, recipe: Recipe, *, stacked: bool) -> tuple[str, ...]:
+    away = problem.moved(sampler=STEPS["large step"])
+    weighted = replace(recipe, weights=sampling_weights("sequence_truncate"))
+    off_policy = _agree(away, weighted, stacked=stacked)
+    on_policy = _agree(problem, recipe, stacked=stacked)
+    return _bias(on_policy), *_three(on_policy), _bias(off_policy)
+
+
+def policy_lines() -> Iterator[Line]:
+    """Policy losses with the reward as advantage, for samples of the old policy, which is ever further away."""
+    named: dict[Any, list[str]] = {}
+    for name, row in POLICY_LOSSES.items():
+        named.setdefault(row.function, []).append(f"`{name}`")
+    for names in named.values():
+        rows = [POLICY_LOSSES[name.strip("`")] for name in names]
+        for level in dict.fromkeys(level for row in rows for level in row.levels):
+            yield _policy_line(", ".join(names), rows[0], level)
+    for name, changes in (("grpo", _NO_CLIP), ("cispo", _NO_CLIP), ("aipo", {"aipo_rho": 1e6})):
+        for level in ("token", "sequence_sum"):
+            yield _policy_line(f"`{name}` without bounds", POLICY_LOSSES[name], level, changes)
+
+
+def _policy_line(name: str, row: PolicyLoss, level: Any, changes: dict[str, Any] | None = None) -> Line:
+    select = None
+    if row.selection is not None:
+        values = {key: HYPERPARAMETERS[key] for key in row.selection_hyperparameters}
+        select = selection(row, **values)
+    recipe = Recipe(_bound(row, changes or {}), level=level, reduction=_whole_rows(row, level), selected=select)
+    found = [
+        _agree(one_prompt().moved(sampler=step, old=step), recipe, stacked=select is None) for step in STEPS.values()
+    ]
+    far = found[-1]
+    return Line(name, (f"`{level}`", *map(_bias, found), _cosine(far), _number(far.noise)))
+
+
+def _whole_rows(row: PolicyLoss, level: str) -> Reduction:
+    """The reduction that sums over tokens; a surrogate with the ratio of whole rows has it on each of their tokens."""
+    is_surrogate = row.function is POLICY_LOSSES["grpo"].function or row.function is POLICY_LOSSES["sapo"].function
+    return "sequence_mean" if level == "sequence_sum" and is_surrogate else "sequence_sum"
+
+
+def reduction_lines() -> Iterator[Line]:
+    """Reductions of REINFORCE with the reward, on-policy."""
+    for reduction in ("sequence_sum", "constant", "token", "sequence_mean"):
+        recipe = Recipe(reinforce, reduction=reduction, constant=3.0 if reduction == "constant" else None)
+        found = _agree(two_prompts(), recipe)
+        yield Line(f"`{reduction}`" + (" of 3" if reduction == "constant" else ""), (_bias(found), *_three(found)))
+
+
+def correction_lines() -> Iterator[Line]:
+    """Corrections of the advantage `rloo` with REINFORCE, for samples of a policy that is not the old one."""
+    yield Line("none", _correction_cells(None))
+    for bounds in ({}, {"high": 1.2}, {"low": 0.8, "high": 1.2}):
+        for name, row in OFF_POLICY_CORRECTIONS.items():
+            if not bounds and row.bound == "mask":
+                continue  # without bounds the two are the same
+            words = ", ".join(f"{side} {value:g}" for side, value in bounds.items()) or "no bounds"
+            label = name.removesuffix("_truncate") if not bounds else name
+            yield Line(f"`{label}`, {words}", _correction_cells(sampling_weights(name, **bounds)))
+
+
+def _correction_cells(weights: PerToken | None) -> tuple[str, ...]:
+    recipe = Recipe(reinforce, _advantages("rloo"), weights=weights)
+    found = [_agree(one_prompt().moved(sampler=step), recipe) for step in STEPS.values()]
+    far = found[-1]
+    return *map(_bias, found), _cosine(far), _number(far.noise)
+
+
+def kl_lines() -> Iterator[Line]:
+    """KL estimates as losses and in the reward, on-policy and, weighted or not, off-policy."""
+    for name, row in KL_ESTIMATORS.items():
+
+        def value(samples: Samples, function: Any = row.function) -> Tensor:
+            found: Tensor = function(samples.logprobs, _reference(samples))
+            return found
+
+        def weighted(samples: Samples, name: str = name) -> Tensor:
+            return importance_corrected(samples.logprobs, _reference(samples), _log_ratio(samples), kl_estimator=name)
+
+        yield Line(f"`{name}`", (*_loss_cells(value), *_reward_cells(value)))
+        yield Line(f"`{name}`, weighted", (*_loss_cells(weighted), "", ""))
+    yield Line("`full`", (*_loss_cells(_full), *_reward_cells(_full)))
+    for cap in (None, 1.1):
+        words = "no cap" if cap is None else f"cap {cap:g}"
+        yield Line(f"`sequence`, {words}", (*_loss_cells(functools.partial(_sequence, cap=cap)), "", ""))
+
+
+def _reference(samples: Samples) -> Tensor:
+    return samples.logprobs_of(samples.problem.reference)
+
+
+def _log_ratio(samples: Samples) -> Tensor:
+    return samples.logprobs - samples.logprobs_of(samples.problem.sampler)
+
+
+def _full(samples: Samples) -> Tensor:
+    return full_kl(samples.leaf, samples.problem.table(samples.problem.reference)[samples.states])
+
+
+def _sequence(samples: Samples, *, cap: float | None) -> Tensor:
+    return sequence_kl(
+        samples.logprobs,
+        _reference(samples),
+        _log_ratio(samples),
+        samples.trainable,
+        samples.row_index,
+        samples.num_rows,
+        kl_weight_cap=cap,
+    )
+
+
+def _loss_cells(value: PerToken) -> tuple[str, ...]:
+    """Bias against the tokens' divergence and that of completions, on-policy and a large step away; and noise."""
+    recipe, problem = Recipe(silent, term=value), one_prompt()
+    away = problem.moved(sampler=STEPS["large step"])
+    cells = [_agree(p, recipe, objective=objective) for objective in _KL_OBJECTIVES for p in (problem, away)]
+    return *map(_bias, cells), _number(_agree(problem, recipe, objective="kl").noise)
+
+
+_KL_OBJECTIVES: tuple[Objective, ...] = ("token_kl", "kl")
+
+
+def _reward_cells(value: PerToken) -> tuple[str, ...]:
+    """As a part of the reward, against the divergence of completions."""
+    total = row_total(value)
+    found = _agree(one_prompt(), Recipe(reinforce, lambda samples: -total(samples)), objective="kl")
+    return _bias(found), _number(found.noise)
+
+
+TABLES: dict[str, TableOfLines] = {
+    "advantages": TableOfLines(
+        ("advantage", "bias", "scale", "bent", "noise", "bias off-policy, weighted"), advantage_lines
+    ),
+    "policy": TableOfLines(
+        ("loss", "level", *(f"bias, {step}" for step in STEPS), "cosine, large step", "noise, large step"),
+        policy_lines,
+    ),
+    "reductions": TableOfLines(("reduction", "bias", "scale", "bent", "noise"), reduction_lines),
+    "corrections": TableOfLines(
+        ("correction", *(f"bias, {step}" for step in STEPS), "cosine, large step", "noise, large step"),
+        correction_lines,
+    ),
+    "kl": TableOfLines(
+        (
+            "estimate",
+            "loss: tokens",
+            "off-policy",
+            "loss: completions",
+            "off-policy",
+            "noise",
+            "in the reward: completions",
+            "noise",
+        ),
+        kl_lines,
+    ),
+}

@@ -1,0 +1,165 @@
+"""Options that every trainer has, beyond HuggingFace's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
+
+from annotated_types import Ge
+from transformers import TrainingArguments
+
+from prefrl import distributed
+from prefrl.errors import ConfigError
+from prefrl.models.liger import liger_options
+from prefrl.optional import require
+from prefrl.trainer.base.options import check_fields, check_no_effect, opt, parse_json
+
+__all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
+
+TruncationMode = Literal["keep_start", "keep_end", "error"]
+# The side that is cut off.
+TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
+    "keep_start": "right",
+    "keep_end": "left",
+    "error": "error",
+}
+
+
+@dataclass
+class BaseConfig(TrainingArguments):
+    """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
+
+    logging_steps: float = opt(10, "Log every this many optimizer steps; a number below 1 is a share of all steps.")
+    logging_nan_inf_filter: bool = opt(False, "Hide a NaN or infinite loss in the logs. Off here, so that it is seen.")
+    remove_unused_columns: bool = opt(False, "Must stay False: rewards read every column of the dataset.")
+    model_init_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
+    )
+    freeze: list[str] | None = opt(
+        None, "Regular expressions; parameters whose name contains a match are not trained."
+    )
+    max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Cut a step's rows into micro-batches of at most this many tokens (prompts counted once for each group) "
+        "instead of a fixed number of rows. Changes memory and speed, never the update.",
+    )
+    forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
+        "auto",
+        "How a forward pass lays its rows out. All plans give equal results; auto shares prompts where rows have them "
+        "in common, packs otherwise, and pads for models on which the other plans are not proven.",
+    )
+    activation_offloading: bool = opt(
+        False,
+        "Keep what the forward pass saves for the backward pass in the host's memory instead of the GPU's; with "
+        "activation_checkpointing, the inputs of the layers. Changes memory and speed, never the update.",
+    )
+    use_liger_kernel: bool = opt(
+        False,
+        "Compute norms, rotary embeddings and MLPs with Liger's fused kernels, which need a GPU and the extra liger. "
+        "Changes memory and speed, and the update by rounding alone.",
+    )
+    liger_kernel_config: dict[str, bool] | str | None = opt(
+        None,
+        'Which of Liger\'s kernels are used or left out, such as {"rope": false}; None: those that Liger uses for the '
+        "model by itself. JSON on the command line. Liger's losses are never used.",
+    )
+    dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Processes that tokenise the dataset.")
+    log_flops: bool = opt(
+        False,
+        "Count the floating-point operations of every step and log them as perf/..., with the fewest that its rows "
+        "need. Takes some time, and changes no update.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse what cannot work, before anything is loaded.
+
+        Raises:
+            ConfigError: Names the field, its value, what is allowed and what to do.
+        """
+        check_fields(self)
+        distributed.check_processes(self, os.environ)
+        parse_json(self, "model_init_kwargs", "liger_kernel_config")
+        if self.remove_unused_columns:
+            raise ConfigError("remove_unused_columns=True: must be False, columns are chosen by the data layer")
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            raise ConfigError(
+                f"train_sampling_strategy={self.train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches "
+                "are not padded, so grouping by length has no use; max_tokens_per_micro_batch balances tokens."
+            )
+        if self.log_flops and self.torch_compile:
+            raise ConfigError(
+                "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of "
+                "them to False."
+            )
+        if self.auto_find_batch_size:
+            raise ConfigError("auto_find_batch_size=True is not supported; set max_tokens_per_micro_batch instead")
+        if self.neftune_noise_alpha is not None:
+            raise ConfigError(
+                f"neftune_noise_alpha={self.neftune_noise_alpha} is not supported: its noise is scaled by the length "
+                "of a padded row, and there are none here. Leave it None."
+            )
+        self._validate_activations()
+        self._validate_liger()
+        check_no_effect(
+            name="average_tokens_across_devices",
+            value=self.average_tokens_across_devices,
+            unset=True,
+            because="losses are always divided by the count over all devices",
+            remedy="Leave it True.",
+        )
+        check_no_effect(
+            name="label_smoothing_factor",
+            value=self.label_smoothing_factor,
+            unset=0.0,
+            because="the losses here are computed from token log-probs",
+            remedy="Leave it at 0.",
+        )
+        check_no_effect(
+            name="include_num_input_tokens_seen",
+            value=self.include_num_input_tokens_seen,
+            unset="no",
+            because="the metric num_tokens counts every token that was run",
+            remedy="Read num_tokens.",
+        )
+
+    def _validate_activations(self) -> None:
+        if self.device.type == "cpu":
+            check_no_effect(
+                name="activation_offloading",
+                value=self.activation_offloading,
+                unset=False,
+                because="this run is on the CPU, whose memory activations would be moved to",
+                remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
+            )
+        if not self.activation_checkpointing:
+            check_no_effect(
+                name="activation_checkpointing_kwargs",
+                value=self.activation_checkpointing_kwargs,
+                unset=None,
+                because="activation_checkpointing=False",
+                remedy="Set activation_checkpointing=True.",
+            )
+
+    def _validate_liger(self) -> None:
+        if not self.use_liger_kernel:
+            check_no_effect(
+                name="liger_kernel_config",
+                value=self.liger_kernel_config,
+                unset=None,
+                because="use_liger_kernel=False",
+                remedy="Set use_liger_kernel=True.",
+            )
+            return
+        if self.device.type in ("cpu", "mps"):
+            raise ConfigError(
+                "use_liger_kernel=True: Liger's kernels are Triton programs for GPUs, and this run is on the "
+                f"{self.device.type.upper()}. Leave it False, or run on a GPU."
+            )
+        require("liger_kernel", extra="liger", feature="use_liger_kernel=True")
+        # HuggingFace hands them to Liger, too.
+        self.liger_kernel_config = liger_options(cast("dict[str, bool] | None", self.liger_kernel_config))

@@ -1,0 +1,20 @@
+"""Liger's kernels, where the options ask for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from prefrl.models.liger import apply_liger
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from prefrl.trainer.base.config import BaseConfig
+
+__all__ = ["add_kernels"]
+
+
+def add_kernels(args: BaseConfig, model: nn.Module) -> None:
+    """Put Liger's kernels into a model that is trained, or that one is compared with; see `apply_liger`."""
+    if args.use_liger_kernel:
+        apply_liger(model, cast("dict[str, bool]", args.liger_kernel_config))

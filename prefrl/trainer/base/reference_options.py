@@ -1,0 +1,77 @@
+"""Options of the reference policy that training stays close to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.base.options import check_no_effect, opt
+
+__all__ = ["OfflineReferenceOptions", "ReferenceOptions"]
+
+
+@dataclass
+class ReferenceOptions:
+    """The policy that training stays close to."""
+
+    beta: Annotated[float, Ge(0)] = opt(0.04, "Weight of the KL term; 0: no reference model is kept.")
+    sync_ref_model: bool = opt(False, "Move the reference towards the policy during training (TR-DPO).")
+    ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = opt(
+        0.6, "reference = alpha * policy + (1 - alpha) * reference at each move."
+    )
+    ref_model_sync_steps: Annotated[int, Ge(1)] = opt(512, "Optimizer steps between moves of the reference.")
+
+    def validate_reference(self) -> None:
+        """Refuse options of a reference that does not move or does not exist.
+
+        Raises:
+            ConfigError: Names the field, its value and what to do.
+        """
+        if not self.sync_ref_model:
+            for name, unset in (("ref_model_mixup_alpha", 0.6), ("ref_model_sync_steps", 512)):
+                check_no_effect(
+                    name=name,
+                    value=getattr(self, name),
+                    unset=unset,
+                    because="sync_ref_model=False",
+                    remedy="Set sync_ref_model=True.",
+                )
+        elif self.beta == 0:
+            raise ConfigError("sync_ref_model=True with beta=0.0: there is no reference model to move. Set beta > 0.")
+
+
+@dataclass
+class OfflineReferenceOptions(ReferenceOptions):
+    """The policy that training stays close to, on a fixed dataset."""
+
+    beta: Annotated[float, Gt(0)] = opt(
+        0.1, "Rewards are beta * log(policy / reference): the larger, the closer the policy stays."
+    )
+    precompute_ref_log_probs: bool = opt(
+        False,
+        "Score the datasets with the reference once, before training, and keep no reference model. The values are "
+        "cached on disk for the same data and the same weights.",
+    )
+    precompute_ref_batch_size: Annotated[int, Ge(1)] | None = opt(
+        None, "Rows scored at once for that; None: per_device_train_batch_size."
+    )
+
+    def validate_reference(self) -> None:
+        """See `ReferenceOptions.validate_reference`."""
+        super().validate_reference()
+        if not self.precompute_ref_log_probs:
+            check_no_effect(
+                name="precompute_ref_batch_size",
+                value=self.precompute_ref_batch_size,
+                unset=None,
+                because="precompute_ref_log_probs=False",
+                remedy="Set precompute_ref_log_probs=True.",
+            )
+        elif self.sync_ref_model:
+            raise ConfigError(
+                "precompute_ref_log_probs=True with sync_ref_model=True: values computed before training cannot "
+                "follow a reference that moves. Set one of them to False."
+            )

@@ -1,0 +1,497 @@
+"""What every trainer shares: the model, one normalised update for each optimizer step, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from prefrl import distributed
+from prefrl.errors import ConfigError
+from prefrl.metrics import Metric, host, merge, values_of
+from prefrl.models.export import whole_state
+from prefrl.models.flops import model_cost, num_weights
+from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
+from prefrl.models.load import load_model, load_tokenizer
+from prefrl.models.modes import eval_mode
+from prefrl.models.offload import OffloadActivations
+from prefrl.models.reference import make_reference
+from prefrl.trainer.base.checkpoints import checkpoint_folder, load_reference, save_reference
+from prefrl.trainer.base.frozen import FrozenScores
+from prefrl.trainer.base.kernels import add_kernels
+from prefrl.trainer.base.model_card import write_model_card
+from prefrl.trainer.base.new_training import NewTraining
+from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
+from prefrl.trainer.base.sync_reference import SyncReference
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers.trainer_utils import TrainOutput
+
+    from prefrl.losses.logprobs import TokenScores
+    from prefrl.models.forward import WantName
+    from prefrl.models.reference import Reference
+    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base.reference_options import ReferenceOptions
+
+__all__ = ["BaseTrainer"]
+
+Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
+
+
+class BaseTrainer(Trainer):
+    """HuggingFace's loop around flat token batches.
+
+    A leaf gives `loss`, which returns sums, and `num_items`, which counts what the sums are over. This class divides,
+    by the count of the whole optimizer step over all ranks: so micro-batch size, accumulation, world size and layout
+    change nothing but rounding.
+
+    HuggingFace hands `training_step` one item for each accumulation step. The last of them holds all micro-batches of
+    the step, as many as there are; those before it are empty.
+    """
+
+    # The loss is divided here, over the whole accumulated batch.
+    loss_is_scaled_for_ga = True
+    algorithm: str  # as in the registry
+    splits_rows = False  # processes can share the tokens of its rows
+
+    args: BaseConfig
+    reference: Reference | None = None
+    _reference_moves = False
+
+    def __init__(  # noqa: PLR0913 - TRL's constructor
+        self,
+        model: str | Path | PreTrainedModel | nn.Module,
+        args: BaseConfig,
+        *,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: PeftConfig | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+    ) -> None:
+        distributed.check_devices(args.n_gpu)
+        distributed.tell_deepspeed()
+        name = type(self).__name__
+        self._parallelism = distributed.set_up_parallelism(
+            args.parallelism_config, trainer=name, splits_rows=self.splits_rows
+        )
+        model = self.load_policy(
+            model,
+            model_init_kwargs=cast("dict[str, Any] | None", args.model_init_kwargs),
+            peft_config=peft_config,
+            freeze=args.freeze or (),
+            seed=args.seed,
+            quantization_config=quantization_config,
+        )
+        distributed.check_model(model, trainer=name)
+        add_kernels(args, model)
+        prepare_for_scoring(model)
+        self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
+        self.account = StepAccount(args.device)
+        tokenizer = load_tokenizer(model, processing_class)
+        self.args = args
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=self.collate,
+            train_dataset=self._prepared(train_dataset, tokenizer, training=True),
+            eval_dataset=self._prepared(eval_dataset, tokenizer, training=False),
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.frozen = FrozenScores(args, self.accelerator, self.account, lambda: self.policy)
+        distributed.check_back_end(args, os.environ, self.accelerator)
+        distributed.check_deepspeed(self.accelerator, trainer=name)
+        distributed.check_quantized(self.accelerator, model)
+        distributed.keep_outputs_exact(self.accelerator)
+        self.model.add_model_tags(["prefrl", self.algorithm])
+        self.add_callback(EndOfOptimizerPhase(self.account))
+        self.add_callback(NewTraining(begin=self.begin_training, end=self.end_training))
+        if args.log_flops:
+            self.account.flops = StepFlops(self.policy, model_cost(self.policy))
+            with self.accelerator.autocast():  # the check of the first use is no part of a step
+                verdict_of(self.policy)
+
+    def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
+        """HuggingFace's hook before it makes its accelerator."""
+        return {**super()._build_accelerator_args(**arguments), "parallelism_config": self._parallelism}
+
+    def get_total_train_batch_size(self, args: BaseConfig) -> int:
+        """HuggingFace's hook: rows of a step, over all ranks."""
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model that is trained, without what a back-end puts around it."""
+        return cast("PreTrainedModel", distributed.unwrap(self.model))
+
+    # What a leaf or the class below gives.
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """The SUM of the loss over a micro-batch, and metrics. Runs the model through `self.score`."""
+
+    @abstractmethod
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Scalar: what `loss` sums over, so that sum / (items of the whole step) is the loss."""
+
+    @abstractmethod
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Check and tokenise a dataset."""
+
+    @abstractmethod
+    def collate(self, rows: list[dict[str, Any]]) -> Any:
+        """What the data loader makes of the rows of one item; `[]` may come in."""
+
+    @abstractmethod
+    def micro_batches_of_step(self, items: list[Any]) -> tuple[list[TokenBatch], float]:
+        """The micro-batches of one optimizer step on this rank, and what they count for, from the loader's items."""
+
+    def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
+        """The model to train, see `models.load.load_model`."""
+        return load_model(model, **options)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """HuggingFace's hook, after it has called Liger on the model once more, for the whole process."""
+        add_kernels(self.args, self.policy)
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
+        """Keep the reference that the options ask for, and move it if they say so."""
+        if given is not None:
+            add_kernels(self.args, given)
+        self.reference = make_reference(
+            self.model,
+            beta=options.beta,
+            moves=options.sync_ref_model,
+            plan=self.args.forward_plan,
+            given=given,
+        )
+        if self.reference is not None and self.reference.own_model is not None:
+            distributed.prepare_frozen(self.accelerator, self.reference.own_model)
+        if self.reference is not None and self.account.flops is not None:
+            cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
+            self.account.flops.reference = cost
+            self.reference_logprobs(self.idle_batch())  # as for the policy: the check of the first use
+        if options.sync_ref_model and self.reference is not None:
+            alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
+            self.add_callback(SyncReference(self.reference, alpha=alpha, steps=steps))
+            self._reference_moves = True
+
+    def begin_training(self) -> None:
+        """Called before the first step of a training, on all ranks."""
+        if distributed.num_processes() > 1:  # the first use is several passes, which FSDP2 has to run by themselves
+            verdict_of(self.policy)
+            distributed.release(self.policy)
+
+    def end_training(self) -> None:
+        """Called after the last step of a training, on all ranks."""
+
+    def reference_scores(
+        self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
+    ) -> TokenScores:
+        """[N] scores under the reference, in passes of at most `max_tokens`; None: the budget of a micro-batch.
+
+        All ranks must call it, also those without a row.
+        """
+        assert self.reference is not None
+        return self.frozen.of_reference(
+            self.reference, batch, temperature=self.scoring_temperature, max_tokens=max_tokens, want=want
+        )
+
+    def reference_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
+        """[N] log-probs of `reference_scores`."""
+        return self.reference_scores(batch, max_tokens=max_tokens).logprobs
+
+    def frozen_scores(
+        self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
+    ) -> TokenScores:
+        """[N] scores under the policy as it is now, without gradient or dropout; see `reference_scores`."""
+        return self.frozen.of_policy(batch, temperature=self.scoring_temperature, max_tokens=max_tokens, want=want)
+
+    def frozen_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
+        """[N] log-probs of `frozen_scores`."""
+        return self.frozen_scores(batch, max_tokens=max_tokens).logprobs
+
+    # One optimizer step.
+
+    def score(self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName]) -> TokenScores:
+        """[N] log-probs of the response tokens, at the temperature that they were sampled with."""
+        return token_logprobs(
+            model,
+            batch,
+            temperature=self.scoring_temperature,
+            want=want,
+            plan=self.args.forward_plan,
+            reference_logits=None if self.reference is None or batch.ref_hidden is None else self.reference.logits,
+        )
+
+    @property
+    def scoring_temperature(self) -> float:
+        """Temperature of the distribution that losses score."""
+        return 1.0
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[list[TokenBatch]], float]:
+        """HuggingFace's hook, called once for each optimizer step: its items, and the count over all ranks."""
+        self.account.start()
+        items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
+        if not items:
+            return [], 0.0
+        micro_batches, count = self.micro_batches_of_step(items)
+        seen = self.tokens_seen(micro_batches)
+        run = sum(batch.num_forward_tokens for batch in micro_batches)
+        total_count, num_tokens, num_run = distributed.sum_over_ranks([count, seen, run], device)
+        # HuggingFace's state is saved, so that the count goes on after a resume.
+        self.state.num_input_tokens_seen += int(num_tokens)
+        # ZeRO and FSDP gather weights in every forward: all ranks run the same number of them.
+        num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
+        merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
+        micro_batches += [self.idle_batch()] * (int(num_forwards) - len(micro_batches))
+        return [[] for _ in items[1:]] + [micro_batches], total_count
+
+    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+        """Tokens that a step adds to `num_tokens`: those of all rows, each with its prompt."""
+        return sum(b.num_tokens + sum(b.prompt_lengths[i] for i in b.prompt_index) for b in batches)
+
+    def idle_batch(self) -> TokenBatch:
+        """One token without a loss: a forward and backward pass with zero gradients for every parameter."""
+        return TokenBatch.idle(self.processing_class.pad_token_id)
+
+    def training_step(
+        self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
+    ) -> Tensor:
+        """Forward and backward of all micro-batches of the step; gradients are synchronised in the last."""
+        total = torch.zeros((), device=self.args.device)
+        for i, batch in enumerate(inputs):
+            total += self.micro_step(model, batch, num_items_in_batch, is_last=i + 1 == len(inputs))
+        if inputs:
+            self.account.switch("optimizer")
+        return total
+
+    def micro_step(
+        self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
+    ) -> Tensor:
+        """Forward and backward of one micro-batch; gradients are synchronised over ranks in the last of a step."""
+        distributed.announce_backward(self.accelerator, is_last=is_last)
+        # HuggingFace's step is compute_loss, which is the forward phase, and the backward pass.
+        with (
+            self.account.passes("training", [batch]),
+            self.account.phase("backward"),
+            nullcontext() if is_last else distributed.no_sync(model),
+        ):
+            loss: Tensor = super().training_step(model, batch, num_items)
+        return loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: TokenBatch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> Any:
+        """This micro-batch's share of the step's loss.
+
+        Raises:
+            ValueError: `return_outputs` is asked for, or the step's count is missing.
+        """
+        if return_outputs or num_items_in_batch is None:
+            raise ValueError("compute_loss needs num_items_in_batch and returns the loss alone")
+        with self.account.phase("forward"):
+            if inputs.is_idle:
+                return self.forward_sum(model, inputs) * 0.0
+            with self.saved_activations():
+                output = self.loss(model, inputs)
+        merge(self.metrics["train"], output.metrics)
+        # Data-parallel back-ends average gradients over ranks, but items are counted over all of them.
+        return output.total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
+
+    def saved_activations(self) -> AbstractContextManager[None]:
+        """Where the activations of a forward pass inside wait for its backward pass."""
+        return OffloadActivations(self.args.device.type) if self.args.activation_offloading else nullcontext()
+
+    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """Scalar that every parameter of the forward pass has a gradient from."""
+        return self.score(model, batch, want=()).logprobs.sum()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs.to(self.args.device) if isinstance(inputs, TokenBatch) else super()._prepare_inputs(inputs)
+
+    def cut(self, batch: TokenBatch, rows_per_micro_batch: int) -> list[TokenBatch]:
+        """Micro-batches by tokens if `max_tokens_per_micro_batch` is set, else by rows."""
+        if self.args.max_tokens_per_micro_batch is not None:
+            return batch.split(self.args.max_tokens_per_micro_batch)
+        return batch.chunks(rows_per_micro_batch)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Tokens are counted in `get_batch_samples`."""
+
+    def floating_point_ops(self, inputs: list[TokenBatch]) -> int:
+        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, of the tokens really run."""
+        return 6 * num_weights(self.policy) * sum(batch.num_forward_tokens for batch in inputs)
+
+    # Datasets.
+
+    def _prepared(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Any:
+        if dataset is None:
+            return None
+        if isinstance(dataset, Mapping):
+            return {name: self.prepare_dataset(part, tokenizer, training=training) for name, part in dataset.items()}
+        return self.prepare_dataset(dataset, tokenizer, training=training)
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | Mapping[str, Dataset] | str | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Metrics on the evaluation dataset, or on raw data given here."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._prepared(eval_dataset, self.processing_class, training=False)
+        elif eval_dataset is None and self.eval_dataset is None:
+            raise ConfigError("eval_dataset=None: evaluation needs a dataset, here or in the constructor")
+        if isinstance(eval_dataset, Mapping):
+            metrics: dict[str, float] = {}
+            for name, part in eval_dataset.items():
+                metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        return cast("dict[str, float]", super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
+        model = self.policy if distributed.is_sharded(self.policy) else self.policy.to(self.args.device)
+        num_rows = 0
+        with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model):
+            for item in dataloader:
+                merge(self.metrics["eval"], self.evaluation_step(model, item))
+                num_rows += self.rows_of(item)
+        distributed.release(model)
+        (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
+        values = {f"{metric_key_prefix}_{name}": value for name, value in self._drain("eval").items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))
+
+    @abstractmethod
+    def evaluation_step(self, model: nn.Module, item: Any) -> dict[str, Metric]:
+        """Metrics of one item of the evaluation loader."""
+
+    @abstractmethod
+    def rows_of(self, item: Any) -> int:
+        """Dataset rows in an item of the evaluation loader."""
+
+    # Metrics.
+
+    @property
+    def phases(self) -> list[str]:
+        """What every step of this trainer has or may have: the names of `time/<phase>_s`."""
+        return ["forward", "backward", "optimizer", *(["reference"] if self.reference is not None else [])]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook, after the step and all its callbacks."""
+        self.account.finish()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _drain(self, mode: Literal["train", "eval"]) -> dict[str, float]:
+        """Host values of the metrics so far, merged over ranks; starts anew."""
+        hosted = {name: host(metric) for name, metric in self.metrics[mode].items()}
+        self.metrics[mode] = {}
+        return values_of(distributed.gather_objects(hosted))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """HuggingFace's hook: adds the metrics since the last log, under TRL's names."""
+        if "loss" in logs:
+            merge(self.metrics["train"], self.account.drain(self.phases))
+            logs |= self._drain("train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+        super().log(logs, start_time)
+
+    # Checkpoints.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """HuggingFace's loop.
+
+        Raises:
+            ConfigError: This run's processes cannot read the checkpoint's state of training, or cannot train again.
+        """
+        distributed.check_first_training(self.accelerator, self.model_wrapped)
+        folder = checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
+        if folder is not None:
+            distributed.check_resumable(self.accelerator, folder)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook. It would make one more step of a training that is resumed at its end."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        # The main process makes the folder, perhaps later than the others come here.
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        self.save_update_state(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_update_state(Path(checkpoint))
+
+    def save_update_state(self, folder: Path) -> None:
+        """Write what decides the next update beyond model, optimizer, scheduler and random states. On all ranks."""
+        if self.args.should_save:
+            distributed.sign_checkpoint(self.accelerator, folder)
+        if self._reference_moves and self.reference is not None:
+            save_reference(self.reference, folder, writes=self.args.should_save)
+
+    def load_update_state(self, folder: Path) -> None:
+        """Read what `save_update_state` wrote. On all ranks."""
+        if self._reference_moves and self.reference is not None:
+            load_reference(self.reference, folder)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save model and tokenizer, with a model card, so that `from_pretrained` loads them. All ranks must call it.
+
+        Partitioned weights are gathered one at a time, for the process that writes. In the middle of training they are
+        left to the back-end's own checkpoint if its settings ask for partitioned ones.
+        """
+        is_checkpoint = _internal_call and output_dir is not None  # HuggingFace names a folder for these alone
+        folder = output_dir or self.args.output_dir
+        if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
+            self._save(folder, whole_state(self.policy, keep=self.args.should_save))
+        if self.args.should_save:
+            self.write_card(Path(folder))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook before a push to the hub."""
+        if self.is_world_process_zero():
+            self.write_card(Path(self.args.output_dir))
+
+    def write_card(self, folder: Path) -> None:
+        """Write README.md, the model card, into `folder`."""
+        base, history = str(self.policy.config.name_or_path), self.state.log_history
+        write_model_card(folder, algorithm=self.algorithm, base_model=base, log_history=history)

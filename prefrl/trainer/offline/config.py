@@ -1,0 +1,36 @@
+"""Options of trainers that learn from a fixed dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+
+from prefrl.trainer.base.config import BaseConfig, TruncationMode
+from prefrl.trainer.base.options import opt, parse_json
+
+__all__ = ["OfflineConfig"]
+
+
+@dataclass
+class OfflineConfig(BaseConfig):
+    """Options of trainers that learn from a fixed dataset."""
+
+    max_length: Annotated[int, Ge(2)] | None = opt(1024, "Longest sequence in tokens; None: any length.")
+    truncation_mode: TruncationMode = opt(
+        "keep_start", "What happens to a longer sequence: keep its start, keep its end, or stop with an error."
+    )
+    disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, those of adapters too.")
+    chat_template_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments for the chat template; JSON on the command line."
+    )
+    invalid_rows: Literal["error", "drop"] = opt(
+        "error",
+        "Rows that cannot be used (empty, too long, nothing to learn): stop and list them, or train without them.",
+    )
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        super().validate()
+        parse_json(self, "chat_template_kwargs")

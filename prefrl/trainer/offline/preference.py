@@ -1,0 +1,230 @@
+"""What preference trainers share beside the loop: their datasets, row sums, metrics, and losses that sort a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from prefrl import distributed
+from prefrl.data.collate import preference_batch
+from prefrl.data.preference import prepare_preference_dataset, prepare_unpaired_dataset
+from prefrl.losses.preference.pairwise import Divergence, Pairs, length_desensitized
+from prefrl.losses.reduce import row_sums, trainable_per_row
+from prefrl.metrics import Difference, Mean, Metric
+from prefrl.trainer.base.config import TRUNCATION_SIDES
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from prefrl.losses.logprobs import TokenScores
+    from prefrl.trainer.offline.config import OfflineConfig
+    from prefrl.types import TokenBatch
+
+__all__ = [
+    "PAIRS",
+    "RowKind",
+    "RowScores",
+    "StepPairs",
+    "make_pairs",
+    "pair_groups",
+    "pairs_per_chosen_token",
+    "prepare_unpaired",
+    "preference_metrics",
+    "sided_rows",
+]
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """How the rows of a dataset become batches: trainers that learn from the same rows share one."""
+
+    prepare: Callable[[Dataset, PreTrainedTokenizerBase, OfflineConfig], Dataset]
+    lay_out: Callable[[Sequence[dict[str, Any]]], TokenBatch]
+    num_items: Callable[[TokenBatch], Tensor]
+
+
+def _prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig) -> Dataset:
+    """See `data.preference.prepare_preference_dataset`."""
+    return prepare_preference_dataset(
+        dataset,
+        tokenizer,
+        max_length=args.max_length,
+        truncation=TRUNCATION_SIDES[args.truncation_mode],
+        invalid_rows=args.invalid_rows,
+        chat_template_kwargs=cast("dict[str, Any] | None", args.chat_template_kwargs),
+        num_proc=args.dataset_num_proc,
+    )
+
+
+PAIRS = RowKind(_prepare_pairs, preference_batch, lambda batch: torch.tensor(batch.num_rows / 2))
+
+
+def prepare_unpaired(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig, *, with_mismatched: bool
+) -> Dataset:
+    """See `data.preference.prepare_unpaired_dataset`."""
+    return prepare_unpaired_dataset(
+        dataset,
+        tokenizer,
+        max_length=args.max_length,
+        truncation=TRUNCATION_SIDES[args.truncation_mode],
+        invalid_rows=args.invalid_rows,
+        with_mismatched=with_mismatched,
+        chat_template_kwargs=cast("dict[str, Any] | None", args.chat_template_kwargs),
+        num_proc=args.dataset_num_proc,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RowScores:
+    """A micro-batch and what its rows sum to."""
+
+    batch: TokenBatch
+    sums: Tensor  # [B] nats, log-prob of a row's trained tokens; gradient flows
+    logps: Tensor  # [B] nats, what losses compare: the sums, unless tokens past a length weigh less
+    lengths: Tensor  # [B] float32, trained tokens
+
+    @classmethod
+    def of(cls, logprobs: Tensor, batch: TokenBatch, *, ld_alpha: float | None = None) -> RowScores:
+        """From [N] log-probs; with `ld_alpha`, tokens past the shorter side of a pair weigh that much."""
+        layout = (batch.trainable, batch.row_index, batch.num_rows)
+        lengths = trainable_per_row(*layout)
+        sums = row_sums(logprobs, *layout)
+        if ld_alpha is None:
+            return cls(batch, sums, sums, lengths)
+        shared = lengths.clone()
+        chosen, rejected = batch.pair_index
+        shared[chosen] = shared[rejected] = torch.minimum(lengths[chosen], lengths[rejected])
+        logps = length_desensitized(
+            logprobs, batch.trainable, batch.row_index, shared, batch.num_rows, ld_alpha=ld_alpha
+        )
+        return cls(batch, sums, logps, lengths)
+
+
+def make_pairs(rows: RowScores, reference: RowScores, *, divergence: Divergence, alpha: float) -> Pairs:
+    """The pairs of a micro-batch, in the order of `TokenBatch.pairs`."""
+    chosen, rejected = rows.batch.pair_index
+    return Pairs(
+        chosen_logps=rows.logps[chosen],
+        rejected_logps=rows.logps[rejected],
+        ref_chosen_logps=reference.logps[chosen],
+        ref_rejected_logps=reference.logps[rejected],
+        chosen_lengths=rows.lengths[chosen],
+        rejected_lengths=rows.lengths[rejected],
+        divergence=divergence,
+        alpha=alpha,
+    )
+
+
+def pair_groups(batch: TokenBatch) -> list[int]:
+    """The group numbers of the pairs, in the order of `TokenBatch.pairs`."""
+    return [batch.group_index[row] for row in batch.pairs()[0]]
+
+
+def sided_rows(batch: TokenBatch) -> list[int]:
+    """The rows that have a label: all but those that only estimate a KL divergence."""
+    assert batch.is_preferred is not None
+    return [row for row, side in enumerate(batch.is_preferred) if side is not None]
+
+
+def pairs_per_chosen_token(batches: Sequence[TokenBatch], device: torch.device) -> float:
+    """Pairs of a step / trained tokens of their chosen sides, over all ranks: all must call it.
+
+    A loss of tokens times this, summed and divided by the number of pairs, is a mean over tokens.
+    """
+    pairs = tokens = 0.0
+    for batch in batches:
+        chosen, _ = batch.pairs()
+        pairs += len(chosen)
+        tokens += sum(batch.trainable_counts[row] for row in chosen)
+    pairs, tokens = distributed.sum_over_ranks([pairs, tokens], device)
+    return pairs / max(tokens, 1.0)
+
+
+def preference_metrics(batch: TokenBatch, scores: TokenScores, *, logps: Tensor, rewards: Tensor) -> dict[str, Metric]:
+    """TRL's metrics of the two sides, and of pairs where the batch has them.
+
+    Args:
+        batch: With `is_preferred` on every row.
+        scores: With entropy and mean logit, and whether tokens are the most likely ones if that is to be logged.
+        logps: [B] nats.
+        rewards: [B].
+    """
+    assert scores.entropy is not None
+    assert scores.mean_logit is not None
+    logps, rewards = logps.detach(), rewards.detach()
+    is_chosen = batch.preferred
+    metrics: dict[str, Metric] = {
+        "entropy": Mean((scores.entropy.detach() * batch.trainable).sum(), batch.trainable.sum())
+    }
+    for side, rows in (("chosen", is_chosen), ("rejected", ~is_chosen)):
+        tokens = rows[batch.row_index] & batch.trainable
+        metrics[f"logits/{side}"] = Mean((scores.mean_logit * tokens).sum(), tokens.sum())
+        metrics[f"logps/{side}"] = Mean((logps * rows).sum(), rows.sum())
+        metrics[f"rewards/{side}"] = Mean((rewards * rows).sum(), rows.sum())
+    metrics["rewards/margins"] = Difference(
+        (rewards * is_chosen).sum(), is_chosen.sum(), (rewards * ~is_chosen).sum(), (~is_chosen).sum()
+    )
+    if scores.correct is not None:  # of pairs alone
+        tokens = is_chosen[batch.row_index] & batch.trainable
+        metrics["mean_token_accuracy"] = Mean((scores.correct & tokens).sum(), tokens.sum())
+        chosen, rejected = batch.pair_index
+        metrics["rewards/accuracies"] = Mean((rewards[chosen] > rewards[rejected]).sum(), len(chosen))
+    return metrics
+
+
+class StepPairs:
+    """All pairs of an optimizer step on all ranks, for losses that sort them.
+
+    Such a loss is run on the whole step for every micro-batch, with the pairs of the micro-batch live and all others
+    constant: its gradient is then the micro-batch's part of the whole gradient, however the step is cut.
+
+    Args:
+        batches: This rank's pairs, micro-batch by micro-batch, constants.
+        groups: The group numbers of their pairs, 0, 1, ... in any order.
+    """
+
+    def __init__(self, batches: Sequence[Pairs], groups: Sequence[int]) -> None:
+        order = torch.tensor(groups, dtype=torch.long).argsort()
+        mine = {name: _joined([getattr(pairs, name).cpu() for pairs in batches])[order] for name in _PER_PAIR}
+        parts = distributed.gather_objects(mine)
+        self._first = sum(len(part["chosen_logps"]) for part in parts[: distributed.rank()])
+        self._values = {name: torch.cat([part[name] for part in parts]) for name in _PER_PAIR}
+
+    def loss(self, function: Callable[[Pairs], Tensor], pairs: Pairs, groups: Sequence[int]) -> Tensor:
+        """Scalar: this micro-batch's share of the summed loss, with its whole gradient.
+
+        Args:
+            function: From all pairs to [P] losses.
+            pairs: Of the micro-batch, gradient flows.
+            groups: Their group numbers.
+        """
+        device = pairs.chosen_logps.device
+        positions = (torch.tensor(groups) + self._first).to(device, non_blocking=True)
+        live = {
+            name: values.to(device, non_blocking=True).index_copy(0, positions, getattr(pairs, name))
+            for name, values in self._values.items()
+        }
+        everyone = Pairs(**live, divergence=pairs.divergence, alpha=pairs.alpha)
+        total = function(everyone).sum()
+        share = len(groups) / len(everyone.chosen_logps)
+        return total + (share - 1) * total.detach()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0), *parts])  # a rank may have no pairs
+
+
+_PER_PAIR = (
+    "chosen_logps",
+    "rejected_logps",
+    "ref_chosen_logps",
+    "ref_rejected_logps",
+    "chosen_lengths",
+    "rejected_lengths",
+)

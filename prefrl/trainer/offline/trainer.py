@@ -1,0 +1,356 @@
+"""What trainers on a fixed dataset share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+
+import datasets
+import torch
+
+from prefrl import distributed
+from prefrl.data.dealing import Dealing, dealing_of
+from prefrl.data.samplers import EpochDataLoader, StepBatchSampler
+from prefrl.data.stream import StreamLoader
+from prefrl.errors import ConfigError
+from prefrl.metrics import Mean, Metric
+from prefrl.models.fingerprint import weights_fingerprint
+from prefrl.models.modes import disable_dropout
+from prefrl.registry import REGISTRY
+from prefrl.trainer.base.options import default_output_dir
+from prefrl.trainer.base.reference_options import OfflineReferenceOptions
+from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
+from prefrl.trainer.offline.precompute import check_same_reference, precompute_reference
+from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.types import TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+    from prefrl.trainer.offline.config import OfflineConfig
+    from prefrl.trainer.offline.preference import RowKind
+
+__all__ = ["OfflineTrainer", "TrainerArguments"]
+
+_REFERENCE_FILE = "reference.json"
+_REWARD_MEAN_FILE = "reward_mean.json"
+
+
+class TrainerArguments(TypedDict, total=False):
+    """What the constructors of all offline trainers take by name."""
+
+    train_dataset: Dataset | IterableDataset | None
+    eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None  # one, or several by name
+    processing_class: PreTrainedTokenizerBase | None  # the tokenizer; None: the model's
+    callbacks: list[TrainerCallback] | None
+    optimizers: Optimizers  # optimizer and scheduler instead of those that `args` describes
+    peft_config: PeftConfig | None  # train an adapter of this kind instead of the model
+    quantization_config: BitsAndBytesConfig | None  # load the model, given by name, quantised; needs an adapter
+
+
+class OfflineTrainer(BaseTrainer):
+    """Rows of a dataset in, one normalised update for each optimizer step out.
+
+    A leaf gives `loss`; a `row_kind`, or `prepare_dataset`, `lay_out` and `num_items` of its own; and with
+    `prepare_step` what its loss needs to know about the whole step. A leaf that compares with a reference calls
+    `set_up_reference` in its constructor.
+
+    Args:
+        model: Name, path or instance; trained in place.
+        args: Options; None: the defaults, in `<model name>-<algorithm>`.
+        arguments: See `TrainerArguments`.
+
+    Raises:
+        ConfigError: Options that cannot work together.
+        DataError: A dataset that cannot be used; names the row and the column.
+    """
+
+    splits_rows = True
+    args: OfflineConfig
+    row_kind: RowKind
+    train_dataset: Any
+    eval_dataset: Any
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        args: OfflineConfig | None = None,
+        **arguments: Unpack[TrainerArguments],
+    ) -> None:
+        if args is None:
+            suffix = type(self).__name__.removesuffix("Trainer")
+            args = REGISTRY[self.algorithm].load_config()(output_dir=default_output_dir(model, suffix))
+        self.args = args
+        if isinstance(arguments.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
+            raise ConfigError(
+                f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
+                "optimizer steps, max_steps > 0"
+            )
+        super().__init__(model, args, **arguments)
+        if args.disable_dropout:
+            disable_dropout(self.policy)
+        self.reward_mean: RunningMean | None = None  # of losses that compare rewards with their mean so far
+        self._precomputed_from: str | None = None  # fingerprint of the weights
+
+    # The reference policy.
+
+    def set_up_reference(self, given: str | Path | PreTrainedModel | None) -> None:
+        """Keep the reference that the options ask for, or score the datasets with it; called by leaves that have one.
+
+        Args:
+            given: The policy that training stays close to; None: the model as it is now.
+        """
+        options = self.args
+        assert isinstance(options, OfflineReferenceOptions)
+        if isinstance(given, str | Path):
+            arguments = cast("dict[str, Any] | None", self.args.model_init_kwargs)
+            given = self.load_policy(given, model_init_kwargs=arguments)
+        if not options.precompute_ref_log_probs:
+            self.add_reference(options, given)
+            return
+        # Before training the policy is its own reference: no copy is made.
+        if given is not None:
+            self.add_reference(options, given)
+        score = self.frozen_logprobs if self.reference is None else self.reference_logprobs
+        weights = weights_fingerprint(self.policy) if self.reference is None else self.reference.fingerprint()
+        self._precomputed_from = weights
+        self.train_dataset = self._precomputed(self.train_dataset, score, options)
+        if isinstance(self.eval_dataset, Mapping):
+            self.eval_dataset = {name: self._precomputed(d, score, options) for name, d in self.eval_dataset.items()}
+        else:
+            self.eval_dataset = self._precomputed(self.eval_dataset, score, options)
+        self.reference = None
+
+    def _precomputed(
+        self, dataset: Any, score: Callable[[TokenBatch], Tensor], options: OfflineReferenceOptions
+    ) -> Any:
+        if dataset is None:
+            return None
+        return precompute_reference(
+            dataset,
+            reference_logprobs=score,
+            collate=self.lay_out,
+            batch_size=options.precompute_ref_batch_size or self.args.per_device_train_batch_size,
+            weights=cast("str", self._precomputed_from),
+            dtype=self._scoring_dtype(),
+            temperature=self.scoring_temperature,
+        )
+
+    def _scoring_dtype(self) -> torch.dtype:
+        if self.args.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.args.fp16 else self.policy.dtype
+
+    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """The micro-batches of a step with what their losses need besides the policy: the reference's log-probs.
+
+        Called once for each step on every rank, also for no batches, before the first forward.
+        """
+        if self.reward_mean is not None:
+            self.reward_mean.fold()
+        if self.reference is not None:
+            # On the device from here on: the scores need not travel.
+            batches = [batch.to(self.args.device) for batch in batches]
+            parts = self.logprobs_of_step(self.reference_logprobs, batches)
+            return [batch.replace(ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
+        if self._precomputed_from is not None and any(batch.ref_logprobs is None for batch in batches):
+            raise ConfigError(
+                "precompute_ref_log_probs=True kept no reference model, so that a dataset given to evaluate() cannot "
+                "be scored. Give it to the constructor as eval_dataset, or set precompute_ref_log_probs=False."
+            )
+        return batches
+
+    def logprobs_of_step(self, score: Callable[..., Tensor], batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """[N] log-probs of each micro-batch of a step by `reference_logprobs` or `frozen_logprobs`.
+
+        All ranks must call it, also those without a micro-batch.
+        """
+        rows = TokenBatch.concat(batches) if batches else self.idle_batch().select([])
+        largest = max((batch.num_forward_tokens for batch in batches), default=1)
+        logprobs = score(rows, max_tokens=self.frozen.budget(largest))
+        return list(torch.split(logprobs, [batch.num_tokens for batch in batches]))
+
+    # Datasets.
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Check and tokenise a dataset."""
+        return self.row_kind.prepare(dataset, tokenizer, self.args)
+
+    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+        """The flat batch of some rows of a prepared dataset."""
+        return self.row_kind.lay_out(rows)
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """See `BaseTrainer.num_items`."""
+        return self.row_kind.num_items(batch)
+
+    def collate(self, rows: list[dict[str, Any]]) -> TokenBatch | None:
+        """The flat batch of some rows; None for no rows."""
+        return self.lay_out(rows) if rows else None
+
+    def get_train_dataloader(self) -> EpochDataLoader | StreamLoader:
+        """Micro-batches of this rank, see `StepBatchSampler`."""
+        dataset = self.train_dataset
+        if dataset is None:
+            raise ConfigError("train_dataset=None: training needs a dataset")
+        # Under a budget of tokens, micro-batches do not have a number of rows.
+        dealing = self._dealing(dataset, equal_counts=self.args.max_tokens_per_micro_batch is None)
+        if isinstance(dataset, datasets.IterableDataset):
+            return self._stream_loader(
+                dataset,
+                micro_batch_size=self.args.per_device_train_batch_size,
+                micro_batches_per_step=self.args.gradient_accumulation_steps,
+                dealing=dealing,
+                drop_last=self.args.dataloader_drop_last,
+                repeat=True,
+            )
+        sampler = StepBatchSampler(
+            len(dataset),
+            micro_batch_size=self.args.per_device_train_batch_size,
+            micro_batches_per_step=self.args.gradient_accumulation_steps,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            dealing=dealing,
+            shuffle=self.args.train_sampling_strategy == "random",
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            drop_last=self.args.dataloader_drop_last,
+        )
+        if len(sampler) == 0:
+            raise ConfigError(
+                f"the dataset's {len(dataset)} rows do not fill one step of {sampler.rows_per_step}, and "
+                "dataloader_drop_last=True leaves shorter steps out"
+            )
+        return self._loader(dataset, sampler)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader | StreamLoader:
+        """All rows of an evaluation dataset, shared out over the ranks."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        dealing = self._dealing(dataset, equal_counts=True)
+        if isinstance(dataset, datasets.IterableDataset):
+            size = self.args.per_device_eval_batch_size
+            return self._stream_loader(dataset, micro_batch_size=size, dealing=dealing)
+        sampler = StepBatchSampler(
+            len(dataset),
+            micro_batch_size=self.args.per_device_eval_batch_size,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            dealing=dealing,
+        )
+        return self._loader(dataset, sampler)
+
+    def _dealing(self, dataset: Any, *, equal_counts: bool) -> Dealing | None:
+        if distributed.world_size() == 1:
+            return None
+        hidden_size = self.policy.config.get_text_config().hidden_size
+        return dealing_of(dataset, hidden_size=hidden_size, equal_counts=equal_counts)
+
+    def _loader(self, dataset: Any, sampler: StepBatchSampler) -> EpochDataLoader:
+        return EpochDataLoader(
+            dataset,
+            sampler,
+            collate_fn=self.collate,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=False,  # batches are moved by _prepare_inputs
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+
+    def _stream_loader(
+        self,
+        dataset: IterableDataset,
+        *,
+        micro_batch_size: int,
+        micro_batches_per_step: int = 1,
+        dealing: Dealing | None,
+        drop_last: bool = False,
+        repeat: bool = False,
+    ) -> StreamLoader:
+        if self.args.dataloader_num_workers:
+            raise ConfigError(
+                f"dataloader_num_workers={self.args.dataloader_num_workers} with an IterableDataset: a stream is read "
+                "by one process. Set 0."
+            )
+        return StreamLoader(
+            dataset,
+            micro_batch_size=micro_batch_size,
+            micro_batches_per_step=micro_batches_per_step,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            dealing=dealing,
+            drop_last=drop_last,
+            repeat=repeat,
+            collate_fn=self.collate,
+        )
+
+    # One step.
+
+    def micro_batches_of_step(self, items: list[TokenBatch | None]) -> tuple[list[TokenBatch], float]:
+        """The loader's micro-batches as they are, or cut anew by tokens."""
+        batches = numbered_apart([batch for batch in items if batch is not None])
+        count = sum(float(self.num_items(batch)) for batch in batches)
+        if batches and self.args.max_tokens_per_micro_batch is not None:
+            batches = TokenBatch.concat(batches).split(self.args.max_tokens_per_micro_batch, whole_groups=True)
+        return self.prepare_step(batches), count
+
+    def evaluation_step(self, model: nn.Module, item: TokenBatch | None) -> dict[str, Metric]:
+        """The loss and its metrics on one micro-batch."""
+        batches = self.prepare_step([] if item is None else [item])
+        metrics: dict[str, Metric] = {}
+        if not batches:  # other ranks may need a pass
+            self.forward_sum(model, self.idle_batch().to(self.args.device))
+        for batch in batches:
+            count = float(self.num_items(batch))
+            output = self.loss(model, batch.to(self.args.device))
+            metrics = {"loss": Mean(output.total, count), **output.metrics}
+        return metrics
+
+    def rows_of(self, item: TokenBatch | None) -> int:
+        """Rows in a micro-batch."""
+        return 0 if item is None else len(set(item.group_index))
+
+    # Checkpoints.
+
+    def save_update_state(self, folder: Path) -> None:
+        """See `BaseTrainer.save_update_state`; also which weights the reference has."""
+        super().save_update_state(folder)
+        if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
+            (folder / _REFERENCE_FILE).write_text(json.dumps({"weights": fingerprint}), encoding="utf-8")
+        if self.reward_mean is not None:
+            self.reward_mean.save(folder / _REWARD_MEAN_FILE, writes=self.args.should_save)
+
+    def load_update_state(self, folder: Path) -> None:
+        """See `BaseTrainer.load_update_state`.
+
+        Raises:
+            ConfigError: The reference of the checkpoint had other weights than this one.
+        """
+        super().load_update_state(folder)
+        path = folder / _REFERENCE_FILE
+        if path.exists() and (fingerprint := self._reference_fingerprint()) is not None:
+            check_same_reference(json.loads(path.read_text(encoding="utf-8"))["weights"], fingerprint)
+        if self.reward_mean is not None:
+            self.reward_mean.load(folder / _REWARD_MEAN_FILE)
+
+    def _reference_fingerprint(self) -> str | None:
+        """Of the weights of a reference that does not move."""
+        if self.reference is None or self._reference_moves:
+            return self._precomputed_from
+        return self.reference.fingerprint()
+
+
+def numbered_apart(batches: list[TokenBatch]) -> list[TokenBatch]:
+    """The batches with group numbers that no two of them share: 0, 1, ... through all."""
+    numbered = []
+    first = 0
+    for batch in batches:
+        numbers = {group: first + i for i, group in enumerate(dict.fromkeys(batch.group_index))}
+        numbered.append(batch.replace(group_index=tuple(numbers[group] for group in batch.group_index)))
+        first += len(numbers)
+    return numbered

@@ -1,0 +1,235 @@
+"""Options of trainers that learn from their own completions, in groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.generation.base import SamplingParams
+from prefrl.trainer.base.config import BaseConfig, TruncationMode
+from prefrl.trainer.base.options import check_no_effect, opt, parse_json
+from prefrl.trainer.online.local_options import LocalOptions
+from prefrl.trainer.online.rollout_options import PromptOptions, ShapingOptions
+from prefrl.trainer.online.vllm_options import VLLMOptions
+
+__all__ = ["OnlineConfig", "RewardOptions", "SamplingOptions"]
+
+
+@dataclass
+class SamplingOptions:
+    """How completions are drawn."""
+
+    max_prompt_length: Annotated[int, Ge(1)] | None = opt(512, "Longest prompt in tokens; None: any length.")
+    truncation_mode: TruncationMode = opt(
+        "keep_end", "What happens to a longer prompt: keep its end, keep its start, or stop with an error."
+    )
+    filter_overlong_prompts: bool = opt(False, "Leave prompts above max_prompt_length out of the dataset.")
+    num_generations: Annotated[int, Ge(1)] = opt(8, "Completions of each prompt: the size of a group.")
+    num_generations_eval: Annotated[int, Ge(1)] | None = opt(
+        None, "Completions of each prompt in evaluation; None: as num_generations."
+    )
+    max_completion_length: Annotated[int, Ge(1)] = opt(256, "Longest completion in tokens.")
+    temperature: Annotated[float, Gt(0)] = opt(0.9, "Sampling temperature; the losses score at the same temperature.")
+    temperature_eval: Annotated[float, Ge(0)] | None = opt(
+        None, "Temperature in evaluation; 0: greedy. None: as temperature."
+    )
+    top_p: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Sample from the smallest set of tokens with this probability.")
+    top_k: Annotated[int, Ge(0)] | None = opt(0, "Sample from the k most likely tokens; 0 or None: from all.")
+    min_p: Annotated[float, Ge(0), Le(1)] | None = opt(
+        None, "Sample from tokens with at least this share of the likeliest token's probability."
+    )
+    repetition_penalty: Annotated[float, Gt(0)] = opt(1.0, "Above 1: tokens of the text so far become less likely.")
+
+    def sampling_params(self, *, evaluation: bool = False) -> SamplingParams:
+        """What the generator is asked for."""
+        num_samples, temperature = self.num_generations, self.temperature
+        if evaluation:
+            num_samples = self.num_generations_eval or num_samples
+            temperature = temperature if self.temperature_eval is None else self.temperature_eval
+        return SamplingParams(
+            num_samples=num_samples,
+            max_tokens=self.max_completion_length,
+            temperature=temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or None,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+
+@dataclass
+class RewardOptions:
+    """How rewards become advantages."""
+
+    reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
+    reward_timeout: Annotated[float, Gt(0)] | None = opt(
+        None, "Seconds that a reward function may take for a batch; None: no limit."
+    )
+    mask_truncated_completions: bool = opt(False, "Completions that hit max_completion_length have no loss (DAPO).")
+
+
+@dataclass
+class OnlineConfig(
+    SamplingOptions, LocalOptions, VLLMOptions, PromptOptions, RewardOptions, ShapingOptions, BaseConfig
+):
+    """Options of the rollout loop."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    generation_batch_size: Annotated[int, Ge(1)] | None = opt(
+        None, "Completions of one generation over all processes; None: from steps_per_generation."
+    )
+    steps_per_generation: Annotated[int, Ge(1)] | None = opt(
+        None, "Micro-batches made from one generation; None: gradient_accumulation_steps."
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments for the chat template; JSON on the command line."
+    )
+    num_iterations: Annotated[int, Ge(1)] = opt(1, "How often each generation batch is learned from.")
+    shuffle_dataset: bool = opt(True, "Visit prompts in a new order each epoch.")
+    log_completions: bool = opt(False, "Print a table of completions and write them to parquet at every generation.")
+    num_completions_to_print: Annotated[int, Ge(1)] | None = opt(None, "Rows of that table; None: all.")
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        super().validate()
+        parse_json(self, "chat_template_kwargs")
+        self._validate_generation_size()
+        self._validate_groups()
+        self._validate_prompt_loading()
+        self.validate_local(use_vllm=self.use_vllm)
+        self.validate_vllm()
+        self.validate_shaping()
+        self.validate_prompts()
+        self._validate_generation_mode()
+        if self.filter_overlong_prompts and self.max_prompt_length is None:
+            raise ConfigError(
+                "filter_overlong_prompts=True with max_prompt_length=None: no prompt is too long. Set it."
+            )
+        if not self.log_completions:
+            check_no_effect(
+                name="num_completions_to_print",
+                value=self.num_completions_to_print,
+                unset=None,
+                because="log_completions=False",
+                remedy="Set log_completions=True.",
+            )
+
+    def _validate_prompt_loading(self) -> None:
+        check_no_effect(
+            name="train_sampling_strategy",
+            value=self.train_sampling_strategy,
+            unset="random",
+            because="shuffle_dataset decides the order of prompts",
+            remedy="Set shuffle_dataset=False for the dataset's own order.",
+        )
+        for name, unset in (("dataloader_num_workers", 0), ("dataloader_drop_last", False)):
+            check_no_effect(
+                name=name,
+                value=getattr(self, name),
+                unset=unset,
+                because="prompts are tokenised once at the start and come in full generation batches",
+                remedy=f"Leave it {unset}.",
+            )
+
+    def _validate_generation_size(self) -> None:
+        per_step = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is not None:
+            if self.steps_per_generation is not None:
+                raise ConfigError(
+                    f"generation_batch_size={self.generation_batch_size} and "
+                    f"steps_per_generation={self.steps_per_generation}: set one of them; the other follows"
+                )
+            if self.generation_batch_size % per_step:
+                raise ConfigError(
+                    f"generation_batch_size={self.generation_batch_size}: must be a multiple of {per_step} = "
+                    f"per_device_train_batch_size {self.per_device_train_batch_size} * {self.world_size} processes"
+                )
+        accumulation = self.gradient_accumulation_steps
+        if self.micro_batches_per_generation % accumulation:
+            raise ConfigError(
+                f"steps_per_generation={self.micro_batches_per_generation}: must be a multiple of "
+                f"gradient_accumulation_steps={accumulation}, so that an optimizer step learns from one generation"
+            )
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """`steps_per_generation` as it takes effect."""
+        if self.generation_batch_size is not None:
+            return self.generation_batch_size // int(self.per_device_train_batch_size * self.world_size)
+        return self.steps_per_generation or int(self.gradient_accumulation_steps)
+
+    @property
+    def updates_per_generation(self) -> int:
+        """Optimizer steps of one pass over a generation batch."""
+        return self.micro_batches_per_generation // int(self.gradient_accumulation_steps)
+
+    @property
+    def completions_per_rank(self) -> int:
+        """Completions of one generation on this process."""
+        return int(self.per_device_train_batch_size) * self.micro_batches_per_generation
+
+    def _validate_groups(self) -> None:
+        if self.completions_per_rank % self.num_generations:
+            nearest = max(1, round(self.completions_per_rank / self.num_generations)) * self.num_generations
+            raise ConfigError(
+                f"per_device_train_batch_size {self.per_device_train_batch_size} * steps_per_generation "
+                f"{self.micro_batches_per_generation} = {self.completions_per_rank} completions on each process: must "
+                f"be a multiple of num_generations={self.num_generations}, because a group stays on one process. The "
+                f"nearest that works is {nearest}."
+            )
+
+    @property
+    def steps_of_a_generation(self) -> int:
+        """Optimizer steps that learn from one generation batch."""
+        return self.updates_per_generation * self.num_iterations
+
+    @property
+    def generations_ahead(self) -> int:
+        """Generation batches that may be under way besides the one that training needs."""
+        return self.max_staleness // self.steps_of_a_generation if self.generation_mode == "async" else 0
+
+    @property
+    def needs_whole_batch(self) -> dict[str, str]:
+        """Options because of which a group cannot be learned from before all completions are there: what to set."""
+        names = ("normalize_rewards", "dynamic_sampling", "curriculum")
+        given = {name: getattr(self, name) for name in names}
+        return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether each prompt also gets a completion that is decoded without randomness."""
+        return False
+
+    @property
+    def needs_scores_first(self) -> bool:
+        """Whether what is learned depends on log-probs of the policy before it learns."""
+        return False
+
+    def _validate_generation_mode(self) -> None:
+        steps = self.steps_of_a_generation
+        if self.generation_mode == "overlap":
+            if steps > 1:
+                raise ConfigError(
+                    f"generation_mode='overlap' with {steps} optimizer steps for each generation: the first would be "
+                    "taken while completions of the others are still sampled. Set num_iterations=1 and "
+                    "steps_per_generation=gradient_accumulation_steps, or use generation_mode='async'."
+                )
+            for given, remedy in self.needs_whole_batch.items():
+                raise ConfigError(
+                    f"generation_mode='overlap' with {given}: what is learned from a group then depends on the whole "
+                    f"batch, and groups are trained before it is complete. {remedy}"
+                )
+        for name in ("dynamic_sampling", "curriculum"):
+            if self.generation_mode == "async" and getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} with generation_mode='async': prompts are asked before it is "
+                    "known what became of the last ones. Use generation_mode='sync'."
+                )
+        if self.generation_mode == "async" and self.max_staleness < steps:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness}: must be at least {steps}, the optimizer steps of one "
+                "generation, or nothing can be generated ahead."
+            )

@@ -1,0 +1,115 @@
+"""Which generator an online trainer samples from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefrl.errors import ConfigError
+from prefrl.generation.http import Http
+from prefrl.generation.local.generator import LocalGenerator, end_token_ids
+from prefrl.generation.vllm.client import VLLMGenerator, VLLMStats
+from prefrl.generation.vllm.guard import KEY_VARIABLE
+from prefrl.generation.vllm.handshake import Requirements
+from prefrl.generation.vllm.requests import Guided
+from prefrl.generation.weights.send import WeightSync
+from prefrl.metrics import Max, Metric, Sum
+from prefrl.models.adapters import is_peft_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.generation.base import WeightSource
+    from prefrl.generation.weights.send import SyncMethod
+    from prefrl.trainer.online.config import OnlineConfig
+    from prefrl.trainer.online.vllm_options import VLLMOptions
+
+__all__ = ["make_generator", "server_metrics", "sync_method"]
+
+
+def make_generator(
+    args: OnlineConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    weights: WeightSource,
+    max_rows: int,
+) -> LocalGenerator | VLLMGenerator:
+    """The generator that the options ask for.
+
+    Args:
+        args: Options.
+        model: The policy; may be a PeftModel.
+        tokenizer: Its tokenizer.
+        weights: Its weights, for servers.
+        max_rows: Samples that decode together at most in this process.
+
+    Raises:
+        ConfigError: `weight_sync` does not fit the model.
+    """
+    if not args.use_vllm:
+        return LocalGenerator(
+            model,
+            tokenizer=tokenizer,
+            max_rows=max_rows,
+            gathers=args.ds3_gather_for_generation,
+            offloads_cache=args.cache_implementation == "offloaded",
+        )
+    method = sync_method(args, has_adapter=weights.has_adapter)
+    if weights.is_quantized and method != "adapter":
+        raise ConfigError(
+            f"weight_sync={method!r}: the model is quantised, and only its adapter can be sent. Set "
+            "weight_sync='adapter', with weight_sync_folder where servers are on other hosts, and serve the same base "
+            "model."
+        )
+    base: Any = model.get_base_model() if is_peft_model(model) else model
+    http = Http(key=os.environ.get(KEY_VARIABLE))
+    folder = Path(args.shared_folder) if method in ("shm", "adapter") and args.shared_folder is not None else None
+    return VLLMGenerator(
+        args.server_urls,
+        http=http,
+        weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.weight_sync_timeout),
+        requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
+        stop_ids=end_token_ids(base, tokenizer),
+        server_timeout=args.vllm_server_timeout,
+        request_timeout=args.vllm_request_timeout,
+        guided=_guided(args),
+    )
+
+
+def sync_method(args: VLLMOptions, *, has_adapter: bool) -> SyncMethod:
+    """`weight_sync` as it takes effect.
+
+    Raises:
+        ConfigError: "adapter" without an adapter.
+    """
+    if args.weight_sync == "adapter" and not has_adapter:
+        raise ConfigError(
+            "weight_sync='adapter': the model has no adapter, or more than the adapter is trained. Give peft_config "
+            "(use_peft on the command line), or leave weight_sync None."
+        )
+    if args.weight_sync is not None:
+        return args.weight_sync
+    if has_adapter and args.shared_folder is not None:
+        return "adapter"
+    device: Any = args  # a config is also TrainingArguments
+    return "nccl" if device.device.type == "cuda" else "gloo"
+
+
+def server_metrics(stats: VLLMStats) -> dict[str, Metric]:
+    """What happened between this process and the servers."""
+    return {
+        "server/requests": Sum(stats.requests),
+        "server/retries": Sum(stats.retries),
+        "server/restarts": Sum(stats.restarts),
+        "server/wait_s": Max(stats.wait_s),
+    }
+
+
+def _guided(args: VLLMOptions) -> Guided | None:
+    regex, grammar = args.vllm_guided_decoding_regex, args.vllm_guided_decoding_grammar
+    schema = args.vllm_guided_decoding_json
+    if (regex, schema, grammar) == (None, None, None):
+        return None
+    return Guided(regex=regex, json=schema, grammar=grammar)

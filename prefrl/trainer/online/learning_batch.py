@@ -1,0 +1,406 @@
+"""From scored rollouts to what optimizer steps learn from: shaped rewards, advantages, selected tokens, constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from prefrl import distributed
+from prefrl.errors import ConfigError
+from prefrl.losses.advantage.balance import RewardBalancer, gram, squared_weights
+from prefrl.losses.advantage.estimators import (
+    ADVANTAGES,
+    Advantages,
+    ScoredRows,
+    ScoredTokens,
+    clip_advantages,
+    normalize_rows,
+    row_totals,
+)
+from prefrl.losses.advantage.whitening import Moments, moments, whitened
+from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.losses.reduce import row_sums
+from prefrl.metrics import Mean, merge
+from prefrl.rollout.buffer import Minibatch
+from prefrl.rollout.collect import to_token_batch
+from prefrl.rollout.prefix import contested_prefix_lengths
+from prefrl.rollout.reward_shaping import RunningMoments, shaped
+from prefrl.rollout.selection import draw_counts, kept_rows
+from prefrl.trainer.online.policy_objective import token_mean
+from prefrl.trainer.online.sampling_correction import correct_sampling
+from prefrl.trainer.online.token_selection import selected_tokens
+from prefrl.types import Rollout, TokenBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.policy_objective import PolicyObjective
+    from prefrl.trainer.online.trainer import OnlineTrainer
+
+__all__ = ["Experience", "ExperienceMaker"]
+
+# Added to standard deviations, as in TRL.
+ADVANTAGE_EPSILON = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of all ranks, this rank's from `start` on."""
+
+    rewards: Tensor  # [B, K] float32, NaN for none
+    groups: Tensor  # [B] int64
+    lengths: Tensor  # [B] trainable tokens
+    finish_reasons: list[Any]  # [B]
+    penalties: Tensor  # [B] KL that is taken from the reward
+    greedy: Tensor  # [B] total reward of the greedy completion of the row's prompt, NaN if there is none
+    start: int
+
+
+class ExperienceMaker(Protocol):
+    """Makes minibatches of rollouts."""
+
+    def minibatches(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> list[Minibatch]:
+        """See `OnlineTrainer.minibatches`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides the next minibatches, fit for JSON."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        ...
+
+
+class Experience:
+    """Makes minibatches of rollouts, with advantages.
+
+    Args:
+        trainer: Scores tokens, knows rewards and options.
+        args: Options.
+        objective: Has the weight of the KL term.
+    """
+
+    def __init__(self, trainer: OnlineTrainer, args: PolicyGradientConfig, objective: PolicyObjective) -> None:
+        self.trainer = trainer
+        self.args = args
+        self.objective = objective
+        self.estimator = ADVANTAGES[args.estimator]
+        self.moments = RunningMoments() if args.normalize_rewards else None
+        self.balancer: RewardBalancer | None = None
+        if args.reward_balance is not None:
+            weights = trainer.rewards.weights
+            if len(weights) < 2:
+                raise ConfigError(
+                    f"reward_balance={args.reward_balance!r} has no effect with one reward. Give several reward_funcs."
+                )
+            self.balancer = RewardBalancer(args.reward_balance, reward_weights=weights, **args.balance_hyperparameters)
+
+    def minibatches(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> list[Minibatch]:
+        """What the optimizer steps of one pass over the rollouts learn from.
+
+        Args:
+            rollouts: This rank's, whole groups; sets their `reward` and `advantage`.
+            num_parts: Optimizer steps.
+            over_ranks: Whether all ranks are here with theirs, and statistics are over all of them.
+        """
+        batch = to_token_batch(rollouts, mask_truncated=self.args.mask_truncated_completions)
+        if self.args.needs_scores_first:
+            batch = self.trainer.scored_first(batch)
+        if self._kl_in_reward:
+            kl = self._kl_of_tokens(batch)
+            self.objective.observe_kl(kl, batch)
+            merge(self.trainer.metrics["train"], {"kl": token_mean(kl, batch)})
+        rows = self._gathered(rollouts, batch, over_ranks=over_ranks)
+        totals = self._shaped(rows)
+        mine = slice(rows.start, rows.start + len(rollouts))
+        for rollout, total in zip(rollouts, row_totals(rows.rewards, self._weights)[mine].tolist(), strict=True):
+            rollout.reward = total
+        size = -(-len(rollouts) // num_parts)
+        counts = self._counts(rows, totals)
+        batch = self._with_advantages(batch, rows, totals, counts > 0, over_ranks=over_ranks)
+        batch = self._with_selection(batch, rollouts, totals[mine])
+        assert batch.advantages is not None
+        sums = row_sums(batch.advantages, batch.trainable, batch.row_index, batch.num_rows)
+        for rollout, total, count in zip(rollouts, sums.tolist(), batch.trainable_counts, strict=True):
+            rollout.advantage = total / max(count, 1)
+        repeats = counts[mine].tolist()
+        parts = [range(start, min(start + size, len(rollouts))) for start in range(0, len(rollouts), size)]
+        is_good = (totals_of(rollouts) > 0).tolist()
+        return [
+            self._minibatch(
+                batch,
+                [row for row in part for _ in range(repeats[row])],
+                is_good,
+                is_first=i == 0,
+                over_ranks=over_ranks,
+            )
+            for i, part in enumerate(parts)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Running moments and the balance of rewards."""
+        parts = {"moments": self.moments, "balance": self.balancer}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        if self.moments is not None:
+            self.moments.load_state_dict(state["moments"])
+        if self.balancer is not None:
+            self.balancer.load_state_dict(state["balance"])
+
+    # Rewards.
+
+    @property
+    def _weights(self) -> Tensor:
+        return torch.tensor(self.trainer.rewards.weights)
+
+    def _gathered(self, rollouts: list[Rollout], batch: TokenBatch, *, over_ranks: bool) -> _Rows:
+        penalties = self._kl_of_rows(batch).tolist() if self._takes_kl_from_rows else [0.0] * len(rollouts)
+        mine = [
+            (
+                [float("nan") if value is None else value for value in rollout.rewards.values()],
+                rollout.group,
+                length,
+                rollout.completion.finish_reason,
+                penalty,
+                rollout.greedy_reward,
+            )
+            for rollout, length, penalty in zip(rollouts, batch.trainable_counts, penalties, strict=True)
+        ]
+        everyone, start = distributed.gather_rows(mine, over_ranks=over_ranks)
+        rewards, groups, lengths, reasons, kls, greedy = zip(*everyone, strict=True)
+        return _Rows(
+            rewards=torch.tensor(rewards, dtype=torch.float32),
+            groups=torch.tensor(groups, dtype=torch.long),
+            lengths=torch.tensor(lengths, dtype=torch.float32),
+            finish_reasons=list(reasons),
+            penalties=torch.tensor(kls, dtype=torch.float32),
+            greedy=torch.tensor(greedy, dtype=torch.float32),
+            start=start,
+        )
+
+    @property
+    def _takes_kl_from_rows(self) -> bool:
+        return self._kl_in_reward and self.estimator.level == "row"
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        return self.args.kl_in == "reward" and self.trainer.reference is not None
+
+    def _kl_of_tokens(self, batch: TokenBatch) -> Tensor:
+        """[N] nats."""
+        assert batch.old_logprobs is not None
+        assert batch.ref_logprobs is not None
+        return KL_ESTIMATORS[self.args.kl_estimator].function(batch.old_logprobs, batch.ref_logprobs)
+
+    def _kl_of_rows(self, batch: TokenBatch) -> Tensor:
+        """[B] what is taken from the reward of each row."""
+        per_row = row_sums(self._kl_of_tokens(batch), batch.trainable, batch.row_index, batch.num_rows)
+        return self.objective.beta * per_row
+
+    def _shaped(self, rows: _Rows) -> Tensor:
+        """[B] totals after shaping, without the KL of rows."""
+        totals = row_totals(rows.rewards, self._weights)
+        has_no_group = self.estimator.level == "token"
+        shaping = self.args.shaping_hyperparameters
+        return (
+            shaped(totals, rows.finish_reasons, moments=self.moments, subtract_mean=has_no_group, **shaping)
+            - rows.penalties
+        )
+
+    def _counts(self, rows: _Rows, totals: Tensor) -> Tensor:
+        """[B] how often each row is learned from."""
+        args, step = self.args, self.trainer.state.global_step
+        if args.rollout_selection is not None and args.num_selected is not None:
+            kept = kept_rows(
+                totals, rows.groups, keep=args.num_selected, rule=args.rollout_selection, seed=args.seed, step=step
+            )
+            return torch.zeros(len(totals), dtype=torch.long).index_fill(0, kept, 1)
+        if args.rollout_resampling is not None:
+            power = args.rollout_resampling_power
+            return draw_counts(
+                totals, rows.groups, method=args.rollout_resampling, power=power, seed=args.seed, step=step
+            ).long()
+        return torch.ones(len(totals), dtype=torch.long)
+
+    # Advantages.
+
+    def _with_advantages(
+        self, batch: TokenBatch, rows: _Rows, totals: Tensor, is_kept: Tensor, *, over_ranks: bool
+    ) -> TokenBatch:
+        mine = slice(rows.start, rows.start + batch.num_rows)
+        if self.estimator.level == "row":
+            result = self._of_rows(rows, totals, is_kept)
+            per_row = torch.zeros(len(totals), dtype=result.values.dtype).masked_scatter(is_kept, result.values)[mine]
+            values, returns = per_row.float()[batch.row_index], None
+        else:
+            result = self._of_tokens(batch, rows.groups[mine], totals[mine])
+            values, returns = result.values.float(), None if result.returns is None else result.returns.float()
+        if self.args.normalize_advantages and self.estimator.whitened:
+            has_reward = ~totals[mine].isnan()
+            mask = batch.trainable & (has_reward & is_kept[mine])[batch.row_index]
+            values = self._whitened(values, mask, over_ranks=over_ranks)
+        if self.args.advantage_clip_range is not None:
+            low, high = self.args.advantage_clip_range
+            values = clip_advantages(values, low=low, high=high)
+        return batch.replace(advantages=values, returns=returns)
+
+    def _whitened(self, values: Tensor, mask: Tensor, *, over_ranks: bool) -> Tensor:
+        """[N], with mean 0 and standard deviation 1 over the tokens of all ranks."""
+        found = moments(values, mask)
+        if over_ranks:
+            sums = [found.total, found.square_total, found.count]
+            found = Moments(*distributed.sum_over_ranks(sums, self.args.device))
+        return whitened(
+            values, mask, mean=found.mean, std=found.std, shift_mean=True, advantage_epsilon=ADVANTAGE_EPSILON
+        )
+
+    def _of_rows(self, rows: _Rows, totals: Tensor, is_kept: Tensor) -> Advantages:
+        # Shaped totals are one reward; without shaping the rewards can still be told apart.
+        is_shaped = self.args.shapes_rewards or self._takes_kl_from_rows
+        scored = ScoredRows(
+            rewards=(totals[:, None].float() if is_shaped else rows.rewards)[is_kept],
+            weights=torch.ones(1) if is_shaped else self._weights,
+            groups=rows.groups[is_kept],
+            lengths=rows.lengths[is_kept],
+            greedy=rows.greedy[is_kept] if self.args.needs_greedy else None,
+        )
+        if self.balancer is None:
+            result = self.estimator.function(scored, **self._hyperparameters)
+        else:
+            result = self._balanced(scored, self.balancer)
+        if self.args.normalize_advantages and not self.estimator.whitened:
+            return normalize_rows(result, advantage_epsilon=ADVANTAGE_EPSILON)
+        return result
+
+    def _balanced(self, scored: ScoredRows, balancer: RewardBalancer) -> Advantages:
+        """Advantages of each reward by itself, [B, K], weighed so that one backward pass serves all."""
+        each = [
+            self.estimator.function(
+                replace(scored, rewards=scored.rewards[:, k : k + 1], weights=torch.ones(1)), **self._hyperparameters
+            )
+            for k in range(scored.rewards.shape[1])
+        ]
+        advantages = torch.stack([result.values for result in each], 1)
+        reduction = POLICY_LOSSES[self.args.loss_type].reduction
+        weights = balancer.weights(
+            gram(advantages, squared_weights(scored.lengths, reduction=reduction)), scored.rewards
+        )
+        names = self.trainer.rewards.names
+        metrics = {f"reward_balance/{name}": Mean(float(w), 1) for name, w in zip(names, weights, strict=True)}
+        merge(self.trainer.metrics["train"], metrics)
+        return replace(each[0], values=(advantages.double() @ weights).to(advantages.dtype), totals=scored.totals())
+
+    def _of_tokens(self, batch: TokenBatch, groups: Tensor, totals: Tensor) -> Advantages:
+        rewards = torch.zeros(batch.num_tokens)
+        if self._kl_in_reward:
+            rewards -= self.objective.beta * self._kl_of_tokens(batch)
+        last = [0] * batch.num_rows
+        for token, row in zip(batch.trainable_positions.tolist(), _rows_of(batch), strict=True):
+            last[row] = token
+        has_token = torch.tensor(batch.trainable_counts) > 0
+        rewards.index_add_(0, torch.tensor(last)[has_token], totals.float()[has_token])
+        scored = ScoredTokens(
+            rewards=rewards,
+            trainable=batch.trainable,
+            row_index=batch.row_index,
+            num_rows=batch.num_rows,
+            groups=groups,
+            values=batch.values,
+            logprobs=batch.old_logprobs,
+            log_collision=batch.log_collision,
+            log_ratio=self._log_weights(batch),
+        )
+        return self.estimator.function(scored, **self._hyperparameters)
+
+    def _log_weights(self, batch: TokenBatch) -> Tensor | None:
+        """[N] log of what the loss of each token is multiplied by, if completions are another policy's."""
+        if not self.args.corrects_sampling or "log_collision" not in self.estimator.needs:
+            return None
+        assert batch.old_logprobs is not None
+        return correct_sampling(self.args, batch, batch.old_logprobs).weights.log()
+
+    @property
+    def _hyperparameters(self) -> dict[str, Any]:
+        names = self.estimator.hyperparameters - {"advantage_epsilon"}
+        values = {name: getattr(self.args, name) for name in names}
+        if "advantage_epsilon" in self.estimator.hyperparameters:
+            values["advantage_epsilon"] = ADVANTAGE_EPSILON
+        return values
+
+    # Tokens that have a policy loss.
+
+    def _with_selection(self, batch: TokenBatch, rollouts: Sequence[Rollout], totals: Tensor) -> TokenBatch:
+        changes = selected_tokens(self.args, batch, rollouts, step=self.trainer.state.global_step)
+        if self.args.min_filter_prefix_tokens is not None:
+            lengths = contested_prefix_lengths(
+                [rollout.completion.token_ids for rollout in rollouts],
+                totals.tolist(),
+                [rollout.group for rollout in rollouts],
+                min_tokens=self.args.min_filter_prefix_tokens,
+            )
+            places = torch.cat([torch.arange(length) for length in batch.response_lengths])
+            is_own = (places >= torch.tensor(lengths)[batch.row_index]).float()
+            changes["selection"] = is_own * changes["selection"] if "selection" in changes else is_own
+        return batch.replace(**changes)
+
+    # Minibatches.
+
+    def _minibatch(
+        self, batch: TokenBatch, rows: list[int], is_good: list[bool], *, is_first: bool, over_ranks: bool
+    ) -> Minibatch:
+        trainer, args = self.trainer, self.args
+        batch = batch.select(rows)
+        if is_first:
+            # The policy that learns is still the one that sampled. Its fresh log-probs make ratios of exactly 1.
+            batch = batch.replace(old_logprobs=None)
+        num_items = float(trainer.num_items(batch))
+        if args.positive_nll_coef is not None:
+            batch = self._with_nll_weights(batch, torch.tensor([is_good[row] for row in rows]), num_items)
+        batch, left_out = self._with_gradient(batch)
+        metrics = self.objective.metrics_without_pass(left_out)
+        if over_ranks:
+            batch = trainer.dealt(batch)
+        # Scored before it is cut: a prompt is computed once for its whole group.
+        max_tokens = trainer.frozen.budget(batch.largest_chunk(args.per_device_train_batch_size))
+        if trainer.reference is not None and batch.ref_logprobs is None:
+            batch = trainer.with_reference(batch, max_tokens=max_tokens)
+        if not is_first and batch.old_logprobs is None:
+            # Earlier minibatches will have moved the policy by the time that this one is learned from.
+            batch = batch.replace(old_logprobs=trainer.frozen_logprobs(batch, max_tokens=max_tokens))
+        return Minibatch(trainer.cut(batch, args.per_device_train_batch_size), num_items, metrics)
+
+    def _with_nll_weights(self, batch: TokenBatch, is_good: Tensor, num_items: float) -> TokenBatch:
+        """Weights that make a mean over the tokens of good rows of a sum that is divided by the step's items."""
+        good = (batch.trainable & is_good.bool()[batch.row_index]).float()
+        items, tokens = distributed.sum_over_ranks([num_items, float(good.sum())], self.args.device)
+        return batch.replace(nll_weights=good * (items / max(tokens, 1.0)))
+
+    def _with_gradient(self, batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
+        """The rows whose loss has a gradient, and those with trainable tokens whose loss has none."""
+        assert batch.advantages is not None
+        every = self.trainer.learns_from_zero_advantage
+        acts = row_sums(batch.advantages.abs(), batch.trainable, batch.row_index, batch.num_rows) > 0
+        rows: dict[bool, list[int]] = {True: [], False: []}
+        for row, (count, has_advantage) in enumerate(zip(batch.trainable_counts, acts.tolist(), strict=True)):
+            if count > 0:
+                rows[every or has_advantage].append(row)
+        return batch.select(rows[True]), batch.select(rows[False])
+
+
+def totals_of(rollouts: Sequence[Rollout]) -> Tensor:
+    """[B] total rewards."""
+    return torch.tensor([rollout.reward for rollout in rollouts])
+
+
+def _rows_of(batch: TokenBatch) -> list[int]:
+    """[M] row of each trainable token."""
+    rows: list[int] = batch.row_index[batch.trainable_positions].tolist()
+    return rows

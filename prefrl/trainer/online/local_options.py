@@ -1,0 +1,44 @@
+"""Options of generation in the training process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.base.options import check_no_effect, opt
+
+__all__ = ["LocalOptions"]
+
+
+@dataclass
+class LocalOptions:
+    """How completions are drawn in the training process."""
+
+    ds3_gather_for_generation: bool = opt(
+        True,
+        "Where the model is partitioned (ZeRO-3, FSDP2): have all its weights on each process while it samples; "
+        "False: gather them layer by layer for every token, which is slow and needs little memory.",
+    )
+    cache_implementation: Literal["dynamic", "offloaded"] | None = opt(
+        None,
+        "Where keys and values of completions are kept: on the device (dynamic, the default), or in host memory "
+        "except for the layer that is computed (offloaded).",
+    )
+
+    def validate_local(self, *, use_vllm: bool) -> None:
+        """Refuse what would have no effect.
+
+        Raises:
+            ConfigError: Names the field, its value and what to do.
+        """
+        if use_vllm:
+            because = "use_vllm=True: a server samples"
+            for name, unset in (("ds3_gather_for_generation", True), ("cache_implementation", None)):
+                value = getattr(self, name)
+                check_no_effect(name=name, value=value, unset=unset, because=because, remedy="Remove it.")
+        if self.cache_implementation == "offloaded" and cast("Any", self).device.type == "cpu":
+            raise ConfigError(
+                "cache_implementation='offloaded' has no effect on the CPU, where the cache is in host memory anyway. "
+                "Remove it."
+            )

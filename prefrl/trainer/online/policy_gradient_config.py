@@ -1,0 +1,130 @@
+"""Options that all policy-gradient trainers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prefrl.errors import ConfigError
+from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.trainer.base.options import opt
+from prefrl.trainer.online.balance_options import BalanceOptions
+from prefrl.trainer.online.config import OnlineConfig
+from prefrl.trainer.online.policy_options import EntropyOptions, KLOptions, PolicyLossOptions
+from prefrl.trainer.online.rollout_options import SelectionOptions, check_range
+
+__all__ = ["GroupOptions", "PolicyGradientConfig"]
+
+
+@dataclass
+class GroupOptions:
+    """How the completions of a prompt are compared."""
+
+    scale_rewards: Literal["group", "batch", "none"] = opt(
+        "group",
+        "What centred rewards are divided by: the standard deviation of their group, of the whole batch, or nothing "
+        "(Dr. GRPO). True and False mean group and none.",
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
+        "sum_then_normalize", "Several rewards: weighted sum first, or each normalised first (GDPO)."
+    )
+
+
+@dataclass
+class PolicyGradientConfig(
+    PolicyLossOptions, EntropyOptions, KLOptions, BalanceOptions, SelectionOptions, OnlineConfig
+):
+    """Options of advantages."""
+
+    advantage_clip_range: list[float] | None = opt(
+        None, "Smallest and largest advantage: those outside are set to it; None: no bounds."
+    )
+    normalize_advantages: bool = opt(
+        False,
+        "Advantages of a generation batch get mean 0 and standard deviation 1, over its tokens where they have "
+        "advantages of their own (PPO, REINFORCE++), else over its completions.",
+    )
+
+    def validate(self) -> None:
+        """See `BaseConfig.validate`."""
+        super().validate()
+        self.validate_policy_loss()
+        self.validate_entropy()
+        self.validate_kl()
+        if self.kl_estimator == "sequence" and POLICY_LOSSES[self.loss_type].reduction == "sequence_mean":
+            raise ConfigError(
+                f"kl_estimator='sequence' with loss_type={self.loss_type!r}: it weighs sequences by 1 / length, "
+                "and the divergence of a sequence is a sum over its tokens. Use a loss averaged over tokens, or sums."
+            )
+        self._validate_ratio()
+        self.validate_balance()
+        if self.reward_balance is not None:
+            self._validate_balance()
+        self.validate_selection(num_generations=self.num_generations)
+        check_range(self.advantage_clip_range, "advantage_clip_range")
+        bounds = self.advantage_clip_range
+        if bounds is not None and not bounds[0] <= 0 <= bounds[1]:
+            raise ConfigError(f"advantage_clip_range={bounds}: 0 must be within, as in [-5, 5]")
+
+    def _validate_ratio(self) -> None:
+        of_rows = self.importance_sampling_level in ("sequence", "sequence_sum") or self.loss_type in ("gmpo", "vespo")
+        if of_rows and ADVANTAGES[self.estimator].level == "token":
+            raise ConfigError(
+                f"importance_sampling_level={self.importance_sampling_level!r}, loss_type={self.loss_type!r} with "
+                f"advantages of tokens ({self.estimator}): a ratio of whole sequences gives every token's gradient "
+                "the mean of their advantages. Use level 'token' or 'sequence_token', and another loss."
+            )
+
+    def _validate_balance(self) -> None:
+        if ADVANTAGES[self.estimator].level == "token":
+            raise ConfigError(
+                f"reward_balance={self.reward_balance!r} with advantages of tokens ({self.estimator}): rewards are "
+                "told apart in advantages of completions alone. Use GRPO or RLOO."
+            )
+        if self.shapes_rewards or self.kl_in == "reward" or self.needs_greedy:
+            raise ConfigError(
+                f"reward_balance={self.reward_balance!r} weighs each reward's own advantages, and kl_in='reward', "
+                "reward_clip_range, missing_eos_penalty, normalize_rewards, stop_properly_penalty_coef and a greedy "
+                "baseline are of their total. Leave them out."
+            )
+        if self.reward_balance != "fixed" and min(self.reward_weights or [1.0]) < 0:
+            raise ConfigError(
+                f"reward_weights={self.reward_weights}: reward_balance={self.reward_balance!r} needs weights >= 0. "
+                "Change the sign of the reward, or use 'fixed'."
+            )
+
+    @property
+    def estimator(self) -> str:
+        """The advantage estimator, by its name in `ADVANTAGES`."""
+        raise NotImplementedError
+
+    @property
+    def needs_scores_first(self) -> bool:
+        """Whether advantages or the selection of tokens depend on log-probs of the policy before it learns."""
+        return (
+            (self.kl_in == "reward" and self.beta > 0)
+            or ADVANTAGES[self.estimator].level == "token"
+            or self.top_entropy_quantile < 1
+            or self.loss_type in ("clip_cov", "kl_cov")
+        )
+
+    @property
+    def needs_greedy(self) -> bool:
+        """See `OnlineConfig.needs_greedy`."""
+        return "greedy" in ADVANTAGES[self.estimator].needs
+
+    @property
+    def needs_whole_batch(self) -> dict[str, str]:
+        """See `OnlineConfig.needs_whole_batch`."""
+        needs = super().needs_whole_batch
+        if self.normalize_advantages:
+            needs["normalize_advantages=True"] = "Set it to False."
+        if self.top_entropy_quantile < 1:
+            needs[f"top_entropy_quantile={self.top_entropy_quantile}"] = "Set it to 1."
+        if self.loss_type in ("clip_cov", "kl_cov"):
+            needs[f"loss_type={self.loss_type!r}"] = "Use another loss."
+        for name in ("rollout_resampling", "positive_nll_coef", "reward_balance"):
+            if getattr(self, name) is not None:
+                needs[f"{name}={getattr(self, name)!r}"] = "Remove it."
+        return needs

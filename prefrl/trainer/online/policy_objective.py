@@ -1,0 +1,323 @@
+"""The loss of policy-gradient trainers: policy loss, KL term, entropy bonus, and what moves their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from prefrl import distributed
+from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
+from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
+from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
+from prefrl.losses.policy.tokens import PolicyTokens
+from prefrl.losses.reduce import item_count, token_weights
+from prefrl.metrics import Max, Mean, Metric, Min, host
+from prefrl.trainer.online.controllers import AdaptiveEntropy, AdaptiveKL
+from prefrl.trainer.online.sampling_correction import correct_sampling
+from prefrl.types import LossOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.losses.logprobs import TokenScores, WantName
+    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.types import TokenBatch
+
+__all__ = ["Objective", "PolicyObjective", "token_mean"]
+
+
+class Objective(Protocol):
+    """The loss of a micro-batch, and what moves with it."""
+
+    @property
+    def want(self) -> tuple[WantName, ...]:
+        """What a training pass computes beside log-probs."""
+        ...
+
+    @property
+    def reads_ref_hidden(self) -> bool:
+        """Whether it compares the whole distributions of policy and reference."""
+        ...
+
+    @property
+    def learns_from_zero_advantage(self) -> bool:
+        """Whether a row without an advantage still has a gradient."""
+        ...
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Scalar: what the loss sums over."""
+        ...
+
+    def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
+        """The SUM over a micro-batch.
+
+        Args:
+            batch: With advantages.
+            scores: Of a pass with gradients, with what `want` names.
+            old_logprobs: [N] nats, of the policy before this generation's first update.
+        """
+        ...
+
+    def end_step(self, device: torch.device) -> None:
+        """Called on all ranks after the last micro-batch of an optimizer step."""
+        ...
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """What decides the next update, fit for JSON."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on from what `state_dict` gave."""
+        ...
+
+
+class PolicyObjective:
+    """Sum over tokens of policy loss + beta * KL - entropy_coef * entropy, weighed as the policy loss is averaged.
+
+    Args:
+        args: Options.
+    """
+
+    def __init__(self, args: PolicyGradientConfig) -> None:
+        self.args = args
+        self.policy_loss = POLICY_LOSSES[args.loss_type]
+        self.adaptive_kl = (
+            AdaptiveKL(args.beta, target=args.kl_target, horizon=args.kl_horizon)
+            if args.kl_controller == "adaptive"
+            else None
+        )
+        self.adaptive_entropy = (
+            AdaptiveEntropy(
+                args.entropy_coef,
+                minimum=args.entropy_coef_min,
+                maximum=args.entropy_coef_max,
+                delta=args.entropy_coef_delta,
+                target=args.entropy_target,
+            )
+            if args.use_adaptive_entropy
+            else None
+        )
+        # Sums of this optimizer step: KL, its tokens, its rows; entropy, its tokens.
+        self._observed: Tensor | None = None
+
+    @property
+    def beta(self) -> float:
+        """Weight of the KL term as it is now."""
+        return self.args.beta if self.adaptive_kl is None else self.adaptive_kl.value
+
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus as it is now."""
+        return self.args.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.coef
+
+    @property
+    def want(self) -> tuple[WantName, ...]:
+        """What a training pass computes beside log-probs."""
+        # Zero times the entropy would have a gradient, too: zeros, at the full price.
+        return ("entropy", "entropy_gradient") if self._entropy_weight != 0 else ("entropy",)
+
+    @property
+    def reads_ref_hidden(self) -> bool:
+        """See `Objective`."""
+        return self.args.beta > 0 and self.args.kl_estimator == "full"
+
+    @property
+    def learns_from_zero_advantage(self) -> bool:
+        """Whether a row without an advantage still has a gradient."""
+        args = self.args
+        has_kl = args.beta > 0 and args.kl_in == "loss"
+        has_entropy = args.entropy_coef > 0 or args.use_adaptive_entropy
+        return has_kl or has_entropy or args.positive_nll_coef is not None or args.loss_type == "kl_cov"
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Tokens, sequences or a constant, as the loss asks."""
+        reduction = self.policy_loss.reduction
+        constant = self.args.max_completion_length if reduction == "constant" else None
+        return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
+
+    def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
+        """The sum over a micro-batch.
+
+        Args:
+            batch: With advantages.
+            scores: Of a pass with gradients, with what `want` names.
+            old_logprobs: [N] nats, of the policy before this generation's first update.
+        """
+        args = self.args
+        assert batch.advantages is not None
+        assert scores.entropy is not None
+        # Their ratio is to the policy that sampled, so it is the correction.
+        is_behaviour_ratio = args.corrects_sampling and args.loss_type in ("aipo", "vespo")
+        behaviour = batch.sampling_logprobs if is_behaviour_ratio else None
+        tokens = PolicyTokens(
+            logprobs=scores.logprobs,
+            old_logprobs=old_logprobs if behaviour is None else behaviour,
+            advantages=batch.advantages,
+            trainable=batch.trainable,
+            row_index=batch.row_index,
+            num_rows=batch.num_rows,
+            level=args.importance_sampling_level,
+            selected=batch.selected,
+        )
+        token = self.policy_loss.function(tokens, **args.policy_hyperparameters)
+        metrics = _stats(token.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch)}
+        per_token = token.loss
+        if args.corrects_sampling:
+            correction = correct_sampling(args, batch, old_logprobs)
+            per_token = per_token if is_behaviour_ratio else correction.weights * per_token
+            metrics |= correction.metrics
+        if args.off_policy_mask_threshold is not None:
+            assert batch.sampling_logprobs is not None
+            kept = off_policy_sequence_mask(
+                tokens, batch.sampling_logprobs, off_policy_mask_threshold=args.off_policy_mask_threshold
+            )
+            per_token = kept * per_token
+            metrics["sampling/off_policy_masked_share"] = token_mean(1 - kept, batch)
+        if batch.selection is not None:
+            per_token = batch.selection * per_token
+        if self.adaptive_entropy is not None:
+            self._observe(3, scores.entropy, batch)
+        if self._entropy_weight != 0:
+            per_token = per_token - self._entropy_weight * scores.entropy
+        if batch.ref_logprobs is not None and args.kl_in == "loss":
+            kl = self._kl(batch, scores, old_logprobs)
+            per_token = per_token + self.beta * kl
+            metrics["kl"] = token_mean(kl.detach(), batch)
+            self.observe_kl(kl, batch)
+        weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=self.policy_loss.reduction)
+        total = (weights * per_token).sum()
+        if args.positive_nll_coef is not None:
+            assert batch.nll_weights is not None
+            nll = positive_nll(tokens, batch.nll_weights > 0)
+            total = total + args.positive_nll_coef * (batch.nll_weights * nll).sum()
+        return LossOutput(total=total, metrics=metrics | self._weights_as_metrics())
+
+    def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
+        """What is logged of rows without an advantage, which no forward pass runs; host numbers.
+
+        What a loss says of them does not depend on the ratio, apart from `NEEDS_RATIO`: nothing is clipped. The
+        entropy is that of the policy before the first update, if it was computed. Otherwise -log p of the sampled
+        token estimates it, because the mean of -log p over samples of p is the entropy of p.
+        """
+        if batch.num_rows == 0:
+            return {}
+        assert batch.advantages is not None
+        no_change = torch.zeros_like(batch.advantages)
+        tokens = PolicyTokens(
+            logprobs=no_change,
+            old_logprobs=no_change,
+            advantages=batch.advantages,
+            trainable=batch.trainable,
+            row_index=batch.row_index,
+            num_rows=batch.num_rows,
+            level=self.args.importance_sampling_level,
+            selected=batch.selected,
+        )
+        stats = self.policy_loss.function(tokens, **self.args.policy_hyperparameters).stats
+        metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)
+        if batch.entropies is not None:
+            metrics["entropy"] = token_mean(batch.entropies, batch)
+        elif batch.sampling_logprobs is not None:
+            metrics["entropy"] = token_mean(-batch.sampling_logprobs, batch)
+        return {name: host(metric) for name, metric in metrics.items()}
+
+    def _kl(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> Tensor:
+        """[N] nats, gradient flows."""
+        name = self.args.kl_estimator
+        assert batch.ref_logprobs is not None
+        if name == "full":
+            assert scores.full_kl is not None
+            return scores.full_kl
+        sampler = batch.sampling_logprobs if self.args.corrects_sampling else None
+        log_ratio = (scores.logprobs - (old_logprobs if sampler is None else sampler)).where(batch.trainable, 0.0)
+        if name == "sequence":
+            return sequence_kl(
+                scores.logprobs,
+                batch.ref_logprobs,
+                log_ratio,
+                batch.trainable,
+                batch.row_index,
+                batch.num_rows,
+                kl_weight_cap=self.args.kl_weight_cap,
+            )
+        if self.args.use_bias_correction_kl:
+            return importance_corrected(scores.logprobs, batch.ref_logprobs, log_ratio, kl_estimator=name)
+        return KL_ESTIMATORS[name].function(scores.logprobs, batch.ref_logprobs)
+
+    @property
+    def _entropy_weight(self) -> float:
+        """Weight of the entropy in this step's loss. An adaptive weight moves between steps only."""
+        return self.args.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.value
+
+    def _weights_as_metrics(self) -> dict[str, Metric]:
+        metrics: dict[str, Metric] = {}
+        if self.adaptive_kl is not None:
+            metrics["kl_coef"] = Mean(self.beta, 1)
+        if self.adaptive_entropy is not None:
+            metrics["entropy_coef"] = Mean(self.entropy_coef, 1)
+        return metrics
+
+    # Adaptive weights.
+
+    def observe_kl(self, kl: Tensor, batch: TokenBatch) -> None:
+        """Remember the KL of these tokens, [N] nats, for the end of the step."""
+        if self.adaptive_kl is not None:
+            self._observe(0, kl, batch)
+            assert self._observed is not None
+            self._observed[2] += batch.num_rows
+
+    def _observe(self, place: int, values: Tensor, batch: TokenBatch) -> None:
+        if self._observed is None:
+            self._observed = torch.zeros(5, dtype=torch.float64, device=batch.device)
+        self._observed[place] += values.detach().where(batch.trainable, 0.0).sum(dtype=torch.float64)
+        self._observed[place + 1] += batch.num_trainable
+
+    def end_step(self, device: torch.device) -> None:
+        """Move the adaptive weights by what all ranks saw in the optimizer step."""
+        if self.adaptive_kl is None and self.adaptive_entropy is None:
+            return
+        observed = [0.0] * 5 if self._observed is None else self._observed.tolist()
+        self._observed = None
+        kl, kl_tokens, rows, entropy, entropy_tokens = distributed.sum_over_ranks(observed, device)
+        if self.adaptive_kl is not None and kl_tokens:
+            self.adaptive_kl.update(kl / kl_tokens, num_completions=int(rows))
+        if self.adaptive_entropy is not None and entropy_tokens:
+            self.adaptive_entropy.update(entropy / entropy_tokens)
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """What decides the next update."""
+        parts = {"kl": self.adaptive_kl, "entropy": self.adaptive_entropy}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on from what `state_dict` gave."""
+        if self.adaptive_kl is not None:
+            self.adaptive_kl.load_state_dict(state["kl"])
+        if self.adaptive_entropy is not None:
+            self.adaptive_entropy.load_state_dict(state["entropy"])
+
+
+def token_mean(values: Tensor, batch: TokenBatch) -> Mean:
+    """Mean of [N] values over trainable tokens."""
+    return Mean((values * batch.trainable).sum(), batch.trainable.sum())
+
+
+def _stats(stats: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Metric]:
+    """Means over trainable tokens; of the shares of clipped tokens also their extremes over rows."""
+    metrics: dict[str, Metric] = {}
+    weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="sequence_mean")
+    for name, values in stats.items():
+        is_ratio = name.startswith("clip_ratio/")
+        if name.endswith("_seq_mean"):
+            metrics[name] = Mean((values * weights).sum(), weights.sum())  # weights of a row add up to 1
+        else:
+            metrics[f"{name}_mean" if is_ratio else name] = token_mean(values, batch)
+        if name in ("clip_ratio/low", "clip_ratio/high"):
+            kind = Min if name.endswith("low") else Max
+            shares = torch.zeros(batch.num_rows, device=batch.device)
+            shares.index_add_(0, batch.row_index, (values * weights).float())
+            metrics[f"{name}_{kind.__name__.lower()}"] = kind(shares.min() if kind is Min else shares.max())
+    return metrics

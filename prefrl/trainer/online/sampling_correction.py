@@ -1,0 +1,62 @@
+"""Weights for completions that another policy sampled, and what is logged of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
+from prefrl.metrics import EffectiveShare, Max, Mean, Metric, Min
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.trainer.online.vllm_options import VLLMOptions
+    from prefrl.types import TokenBatch
+
+__all__ = ["SamplingCorrection", "correct_sampling"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingCorrection:
+    """What the loss of each token is multiplied by."""
+
+    weights: Tensor  # [N], constants
+    metrics: dict[str, Metric]
+
+
+def correct_sampling(options: VLLMOptions, batch: TokenBatch, old_logprobs: Tensor) -> SamplingCorrection:
+    """Importance weights pi / mu, see `losses.off_policy`.
+
+    Args:
+        options: Mode and bounds.
+        batch: With the log-probs of the sampler, mu.
+        old_logprobs: [N] nats, of the trainer's policy, pi, before this generation's first update.
+    """
+    assert batch.sampling_logprobs is not None
+    correction = OFF_POLICY_CORRECTIONS[options.vllm_importance_sampling_mode]
+    result = importance_weights(
+        old_logprobs - batch.sampling_logprobs,
+        batch.trainable,
+        batch.row_index,
+        batch.num_rows,
+        level=correction.level,
+        bound=correction.bound,
+        low=options.vllm_importance_sampling_clip_min,
+        high=options.vllm_importance_sampling_clip_max,
+    )
+    ratio = "sampling/importance_sampling_ratio"
+    return SamplingCorrection(
+        result.weights,
+        {
+            "sampling/sampling_logp_difference/mean": Mean(result.difference_sum, result.num_tokens),
+            "sampling/sampling_logp_difference/max": Max(result.difference_max),
+            f"{ratio}/min": Min(result.ratio_min),
+            f"{ratio}/mean": Mean(result.ratio_sum, result.num_ratios),
+            f"{ratio}/max": Max(result.ratio_max),
+            "sampling/clipped_share": Mean(result.num_cut, result.num_ratios),
+            "sampling/effective_sample_size": EffectiveShare(
+                result.ratio_sum, result.ratio_square_sum, result.num_ratios
+            ),
+        },
+    )

@@ -1,0 +1,103 @@
+"""Which tokens of a generation batch have a policy loss, or another one: chosen once, among those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from prefrl import distributed
+from prefrl.losses.policy.covariance import covariance, token_keys
+from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.rollout.collect import prompt_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.types import Rollout, TokenBatch
+
+__all__ = ["selected_tokens"]
+
+
+def selected_tokens(
+    args: PolicyGradientConfig, batch: TokenBatch, rollouts: Sequence[Rollout], *, step: int
+) -> dict[str, Tensor]:
+    """Fields of the batch that say which tokens are selected.
+
+    `selection`: 1 for the share `top_entropy_quantile` of trainable tokens with the highest entropy, else 0.
+    `selected`: True for the tokens that `clip_cov` or `kl_cov` treat apart.
+
+    Args:
+        args: Options.
+        batch: This rank's rows, with old log-probs, entropies and advantages.
+        rollouts: The same rows.
+        step: Optimizer step that begins to learn from them.
+
+    Source: Wang et al. 2025, Beyond the 80/20 Rule, arXiv 2506.01939, eq. 6 (top_entropy_quantile)
+    """
+    changes: dict[str, Tensor] = {}
+    if args.top_entropy_quantile < 1:
+        assert batch.entropies is not None
+        (entropies, keys), mine = _gathered(
+            batch, _rounded(batch.entropies), keys_of(args, batch, rollouts, step=step)
+        )
+        by_key = keys.argsort()
+        order = by_key[entropies[by_key].argsort(descending=True, stable=True)]
+        is_high = torch.zeros(len(entropies), dtype=torch.bool)
+        is_high[order[: max(1, round(args.top_entropy_quantile * len(entropies)))]] = True
+        changes["selection"] = _spread(batch, is_high[mine]).float()
+    selection = POLICY_LOSSES[args.loss_type].selection
+    if selection is not None:
+        assert batch.old_logprobs is not None
+        assert batch.advantages is not None
+        keys = keys_of(args, batch, rollouts, step=step)
+        (logprobs, advantages, keys), mine = _gathered(batch, _rounded(batch.old_logprobs), batch.advantages, keys)
+        every = torch.ones(len(logprobs), dtype=torch.bool)
+        found = covariance(
+            logprobs,
+            advantages,
+            every,
+            mean_logprob=float(logprobs.double().mean()),
+            mean_advantage=float(advantages.double().mean()),
+        )
+        names = POLICY_LOSSES[args.loss_type].selection_hyperparameters
+        chosen = selection(found, every, keys, **{name: getattr(args, name) for name in names})
+        changes["selected"] = _spread(batch, chosen[mine])
+    return changes
+
+
+def keys_of(args: PolicyGradientConfig, batch: TokenBatch, rollouts: Sequence[Rollout], *, step: int) -> Tensor:
+    """[N] a random number for each token, which decides between equal ones, whatever rank holds it."""
+    return token_keys(_row_seeds(rollouts, seed=args.seed, step=step), batch.response_lengths)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """To 1e-4: tokens that follow the same text are equal but for the rounding of passes that are cut differently."""
+    return (values.double() * 1e4).round() / 1e4
+
+
+def _gathered(batch: TokenBatch, *values: Tensor) -> tuple[list[Tensor], slice]:
+    """Values at the trainable tokens of all ranks, and which of them are this rank's."""
+    mine = [value[batch.trainable_positions].cpu().numpy() for value in values]
+    parts = distributed.gather_objects(mine)
+    start = sum(len(part[0]) for part in parts[: distributed.rank()])
+    everyone = [torch.cat([torch.from_numpy(part[i]) for part in parts]) for i in range(len(values))]
+    return everyone, slice(start, start + batch.num_trainable)
+
+
+def _spread(batch: TokenBatch, values: Tensor) -> Tensor:
+    """[N] from [M], False elsewhere."""
+    return torch.zeros(batch.num_tokens, dtype=torch.bool).index_copy(0, batch.trainable_positions, values)
+
+
+def _row_seeds(rollouts: Sequence[Rollout], *, seed: int, step: int) -> list[int]:
+    """The same whatever rank holds a row: of its group and its place in it."""
+    places: dict[int, int] = {}
+    seeds = []
+    for rollout in rollouts:
+        place = places.setdefault(rollout.group, 0)
+        places[rollout.group] += 1
+        seeds.append(prompt_seed(prompt_seed(seed, step, rollout.group), 0, place))
+    return seeds

@@ -1,0 +1,496 @@
+"""What trainers on their own completions share: rollouts, rewards, advantages, reuse, evaluation by sampling."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import datasets
+import torch
+from rich.console import Console
+
+from prefrl import distributed
+from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
+from prefrl.data.tokenize import prepare_prompt_dataset
+from prefrl.errors import ConfigError, DataError
+from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.losses.advantage.estimators import ADVANTAGES, row_totals
+from prefrl.metrics import Mean, Metric, merge
+from prefrl.models.export import PolicyWeights
+from prefrl.rewards.runner import RewardRunner
+from prefrl.rollout.buffer import Minibatch, RolloutBuffer
+from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
+from prefrl.rollout.share import share_out
+from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
+from prefrl.trainer.base.config import TRUNCATION_SIDES
+from prefrl.trainer.base.options import default_output_dir
+from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
+from prefrl.trainer.online.generators import make_generator, server_metrics
+from prefrl.trainer.online.learning_batch import Experience, ExperienceMaker
+from prefrl.trainer.online.overlap import ArrivingStep, train_on_arrival
+from prefrl.trainer.online.policy_objective import Objective, PolicyObjective
+from prefrl.trainer.online.prompts import Rollouts
+from prefrl.types import LossOutput, TokenBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers.trainer_utils import EvalLoopOutput
+
+    from prefrl.generation.base import Generator
+    from prefrl.losses.logprobs import TokenScores, WantName
+    from prefrl.rewards.base import RewardSource
+    from prefrl.rollout.collect import Request
+    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.types import Rollout
+
+__all__ = ["OnlineTrainer"]
+
+# Weights that move and running moments, in a checkpoint.
+_STATE_FILE = "learning_state.json"
+
+
+class OnlineTrainer(BaseTrainer):
+    """Prompts in; completions, rewards and advantages of our own; one normalised update for each optimizer step out.
+
+    A leaf names its config; the config names the advantages and the loss. One that is no policy gradient gives
+    `loss`, `num_items` and `minibatches` of its own.
+
+    Args:
+        model: Name, path or instance; trained in place.
+        reward_funcs: One or several of: a function `f(prompts, completions, completion_ids, **columns)`, the name or
+            instance of a sequence-classification model.
+        args: Options; None: the defaults, in `<model name>-<algorithm>`.
+        train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read.
+        eval_dataset: One dataset, or several by name.
+        processing_class: Tokenizer; None: the model's.
+        reward_processing_classes: Tokenizers of reward models; None: their own.
+        callbacks: HuggingFace callbacks.
+        optimizers: Optimizer and scheduler to use instead of those that `args` describes.
+        peft_config: Train an adapter of this kind instead of the model.
+        quantization_config: Load the model, given by name, quantised; needs an adapter.
+
+    Raises:
+        ConfigError: Options that cannot work together.
+        DataError: A dataset that cannot be used; names the row and the column.
+        RewardError: A reward failed, during training.
+    """
+
+    args: PolicyGradientConfig
+    config_class: type[PolicyGradientConfig]
+
+    def __init__(  # noqa: PLR0913 - TRL's constructor
+        self,
+        model: str | Path | PreTrainedModel | nn.Module,
+        reward_funcs: RewardSource | list[RewardSource],
+        args: PolicyGradientConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: PeftConfig | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+    ) -> None:
+        if args is None:
+            args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
+        self.rewards = RewardRunner(
+            reward_funcs,
+            weights=args.reward_weights,
+            timeout=args.reward_timeout,
+            processing_classes=reward_processing_classes,
+            device=args.device,
+        )
+        super().__init__(
+            model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+        )
+        self._check_dataset_size()
+        for reward in self.rewards.models:
+            distributed.prepare_frozen(self.accelerator, reward.model)
+        self.add_reference(args)
+        self.weights = PolicyWeights(self.policy)
+        self.generator: Generator = make_generator(
+            args, self.policy, self.processing_class, weights=self.weights, max_rows=args.completions_per_rank
+        )
+        self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
+        self.rollouts = Rollouts(self, args)
+        self._fresh_logprobs: list[Tensor] = []
+        self._num_sampled_tokens = 0  # since they were last added to `num_tokens`
+        self.prepare_learning()
+
+    def prepare_learning(self) -> None:
+        """Make what turns rollouts into minibatches, and those into a loss."""
+        objective = PolicyObjective(self.args)
+        self.objective: Objective = objective
+        self.experience: ExperienceMaker = Experience(self, self.args, objective)
+
+    @property
+    def learns_from_zero_advantage(self) -> bool:
+        """Whether a row without an advantage still has a gradient."""
+        return self.objective.learns_from_zero_advantage
+
+    def num_items(self, batch: TokenBatch) -> Tensor:
+        """Tokens, sequences or a constant, as the loss asks."""
+        return self.objective.num_items(batch)
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+        """See `PolicyObjective`."""
+        scores = self.score(model, batch, want=self.objective.want)
+        return self.objective(batch, scores, self.old_logprobs(batch, scores))
+
+    def minibatches(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> list[Minibatch]:
+        """What the optimizer steps of one pass over some rollouts learn from; sets their `reward` and `advantage`.
+
+        Args:
+            rollouts: This rank's, whole groups.
+            num_parts: Optimizer steps.
+            over_ranks: Whether all ranks are here with theirs, and statistics are over all of them.
+        """
+        return self.experience.minibatches(rollouts, num_parts=num_parts, over_ranks=over_ranks)
+
+    @property
+    def scoring_temperature(self) -> float:
+        """The temperature of sampling: log-probs are of the distribution sampled from."""
+        return self.args.temperature
+
+    # Datasets.
+
+    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+        """Add `prompt_ids`; the rewards find their columns."""
+        if isinstance(dataset, datasets.Dataset):
+            self.rewards.check_columns(dataset.column_names)
+        return prepare_prompt_dataset(
+            dataset,
+            tokenizer,
+            max_prompt_length=self.args.max_prompt_length,
+            truncation=TRUNCATION_SIDES[self.args.truncation_mode],
+            filter_overlong=self.args.filter_overlong_prompts,
+            chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
+            num_proc=self.args.dataset_num_proc,
+        )
+
+    def collate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Dataset rows as they are."""
+        return rows
+
+    @property
+    def _prompts_per_generation(self) -> int:
+        return self.args.completions_per_rank // self.args.num_generations * distributed.world_size()
+
+    def _check_dataset_size(self) -> None:
+        if self.train_dataset is not None and len(self.train_dataset) < self._prompts_per_generation:
+            raise DataError(
+                f"train_dataset has {len(self.train_dataset)} prompts, one generation batch needs "
+                f"{self._prompts_per_generation}: add prompts, or lower per_device_train_batch_size, "
+                "steps_per_generation or generation_batch_size"
+            )
+
+    def get_train_dataloader(self) -> EpochDataLoader:
+        """Prompts of this rank, see `GenerationBatchSampler`."""
+        if self.train_dataset is None:
+            raise ConfigError("train_dataset=None: training needs a dataset")
+        return EpochDataLoader(self.train_dataset, self.train_sampler, collate_fn=self.collate)
+
+    @property
+    def train_sampler(self) -> GenerationBatchSampler:
+        """Which prompts are asked when."""
+        assert self.train_dataset is not None
+        return GenerationBatchSampler(
+            len(self.train_dataset),
+            prompts_per_window=self._prompts_per_generation,
+            items_per_window=self.args.micro_batches_per_generation * self.args.num_iterations,
+            num_updates=self.args.updates_per_generation,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            shuffle=self.args.shuffle_dataset,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
+        """Prompts of an evaluation dataset in order; `per_device_eval_batch_size` counts completions."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        num_samples = self.args.sampling_params(evaluation=True).num_samples
+        sampler = StepBatchSampler(
+            len(dataset),
+            micro_batch_size=max(1, self.args.per_device_eval_batch_size // num_samples),
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+        )
+        return EpochDataLoader(dataset, sampler, collate_fn=self.collate)
+
+    # One step.
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[list[TokenBatch]], float]:
+        """See `BaseTrainer.get_batch_samples`. What arrives in the step itself is counted at its end."""
+        if self.args.generation_mode != "overlap":
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.account.start()
+        items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
+        if not items:
+            return [], 0.0
+        return [[] for _ in items[1:]] + [ArrivingStep(self._request())], 1.0
+
+    def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[TokenBatch], float]:
+        """The next minibatch of the buffer; new rollouts when it is spent."""
+        if self.buffer.is_spent:
+            self.buffer.fill(self._roll_out())
+        minibatch = self.buffer.next()
+        merge(self.metrics["train"], minibatch.metrics)
+        return list(minibatch.micro_batches), minibatch.num_items
+
+    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+        """See `BaseTrainer`; those of all new rollouts, as in TRL, whether they have a gradient or not."""
+        count, self._num_sampled_tokens = self._num_sampled_tokens, 0
+        return count
+
+    def _roll_out(self) -> list[Minibatch]:
+        request = self._request()
+        with self.account.phase("generation"):
+            collected = self.rollouts.collect(request, self._generation_at(self.state.global_step))
+            self.account.move("reward", collected.reward_s)
+        minibatches = self.minibatches(collected.rollouts, num_parts=self.args.updates_per_generation)
+        self.report(collected)
+        return minibatches
+
+    def _request(self) -> Request:
+        """The completions of this step, asked for now or in an earlier one."""
+        self._sync_generator()
+        with self.account.phase("generation"):
+            return self.rollouts.request(
+                self._generation_at(self.state.global_step), last=self._generation_at(self.state.max_steps - 1)
+            )
+
+    def begin_training(self) -> None:
+        """See `BaseTrainer`."""
+        super().begin_training()
+        # Steps are counted anew, so their numbers do not tell the weights of two trainings apart.
+        self.rollouts.ahead.drop()
+        self.generator.invalidate()
+
+    def end_training(self) -> None:
+        """See `BaseTrainer`."""
+        self.rollouts.ahead.drop()
+
+    @property
+    def collector(self) -> Collector:
+        """Makes scored rollouts of completions."""
+        # HuggingFace makes a new state for each training.
+        return Collector(
+            self.rewards, self.processing_class, self.state, self.account.clock, self._reward_models_in_company
+        )
+
+    def _reward_models_in_company(self) -> AbstractContextManager[None]:
+        scorers = [(reward.model, reward.idle_pass) for reward in self.rewards.models]
+        return distributed.in_company(scorers, self.args.device)
+
+    def _generation_at(self, step: int) -> int:
+        """Number of the generation batch that an optimizer step learns from."""
+        return step // self.args.steps_of_a_generation
+
+    def _sync_generator(self) -> None:
+        """Give the generator the weights as they are now."""
+        with self.account.phase("weight_sync" if self.args.use_vllm else "generation"):
+            self.generator.sync(self.weights, version=self.state.global_step)
+
+    def set_totals(self, rollouts: Sequence[Rollout]) -> None:
+        """Set `reward`, the weighted sum of the rewards of each rollout; NaN where none has a word on it."""
+        if not rollouts:
+            return
+        rewards = [[_nan_if_none(value) for value in rollout.rewards.values()] for rollout in rollouts]
+        totals = row_totals(torch.tensor(rewards, dtype=torch.float32), torch.tensor(self.rewards.weights))
+        for rollout, total in zip(rollouts, totals.tolist(), strict=True):
+            rollout.reward = total
+
+    def dealt(self, batch: TokenBatch) -> TokenBatch:
+        """The rows that this rank learns from, of those that all ranks sampled for a step; see `share_out`."""
+        if distributed.world_size() == 1:
+            return batch
+        return share_out(
+            batch,
+            hidden_size=self.policy.config.get_text_config().hidden_size,
+            # Under a budget of tokens, micro-batches do not have a number of rows.
+            equal_counts=self.args.max_tokens_per_micro_batch is None,
+            device=self.args.device,
+        )
+
+    # Log-probs that a loss compares with.
+
+    def scored_first(self, batch: TokenBatch) -> TokenBatch:
+        """The rows of a generation batch with what advantages and the selection of tokens read of the models."""
+        max_tokens = self.frozen.budget(batch.largest_chunk(self.args.per_device_train_batch_size))
+        batch = self.with_frozen_scores(batch, max_tokens=max_tokens)
+        return batch if self.reference is None else self.with_reference(batch, max_tokens=max_tokens)
+
+    @property
+    def frozen_want(self) -> list[WantName]:
+        """What advantages and the selection of tokens read beside old log-probs."""
+        entropy: list[WantName] = ["entropy"] if self.args.top_entropy_quantile < 1 else []
+        collision: list[WantName] = (
+            ["log_collision"] if "log_collision" in ADVANTAGES[self.args.estimator].needs else []
+        )
+        return [*entropy, *collision]
+
+    def with_frozen_scores(self, batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
+        """The batch with what the policy says of it before it learns."""
+        scores = self.frozen_scores(batch, want=self.frozen_want, max_tokens=max_tokens)
+        return batch.replace(
+            old_logprobs=scores.logprobs, entropies=scores.entropy, log_collision=scores.log_collision
+        )
+
+    def with_reference(self, batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
+        """The batch with the reference's log-probs, and its hidden states if the loss reads its whole distribution."""
+        want: tuple[WantName, ...] = ("hidden",) if self.objective.reads_ref_hidden else ()
+        scores = self.reference_scores(batch, max_tokens=max_tokens, want=want)
+        return batch.replace(ref_logprobs=scores.logprobs, ref_hidden=scores.hidden)
+
+    def training_step(
+        self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
+    ) -> Tensor:
+        """See `BaseTrainer.training_step`. The log-probs of a fresh minibatch are kept as its old ones."""
+        self._fresh_logprobs = []
+        if isinstance(inputs, ArrivingStep):
+            loss = train_on_arrival(self, model, inputs)
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if inputs:
+            self.objective.end_step(self.args.device)
+        if inputs and self.args.num_iterations > 1 and self._fresh_logprobs:
+            self.buffer.keep_old_logprobs(self._fresh_logprobs)
+        return loss
+
+    def old_logprobs(self, batch: TokenBatch, scores: TokenScores) -> Tensor:
+        """[N] log-probs under the policy that sampled; those just computed if the policy has not moved since."""
+        if batch.old_logprobs is not None:
+            return batch.old_logprobs
+        fresh = scores.logprobs.detach()
+        self._fresh_logprobs.append(fresh)
+        return fresh
+
+    # Evaluation: samples and rewards, no loss.
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """See `BaseTrainer.evaluation_loop`; samples are of the weights as they are now."""
+        if not self.is_in_train:
+            self.generator.invalidate()
+        self._sync_generator()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def evaluation_step(self, model: nn.Module, item: list[dict[str, Any]]) -> dict[str, Metric]:
+        """Rewards and lengths of the samples of some prompts."""
+        # A prompt's samples do not depend on how the dataset is shared out.
+        prompts = [zlib.crc32(repr(row["prompt_ids"]).encode()) for row in item]
+        seeds = {group: prompt_seed(self.args.seed, 0, prompt) for group, prompt in enumerate(prompts)}
+        sampling = self.args.sampling_params(evaluation=True)
+        started = self.account.clock()
+        # Also without a prompt: other ranks may need this one to bring a server back.
+        collected = self.collector.collect(ask(item, generator=self.generator, sampling=sampling, seeds=seeds))
+        if not item:
+            return {}
+        seconds = self.account.clock() - started
+        self.set_totals(collected.rollouts)
+        times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
+        return self._metrics_of(collected) | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
+
+    def rows_of(self, item: list[dict[str, Any]]) -> int:
+        """Prompts in an item of the evaluation loader."""
+        return len(item)
+
+    # Logs and checkpoints.
+
+    @property
+    def phases(self) -> list[str]:
+        """See `BaseTrainer.phases`."""
+        scores_old = self.args.updates_per_generation > 1 or self.args.needs_scores_first
+        old_policy = ["old_policy"] if scores_old else []
+        weight_sync = ["weight_sync"] if self.args.use_vllm else []
+        return [*weight_sync, "generation", "reward", *old_policy, *super().phases]
+
+    def _metrics_of(self, collected: Collected) -> dict[str, Metric]:
+        count = len(collected.rollouts)
+        return {
+            **rollout_metrics(collected.rollouts),
+            **{name: Mean(value * count, count) for name, value in collected.logged_metrics.items()},
+        }
+
+    def report(self, collected: Collected) -> None:
+        """Metrics and the table of a generation batch."""
+        self._num_sampled_tokens += sum(
+            len(rollout.prompt_ids) + len(rollout.completion.token_ids) for rollout in collected.rollouts
+        )
+        metrics = self._metrics_of(collected)
+        if self.args.use_vllm:
+            metrics |= staleness(collected.rollouts, step=self.state.global_step)
+        if isinstance(self.generator, VLLMGenerator):
+            metrics |= server_metrics(self.generator.stats())
+        if self.args.generation_mode == "async":
+            metrics["sample/rollout_queue_size"] = Mean(len(self.rollouts.ahead), 1)
+        merge(self.metrics["train"], metrics | self.rollouts.metrics)
+        if self.args.log_completions:
+            self._log_completions(collected, self.state.global_step)
+
+    def _log_completions(self, collected: Collected, step: int) -> None:
+        parts = distributed.gather_objects(collected)
+        if not distributed.is_main():
+            return
+        everyone = Collected.concat(parts)
+        print_table(everyone.rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
+        folder = Path(self.args.output_dir) / "completions"
+        write_parquet(everyone.rollouts, folder, step=step, extra=everyone.logged_columns)
+
+    def end(self) -> None:
+        """See HuggingFace's; also lets go of the servers."""
+        self.generator.close()
+        super().end()
+
+    def save_update_state(self, folder: Path) -> None:
+        """The rollouts still to be learned from, and a reference that moves."""
+        super().save_update_state(folder)
+        self.buffer.save(folder / _rollouts_file(distributed.rank(), distributed.world_size()))
+        if self.args.should_save:
+            self.rollouts.save(folder / "curriculum.safetensors")
+            state = {"objective": self.objective.state_dict(), "experience": self.experience.state_dict()}
+            (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+
+    def load_update_state(self, folder: Path) -> None:
+        """Read what `save_update_state` wrote; another number of processes shares the rollouts out anew."""
+        rank, world_size = distributed.rank(), distributed.world_size()
+        num_files = distributed.writer_of(folder).num_processes
+        paths = [folder / _rollouts_file(number, num_files) for number in range(num_files)]
+        if num_files == world_size:
+            self.buffer.load(paths[rank])
+        else:
+            cut = partial(self.cut, rows_per_micro_batch=self.args.per_device_train_batch_size)
+            self.buffer.load_dealt(paths, cut=cut, rank=rank, world_size=world_size)
+        self.rollouts.load(folder / "curriculum.safetensors")
+        state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
+        self.objective.load_state_dict(state["objective"])
+        self.experience.load_state_dict(state["experience"])
+        super().load_update_state(folder)
+
+
+def _rollouts_file(rank: int, world_size: int) -> str:
+    return f"rollouts_{rank}_of_{world_size}.safetensors"
+
+
+def _nan_if_none(value: float | None) -> float:
+    return float("nan") if value is None else value

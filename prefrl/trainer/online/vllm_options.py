@@ -1,0 +1,199 @@
+"""Options of generation on a vLLM server, and of learning from what another policy sampled."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, cast
+from urllib.parse import urlsplit
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.trainer.base.options import check_no_effect, opt, parse_json
+
+__all__ = ["VLLMOptions"]
+
+_GUIDES = ("vllm_guided_decoding_regex", "vllm_guided_decoding_json", "vllm_guided_decoding_grammar")
+_BOUNDS = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min")
+
+
+@dataclass
+class VLLMOptions:
+    """Completions from a server that `prefrl vllm-serve` started; the key is read from VLLM_API_KEY."""
+
+    use_vllm: bool = opt(False, "Draw completions from a vLLM server instead of in the training process.")
+    vllm_server_base_url: list[str] | None = opt(
+        None, "URLs of the servers, which share the work; None: http://vllm_server_host:vllm_server_port."
+    )
+    vllm_server_host: str = opt("127.0.0.1", "Host of the server.")
+    vllm_server_port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port of the server.")
+    vllm_server_timeout: Annotated[float, Gt(0)] = opt(
+        120.0, "Seconds that an absent or restarted server is waited for."
+    )
+    vllm_request_timeout: Annotated[float, Gt(0)] = opt(
+        600.0, "Seconds for a request, which is all completions of a prompt; a late one is asked for once more."
+    )
+    vllm_guided_decoding_regex: str | None = opt(None, "Completions match this regular expression.")
+    vllm_guided_decoding_json: dict[str, Any] | str | None = opt(
+        None, "Completions are JSON of this schema; JSON on the command line."
+    )
+    vllm_guided_decoding_grammar: str | None = opt(None, "Completions match this grammar (EBNF).")
+    vllm_importance_sampling_correction: bool | None = opt(
+        None,
+        "Weigh losses by policy / sampler: a server's log-probs differ from the trainer's, and async samples are of "
+        "older weights. None: where both score the same distribution, that is unless top_p, top_k, min_p, "
+        "repetition_penalty or guided decoding cut the sampler's.",
+    )
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
+    ] = opt(
+        "sequence_mask",
+        "Ratio of each token, of the whole sequence (product) or its geometric mean for each token; those out of "
+        "bounds are set to the bound (truncate) or left out (mask).",
+    )
+    vllm_importance_sampling_clip_max: Annotated[float, Ge(1)] | None = opt(3.0, "Largest ratio; None: no bound.")
+    vllm_importance_sampling_clip_min: Annotated[float, Gt(0), Le(1)] | None = opt(
+        None, "Smallest ratio; None: no bound."
+    )
+    weight_sync: Literal["nccl", "gloo", "shm", "adapter"] | None = opt(
+        None,
+        "How weights get to the server: nccl (GPUs), gloo (TCP), shm (files in a folder that both see), adapter (LoRA "
+        "weights alone, as files). None: adapter if one is trained and there is such a folder, else nccl on a GPU and "
+        "gloo on a CPU.",
+    )
+    weight_sync_folder: str | None = opt(
+        None, "Folder that trainer and servers see; None: /dev/shm if all servers are on this host."
+    )
+    weight_sync_timeout: Annotated[float, Gt(0)] = opt(300.0, "Seconds that sending the weights may take.")
+    generation_mode: Literal["sync", "overlap", "async"] = opt(
+        "sync",
+        "sync: generate, then train. overlap: train on groups while others of the same step are still generated; the "
+        "update is the same. async: generate for later steps while training, running ahead by at most max_staleness "
+        "steps.",
+    )
+    max_staleness: Annotated[int, Ge(1)] = opt(
+        4, "async: optimizer steps by which weights that sample may be older than those that first learn from it."
+    )
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Base URLs of the servers, without a slash at the end."""
+        given = self.vllm_server_base_url or [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
+        return [url.rstrip("/") for url in given]
+
+    @property
+    def servers_are_local(self) -> bool:
+        """Whether all servers are reached through the loopback interface."""
+        return all(_is_loopback(urlsplit(url).hostname or "") for url in self.server_urls)
+
+    @property
+    def shared_folder(self) -> str | None:
+        """A folder that trainer and servers see; None if there is none."""
+        return self.weight_sync_folder or ("/dev/shm" if self.servers_are_local else None)
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """`vllm_importance_sampling_correction` as it takes effect."""
+        if self.vllm_importance_sampling_correction is None:
+            return self.use_vllm and not self._cuts_of_the_sampler()
+        return self.vllm_importance_sampling_correction
+
+    def validate_vllm(self) -> None:
+        """Refuse what cannot work together.
+
+        Raises:
+            ConfigError: Names the field, its value and what to do.
+        """
+        if isinstance(self.vllm_server_base_url, str):
+            self.vllm_server_base_url = [self.vllm_server_base_url]
+        if not self.use_vllm:
+            names = [field.name for field in fields(VLLMOptions) if field.name != "use_vllm"]
+            self._refuse(names, because="use_vllm=False", remedy="Set use_vllm=True.")
+            return
+        parse_json(self, "vllm_guided_decoding_json")
+        self._validate_servers()
+        self._validate_weight_sync()
+        self._validate_correction()
+        given = [name for name in _GUIDES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are set: completions follow one of them. Remove the others.")
+        if self.generation_mode != "async":
+            because = f"generation_mode={self.generation_mode!r}"
+            self._refuse(["max_staleness"], because=because, remedy="Set generation_mode='async'.")
+
+    def _refuse(self, names: Sequence[str], *, because: str, remedy: str) -> None:
+        """Refuse those of our options that were set."""
+        defaults = {field.name: field.default for field in fields(VLLMOptions)}
+        for name in names:
+            check_no_effect(name=name, value=getattr(self, name), unset=defaults[name], because=because, remedy=remedy)
+
+    def _validate_servers(self) -> None:
+        if self.vllm_server_base_url is not None:
+            names = ("vllm_server_host", "vllm_server_port")
+            self._refuse(names, because="vllm_server_base_url is set", remedy="Remove one of them.")
+        for url in self.server_urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(f"vllm_server_base_url={url!r}: must be like http://host:8000")
+        if len(set(self.server_urls)) < len(self.server_urls):
+            raise ConfigError(f"vllm_server_base_url={self.server_urls}: names a server twice")
+
+    def _validate_weight_sync(self) -> None:
+        if self.weight_sync in ("nccl", "gloo"):
+            self._refuse(
+                ["weight_sync_folder"],
+                because=f"weight_sync={self.weight_sync!r} writes no files",
+                remedy="Remove it, or set weight_sync='shm' or 'adapter'.",
+            )
+        if self.weight_sync in ("shm", "adapter") and self.shared_folder is None:
+            raise ConfigError(
+                f"weight_sync={self.weight_sync!r} with servers on other hosts ({', '.join(self.server_urls)}): set "
+                "weight_sync_folder to a folder that they see too, or use weight_sync='nccl'."
+            )
+        is_on_cpu = cast("Any", self).device.type == "cpu"
+        if self.weight_sync == "nccl" and is_on_cpu:
+            raise ConfigError("weight_sync='nccl' needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.")
+
+    def _cuts_of_the_sampler(self) -> list[str]:
+        """What makes the sampler's distribution another than the trainer's softmax at the temperature."""
+        options: Any = self  # a config also has SamplingOptions
+        neutral = {"top_p": (1.0,), "top_k": (None, 0), "min_p": (None, 0), "repetition_penalty": (1.0,)}
+        neutral |= dict.fromkeys(_GUIDES, (None,))
+        values = {name: getattr(options, name) for name in neutral}
+        return [f"{name}={value!r}" for name, value in values.items() if value not in neutral[name]]
+
+    def _validate_correction(self) -> None:
+        cuts = self._cuts_of_the_sampler()
+        if self.vllm_importance_sampling_correction and cuts:
+            raise ConfigError(
+                f"vllm_importance_sampling_correction=True with {', '.join(cuts)}: the sampler's distribution is cut, "
+                "the trainer's is not, and their ratio would be biased. Switch the cuts off (top_p=1, top_k=0, "
+                "min_p=None, repetition_penalty=1), or leave the correction None."
+            )
+        if not self.corrects_sampling:
+            if self.generation_mode == "async":
+                reason = ", ".join(cuts) or "vllm_importance_sampling_correction=False"
+                raise ConfigError(
+                    f"generation_mode='async' with {reason}: samples of older weights need the correction. Switch the "
+                    "cuts of sampling off (top_p=1, top_k=0, min_p=None), or use generation_mode='overlap'."
+                )
+            remedy = "Set vllm_importance_sampling_correction=True, without top_p, top_k and min_p."
+            self._refuse(_BOUNDS, because="sampling is not corrected", remedy=remedy)
+        bounds = (self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max)
+        masks = self.vllm_importance_sampling_mode.endswith("_mask")
+        if self.corrects_sampling and masks and bounds == (None, None):
+            raise ConfigError(
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} without "
+                "vllm_importance_sampling_clip_max and clip_min: nothing would be masked. Set one of them."
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,194 @@
+"""PPO's critic as its options ask for it, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from prefrl import distributed
+from prefrl.errors import ConfigError
+from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.losses.reduce import token_weights
+from prefrl.losses.value import value_loss
+from prefrl.metrics import ExplainedVariance, Metric
+from prefrl.models.adapters import is_peft_model
+from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
+from prefrl.models.export import CRITIC
+from prefrl.models.modes import disable_dropout, eval_mode
+from prefrl.models.no_grad import in_pieces
+from prefrl.models.scoring import inside, packed, unpacked
+from prefrl.trainer.base.kernels import add_kernels
+from prefrl.trainer.online.policy_objective import token_mean
+from prefrl.types import LossOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from prefrl.losses.logprobs import TokenScores, WantName
+    from prefrl.trainer.online.trainer import OnlineTrainer
+    from prefrl.trainer.ppo_config import PPOConfig
+    from prefrl.types import TokenBatch
+
+__all__ = [
+    "add_critic_group",
+    "attach_critic",
+    "critic_loss",
+    "load_left_out",
+    "make_critic",
+    "policy_and_values",
+    "refuse_reward_model",
+    "save_left_out",
+    "scores_and_values",
+    "split_state",
+    "without_critic",
+]
+
+
+def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTrainedModel | None) -> Critic:
+    """The critic that the options ask for.
+
+    Args:
+        args: Options.
+        policy: The model that is trained.
+        given: The user's `value_model`.
+
+    Raises:
+        ConfigError: `given` would have no effect, or cannot be a critic of this policy.
+    """
+    if args.critic == "head":
+        if given is not None:
+            raise ConfigError("value_model has no effect with critic='head'. Set critic='model', or remove it.")
+        return HeadCritic(policy, detach_trunk=args.detach_trunk, plan=args.forward_plan)
+    arguments = cast("dict[str, Any] | None", args.model_init_kwargs) if isinstance(given, str) else None
+    model = value_model(policy, given, model_init_kwargs=arguments)
+    add_kernels(args, model)
+    disable_dropout(model)
+    if args.activation_checkpointing:
+        model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
+    return ModelCritic(model, plan=args.forward_plan)
+
+
+def refuse_reward_model(given: object, reward_funcs: object) -> None:
+    """Refuse a critic that is a reward too.
+
+    Raises:
+        ConfigError: It is.
+    """
+    sources = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if isinstance(given, torch.nn.Module) and any(source is given for source in sources):
+        raise ConfigError("value_model is also in reward_funcs: training it would change the reward. Give a copy.")
+
+
+def policy_and_values(trainer: OnlineTrainer, batch: TokenBatch, *, critic: Critic, max_tokens: int) -> TokenBatch:
+    """The batch with old log-probs and values of a critic that reads the policy's hidden states, from one pass.
+
+    Args:
+        trainer: Whose policy scores.
+        batch: On the host.
+        critic: One that has `wants`.
+        max_tokens: Forward tokens in one pass.
+    """
+
+    def score(piece: TokenBatch) -> Tensor:
+        scores, values = scores_and_values(trainer, trainer.policy, piece, critic, want=trainer.frozen_want)
+        return torch.stack([scores.logprobs, values, *([] if scores.entropy is None else [scores.entropy])], 1)
+
+    with trainer.account.scoring("old_policy", batch), eval_mode(trainer.policy), trainer.accelerator.autocast():
+        on_device = batch.to(trainer.args.device)
+        columns = in_pieces(trainer.policy, score, on_device, max_tokens=max_tokens).to(batch.device)
+    logprobs, values, *entropies = columns.unbind(1)
+    return batch.replace(old_logprobs=logprobs, values=values, entropies=entropies[0] if entropies else None)
+
+
+def scores_and_values(
+    trainer: OnlineTrainer, model: nn.Module, batch: TokenBatch, critic: Critic, want: Sequence[WantName]
+) -> tuple[TokenScores, Tensor]:
+    """[N] scores of the policy and [N] values, in one call of the model that has both."""
+
+    def task() -> dict[str, Tensor]:
+        scores = trainer.score(model, batch, want=(*want, *critic.wants))
+        values = critic.values(batch, hidden=scores.hidden)
+        return packed(replace(scores, hidden=None), values=values)
+
+    full_kl = () if trainer.reference is None or batch.ref_hidden is None else ("full_kl",)
+    scores, (values,) = unpacked(inside(model, task), {*want, *full_kl}, "values")
+    return scores, values
+
+
+def critic_loss(args: PPOConfig, batch: TokenBatch, values: Tensor) -> LossOutput:
+    """vf_coef * value loss, weighed over tokens as the policy's loss is.
+
+    Args:
+        args: Options.
+        batch: With the values of old and the returns.
+        values: [N], gradient flows.
+    """
+    assert batch.values is not None
+    assert batch.returns is not None
+    token = value_loss(values, batch.values, batch.returns, cliprange_value=args.cliprange_value)
+    reduction = POLICY_LOSSES[args.loss_type].reduction
+    weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction)
+    metrics: dict[str, Metric] = {name: token_mean(stat, batch) for name, stat in token.stats.items()}
+    metrics["loss/value"] = token_mean(token.loss.detach(), batch)
+    metrics["val/mean"] = token_mean(values.detach(), batch)
+    metrics["val/explained_variance"] = ExplainedVariance.of(batch.returns, values, batch.trainable)
+    return LossOutput(args.vf_coef * (weights * token.loss).sum(), metrics)
+
+
+def attach_critic(policy: PreTrainedModel, critic: Critic) -> None:
+    """Make the critic a module of the policy, which `save_pretrained` leaves out."""
+    policy.add_module(CRITIC, critic.module)
+    names = [f"{CRITIC}.{name}" for name in critic.module.state_dict()]
+    policy._keys_to_ignore_on_save = [*(policy._keys_to_ignore_on_save or ()), *names]
+
+
+def without_critic(parameters: Iterable[nn.Parameter], critic: Critic) -> list[nn.Parameter]:
+    """Those that are not the critic's."""
+    own = {id(parameter) for parameter in critic.parameters()}
+    return [parameter for parameter in parameters if id(parameter) not in own]
+
+
+def add_critic_group(optimizer: torch.optim.Optimizer, critic: Critic, *, learning_rate: float) -> None:
+    """Take the critic's parameters out of the groups that there are, into a last one whose weights do not decay."""
+    for group in optimizer.param_groups:
+        group["params"] = without_critic(group["params"], critic)
+    optimizer.add_param_group({"params": critic.parameters(), "lr": learning_rate, "weight_decay": 0.0})
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+
+
+# The critic is a part of the model that is trained, and has a folder of its own, `critic`, in what is saved.
+
+
+def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights of the policy, and those of the critic inside it under the critic's own names."""
+    prefix = f"{CRITIC}."
+    policy = {name: value for name, value in state.items() if not name.startswith(prefix)}
+    return policy, {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def save_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
+    """Write the critic into a checkpoint that has none of it yet. On all ranks."""
+    if not _is_left_out(trainer) or not distributed.keeps_checkpoints_partitioned(trainer.accelerator):
+        return
+    writes = trainer.args.should_save
+    state = distributed.whole_on_host(critic.module.state_dict(keep_vars=True), keep=writes)
+    if writes:
+        critic.save(folder / "critic", state)
+
+
+def load_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
+    """Read the critic of a checkpoint, unless the back-end has loaded it with the policy. On all ranks."""
+    if _is_left_out(trainer):
+        critic.load(folder / "critic")
+
+
+def _is_left_out(trainer: OnlineTrainer) -> bool:
+    """Whether the back-end loads no critic: HuggingFace does not know it, and FSDP2 may save adapters alone."""
+    if trainer.is_fsdp_enabled:
+        return is_peft_model(trainer.policy)
+    return not trainer.is_deepspeed_enabled
