@@ -27,10 +27,20 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig
 
-__all__ = ["load_model", "load_reward_model", "load_tokenizer"]
+__all__ = ["arguments_for_other", "load_model", "load_reward_model", "load_tokenizer"]
 
 # What from_pretrained needs to find the same repository again.
-_TOKENIZER_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token", "trust_remote_code")
+_TOKENIZER_ARGUMENTS = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "token",
+    "trust_remote_code",
+)
+# What means a place in one repository, and nothing in another one.
+_PLACES = ("code_revision", "gguf_file", "revision", "subfolder", "variant")
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,22 @@ def load_tokenizer(
     return tokenizer
 
 
+def arguments_for_other(
+    name: str | os.PathLike[str], policy: PreTrainedModel, model_init_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The policy's arguments for `from_pretrained` as they hold for another model: a reference or a critic.
+
+    Args:
+        name: Name or path of the other model. In the policy's own repository it is of the policy's revision; in
+            another one, revision, subfolder and the like mean nothing.
+        policy: The loaded policy.
+        model_init_kwargs: What the policy is loaded with. Only the policy is quantised.
+    """
+    places = () if os.fspath(name) == str(policy.config.name_or_path) else _PLACES
+    left_out = {"quantization_config", *places}
+    return {key: value for key, value in (model_init_kwargs or {}).items() if key not in left_out}
+
+
 def _loaded(
     kind: _Kind,
     model: str | os.PathLike[str] | nn.Module,
@@ -239,10 +265,9 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     name = model.config.name_or_path
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
+    given = {key: arguments[key] for key in _TOKENIZER_ARGUMENTS if key in arguments}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, **{key: arguments[key] for key in _TOKENIZER_ARGUMENTS if key in arguments}
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **given)
     except (OSError, ValueError) as error:
         raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
     # For some architectures AutoTokenizer makes an empty tokenizer where there are no files.

@@ -90,9 +90,10 @@ class BaseTrainer(Trainer):
         self._parallelism = distributed.set_up_parallelism(
             args.parallelism_config, trainer=name, splits_rows=self.splits_rows
         )
+        model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
         model = self.load_policy(
             model,
-            model_init_kwargs=cast("dict[str, Any] | None", args.model_init_kwargs),
+            model_init_kwargs=model_init_kwargs,
             peft_config=peft_config,
             freeze=args.freeze or (),
             seed=args.seed,
@@ -103,7 +104,7 @@ class BaseTrainer(Trainer):
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
-        tokenizer = load_tokenizer(model, processing_class)
+        tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
         self.args = args
         super().__init__(
             model=model,

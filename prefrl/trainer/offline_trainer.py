@@ -17,6 +17,7 @@ from prefrl.data.stream import StreamLoader
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric
 from prefrl.models.fingerprint import weights_fingerprint
+from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import disable_dropout
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers
@@ -109,6 +110,7 @@ class OfflineTrainer(BaseTrainer):
         assert isinstance(options, OfflineReferenceOptions)
         if isinstance(given, str | Path):
             arguments = cast("dict[str, Any] | None", self.args.model_init_kwargs)
+            arguments = arguments_for_other(given, self.policy, arguments)
             given = self.load_policy(given, model_init_kwargs=arguments)
         if not options.precompute_ref_log_probs:
             self.add_reference(options, given)

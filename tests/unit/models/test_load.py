@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from prefrl import SFTConfig, SFTTrainer
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
-from prefrl.models.load import load_model, load_reward_model, load_tokenizer
+from prefrl.models.load import arguments_for_other, load_model, load_reward_model, load_tokenizer
 from tests.assets import tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft")
@@ -147,6 +149,50 @@ def test_the_tokenizer_comes_from_the_model_s_repository(saved: Path) -> None:
     text = "Hi there"
     for model in (load_model(saved), load_model(saved, peft_config=lora())):
         assert load_tokenizer(model)(text).input_ids == tiny_tokenizer()(text).input_ids
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the Hub with a repository a/m, whose tokenizer has one token more in the revision v2."""
+    folder = tmp_path_factory.mktemp("hub")
+    for revision, commit in (("main", "1" * 40), ("v2", "2" * 40)):
+        snapshot = folder / "models--a--m" / "snapshots" / commit
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_tokens([f"<{revision}>"] if revision == "v2" else [])
+        tiny_model(seed=int(commit[0])).save_pretrained(snapshot)
+        tokenizer.save_pretrained(snapshot)
+        reference = folder / "models--a--m" / "refs" / revision
+        reference.parent.mkdir(exist_ok=True)
+        reference.write_text(commit)
+    return folder
+
+
+def test_the_tokenizer_is_of_the_revision_that_the_model_is_loaded_in(hub: Path) -> None:
+    arguments = {"cache_dir": str(hub)}
+    for revision, has_token in ((None, False), ("v2", True)):
+        given = arguments if revision is None else {**arguments, "revision": revision}
+        model = load_model("a/m", model_init_kwargs=given)
+        assert ("<v2>" in load_tokenizer(model, model_init_kwargs=given).get_vocab()) == has_token
+
+
+def test_a_trainer_s_tokenizer_has_the_revision_and_the_arguments_of_its_model(hub: Path, tmp_path: Path) -> None:
+    config = SFTConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to="none",
+        model_init_kwargs={"revision": "v2", "cache_dir": str(hub)},
+    )
+    rows = Dataset.from_list([{"prompt": "1+1=", "completion": "2"}])
+    trainer = SFTTrainer("a/m", config, train_dataset=rows)
+    assert "<v2>" in trainer.processing_class.get_vocab()
+
+
+def test_arguments_of_the_policy_hold_for_another_model_but_for_its_place_and_quantisation(saved: Path) -> None:
+    policy = load_model(saved)
+    arguments = {"revision": "v2", "dtype": "auto", "quantization_config": "of 4 bits", "token": "x"}
+    assert arguments_for_other(saved, policy, arguments) == {"revision": "v2", "dtype": "auto", "token": "x"}
+    assert arguments_for_other("other/model", policy, arguments) == {"dtype": "auto", "token": "x"}
+    assert arguments_for_other("other/model", policy, None) == {}
 
 
 def test_a_given_tokenizer_is_used_and_keeps_its_padding_token() -> None:
