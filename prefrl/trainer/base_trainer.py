@@ -23,6 +23,7 @@ from prefrl.models.load import load_model, load_tokenizer
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.reference import make_reference
+from prefrl.trainer.arguments import check_dataset
 from prefrl.trainer.callbacks.new_training import NewTraining
 from prefrl.trainer.callbacks.sync_reference import SyncReference
 from prefrl.trainer.checkpoints import checkpoint_folder, load_reference, save_reference
@@ -352,6 +353,7 @@ class BaseTrainer(Trainer):
     def _prepared(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Any:
         if dataset is None:
             return None
+        check_dataset("train_dataset" if training else "eval_dataset", dataset, takes_several=not training)
         if isinstance(dataset, Mapping):
             return {name: self.prepare_dataset(part, tokenizer, training=training) for name, part in dataset.items()}
         return self.prepare_dataset(dataset, tokenizer, training=training)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from prefrl import ConfigError, DataError, GRPOConfig, GRPOTrainer, PrefrlError, RewardError, SFTConfig, SFTTrainer
 from tests.assets import tiny_model, tiny_tokenizer
+from tests.contract.cases import dataset_of, make_trainer
 
 
 def grpo(
@@ -45,6 +46,26 @@ def grpo(
 def sft(tmp_path: Path, dataset: Any, **options: Any) -> SFTTrainer:
     config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
     return SFTTrainer(tiny_model(), config, train_dataset=dataset, processing_class=tiny_tokenizer())
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_several_splits_are_no_dataset_to_train_on(tmp_path: Path, algorithm: str) -> None:
+    splits = DatasetDict({"train": dataset_of(algorithm), "test": dataset_of(algorithm, 4)})
+    message = r"train_dataset is a DatasetDict with the splits 'train', 'test': .* train_dataset=ds\['train'\]"
+    with pytest.raises(DataError, match=message):
+        make_trainer(algorithm, tmp_path, train_dataset=splits)
+    with pytest.raises(DataError, match=r"dict with the splits 'a': .*ds\['a'\]"):
+        make_trainer(algorithm, tmp_path, train_dataset={"a": dataset_of(algorithm)})
+
+
+def test_several_splits_are_evaluated_by_name(tmp_path: Path) -> None:
+    splits = DatasetDict({"easy": dataset_of("sft", 4), "hard": dataset_of("sft", 6)})
+    trainer = make_trainer("sft", tmp_path, eval_dataset=splits, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    logged = {name for logs in trainer.state.log_history for name in logs}
+    assert {"eval_easy_loss", "eval_hard_loss"} <= logged
+    with pytest.raises(DataError, match=r"eval_dataset\['x'\] is a DatasetDict"):
+        trainer.evaluate({"x": splits})
 
 
 def needs_column(completions: list[str], answer: list[str]) -> list[float]:
