@@ -17,7 +17,8 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
 
     Args:
         name: Of the argument, for the message.
-        dataset: One dataset or None; with `takes_several`, also a mapping of names to datasets.
+        dataset: One dataset or None.
+        takes_several: Whether it may also be a mapping of names to datasets.
 
     Raises:
         DataError: It is a mapping where one dataset is needed, or something else.

@@ -13,6 +13,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
+from prefrl.trainer.option_types import check_types
 from prefrl.trainer.options import check_fields, check_no_effect, opt, parse_json
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
@@ -72,6 +73,7 @@ class BaseConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        check_types(self)  # HuggingFace compares numbers in its own
         super().__post_init__()
         self.validate()
 
