@@ -20,6 +20,7 @@ from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import disable_dropout
 from prefrl.registry import REGISTRY
+from prefrl.trainer.arguments import check_arguments, named
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers
 from prefrl.trainer.options import default_output_dir
 from prefrl.trainer.precompute import check_same_reference, precompute_reference
@@ -64,6 +65,8 @@ class OfflineTrainer(BaseTrainer):
     Args:
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-<algorithm>`.
+        data: By position, in TRL's order: `data_collator`, which must be None, `train_dataset`, `eval_dataset` and
+            `processing_class`.
         arguments: See `TrainerArguments`.
 
     Raises:
@@ -81,18 +84,22 @@ class OfflineTrainer(BaseTrainer):
         self,
         model: str | Path | PreTrainedModel,
         args: OfflineConfig | None = None,
+        *data: Any,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
+        given = named(type(self), data, arguments)
+        check_arguments(type(self), {"model": model, "args": args, **given})
+        given.pop("data_collator", None)
         if args is None:
             suffix = type(self).__name__.removesuffix("Trainer")
             args = REGISTRY[self.algorithm].load_config()(output_dir=default_output_dir(model, suffix))
         self.args = args
-        if isinstance(arguments.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
+        if isinstance(given.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
             raise ConfigError(
                 f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
                 "optimizer steps, max_steps > 0"
             )
-        super().__init__(model, args, **arguments)
+        super().__init__(model, args, **given)
         if args.disable_dropout:
             disable_dropout(self.policy)
         self.reward_mean: RunningMean | None = None  # of losses that compare rewards with their mean so far

@@ -84,7 +84,7 @@ DATA_CASES: list[Any] = [
     ),
     pytest.param({"reward": needs_column}, ConfigError, "needs_column.*answer", id="missing reward column"),
     pytest.param({"reward": "no/such-model-anywhere"}, PrefrlError, "no/such-model-anywhere", id="reward model"),
-    pytest.param({"reward": 3}, ConfigError, "3", id="reward of another kind"),
+    pytest.param({"reward": 3}, ConfigError, "reward_funcs=int: must be", id="reward of another kind"),
     pytest.param({"reward_weights": [1.0, 2.0]}, ConfigError, "reward_weights", id="weights"),
 ]
 
