@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from prefrl.distributed import shape_of
+from prefrl.distributed import is_main, shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.seeding import seeded
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig
 
-__all__ = ["arguments_for_other", "load_model", "load_reward_model", "load_tokenizer"]
+__all__ = ["arguments_for_other", "load_model", "load_reward_model", "load_tokenizer", "num_embeddings"]
+
+logger = logging.getLogger(__name__)
 
 # What from_pretrained needs to find the same repository again.
 _TOKENIZER_ARGUMENTS = (
@@ -151,8 +154,8 @@ def load_tokenizer(
         model_init_kwargs: What the model was loaded with; revision, token and the like hold for the tokenizer too.
 
     Raises:
-        ConfigError: No tokenizer can be found, it has neither a padding nor an end-of-sequence token, or it has ids
-            that the model has no embedding for.
+        ConfigError: No tokenizer can be found, it has neither a padding nor an end-of-sequence token, or the model has
+            no embedding for one of these or the beginning-of-sequence token. Others that have none are a warning.
     """
     tokenizer = processing_class
     if tokenizer is None:
@@ -165,13 +168,31 @@ def load_tokenizer(
                 "the tokenizer has neither pad_token nor eos_token: no text could end. Set tokenizer.eos_token."
             )
         tokenizer.pad_token = tokenizer.eos_token
-    num_embeddings = shape_of(model.get_input_embeddings().weight)[0]
-    if len(tokenizer) > num_embeddings:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model embeddings for {num_embeddings}. Use the "
-            "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
-        )
+    if len(tokenizer) > (count := num_embeddings(model)):
+        _check_special_tokens(tokenizer, count)
+        if is_main():
+            others = tokenizer.convert_ids_to_tokens(list(range(count, min(count + 3, len(tokenizer)))))
+            logger.warning(
+                f"The tokenizer has {len(tokenizer)} tokens and the model embeddings for {count}. Data with one of "
+                f"the others is refused: {', '.join(map(repr, others))}{', ...' if len(tokenizer) > count + 3 else ''}"
+            )
     return tokenizer
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """How many token ids the model has embeddings for."""
+    return int(shape_of(model.get_input_embeddings().weight)[0])
+
+
+def _check_special_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> None:
+    for name in ("pad_token", "bos_token", "eos_token"):
+        token_id = getattr(tokenizer, f"{name}_id")
+        if token_id is not None and token_id >= count:
+            raise ConfigError(
+                f"{name}={getattr(tokenizer, name)!r} has the id {token_id}, and the model embeddings for {count} "
+                f"tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that it knows, or call "
+                "model.resize_token_embeddings(len(tokenizer))."
+            )
 
 
 def arguments_for_other(

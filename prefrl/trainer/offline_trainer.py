@@ -348,7 +348,7 @@ class OfflineTrainer(BaseTrainer):
 
     def _reference_fingerprint(self) -> str | None:
         """Of the weights of a reference that does not move."""
-        if self.reference is None or self._reference_moves:
+        if self.reference is None or self.reference_moves:
             return self._precomputed_from
         return self.reference.fingerprint()
 

@@ -86,6 +86,7 @@ class OnlineTrainer(BaseTrainer):
 
     args: PolicyGradientConfig
     config_class: type[PolicyGradientConfig]
+    id_columns = ("prompt_ids",)  # other columns are the rewards'
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,

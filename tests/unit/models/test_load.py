@@ -213,8 +213,6 @@ def test_a_missing_padding_token_becomes_the_end_token() -> None:
 def test_a_tokenizer_that_cannot_belong_to_the_model_is_an_error(tmp_path: Path) -> None:
     num_tokens = len(tiny_tokenizer())
     assert load_tokenizer(tiny_model(vocab_size=num_tokens), tiny_tokenizer())
-    with pytest.raises(ConfigError, match=f"has {num_tokens} tokens and the model embeddings for {num_tokens - 1}"):
-        load_tokenizer(tiny_model(vocab_size=num_tokens - 1), tiny_tokenizer())
     with pytest.raises(ConfigError, match="was not loaded from a repository"):
         load_tokenizer(tiny_model())
     with pytest.raises(ConfigError, match="processing_class=str: must be a tokenizer"):
@@ -223,6 +221,24 @@ def test_a_tokenizer_that_cannot_belong_to_the_model_is_an_error(tmp_path: Path)
         tiny_model(architecture).save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match=f"no tokenizer can be loaded from '{tmp_path}'"):
             load_tokenizer(load_model(tmp_path))
+
+
+def test_more_tokens_than_embeddings_are_a_warning_unless_a_text_cannot_do_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    num_tokens = len(tiny_tokenizer())
+    with caplog.at_level("WARNING", logger="prefrl"):
+        load_tokenizer(tiny_model(vocab_size=num_tokens), tiny_tokenizer())
+        assert not caplog.messages
+        load_tokenizer(tiny_model(vocab_size=num_tokens - 1), tiny_tokenizer())
+    (message,) = caplog.messages
+    assert f"has {num_tokens} tokens and the model embeddings for {num_tokens - 1}" in message
+    for name in ("pad_token", "bos_token", "eos_token"):
+        tokenizer = tiny_tokenizer()
+        setattr(tokenizer, name, "~")  # the last but one
+        last = tokenizer.convert_tokens_to_ids("~")
+        with pytest.raises(ConfigError, match=f"{name}='~' has the id {last}, and the model embeddings for {last}"):
+            load_tokenizer(tiny_model(vocab_size=last), tokenizer)
 
 
 # Reward models.
