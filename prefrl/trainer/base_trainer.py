@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from transformers import Trainer
@@ -360,6 +360,13 @@ class BaseTrainer(Trainer):
                 metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
         return cast("dict[str, float]", super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> NoReturn:
+        """HuggingFace's method, which would return the logits of all tokens: refused."""
+        raise ConfigError(
+            "predict() is not supported: rows of different lengths are not padded, and no logits are kept. For "
+            f"metrics use evaluate(dataset, metric_key_prefix={metric_key_prefix!r}), for completions model.generate."
+        )
 
     def evaluation_loop(
         self,

@@ -268,6 +268,7 @@ class OfflineTrainer(BaseTrainer):
             pin_memory=False,  # batches are moved by _prepare_inputs
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
+            multiprocessing_context=self.args.dataloader_multiprocessing_context,
         )
 
     def _stream_loader(
@@ -315,7 +316,8 @@ class OfflineTrainer(BaseTrainer):
             self.forward_sum(model, self.idle_batch().to(self.args.device))
         for batch in batches:
             count = float(self.num_items(batch))
-            output = self.loss(model, batch.to(self.args.device))
+            with self.accelerator.autocast():  # its forward has that by itself only after a training
+                output = self.loss(model, batch.to(self.args.device))
             metrics = {"loss": Mean(output.total, count), **output.metrics}
         return metrics
 

@@ -128,7 +128,12 @@ class OnlineTrainer(BaseTrainer):
         self.add_reference(args)
         self.weights = PolicyWeights(self.policy)
         self.generator: Generator = make_generator(
-            args, self.policy, self.processing_class, weights=self.weights, max_rows=args.completions_per_rank
+            args,
+            self.policy,
+            self.processing_class,
+            weights=self.weights,
+            max_rows=args.completions_per_rank,
+            autocast=self.accelerator.autocast,
         )
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
         self.rollouts = Rollouts(self, args)
