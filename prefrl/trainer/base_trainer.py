@@ -20,7 +20,7 @@ from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
-from prefrl.models.load import load_model, load_tokenizer, num_embeddings
+from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.trainer.arguments import check_dataset
@@ -102,6 +102,7 @@ class BaseTrainer(Trainer):
             quantization_config=quantization_config,
         )
         distributed.check_model(model, trainer=name)
+        check_router_loss(model)
         add_kernels(args, model)
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
