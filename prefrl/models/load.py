@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from prefrl.distributed import shape_of
+from prefrl.distributed import is_main, shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.seeding import seeded
@@ -27,10 +28,29 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig
 
-__all__ = ["load_model", "load_reward_model", "load_tokenizer"]
+__all__ = [
+    "arguments_for_other",
+    "check_router_loss",
+    "load_model",
+    "load_reward_model",
+    "load_tokenizer",
+    "num_embeddings",
+]
+
+logger = logging.getLogger(__name__)
 
 # What from_pretrained needs to find the same repository again.
-_TOKENIZER_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token", "trust_remote_code")
+_TOKENIZER_ARGUMENTS = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "token",
+    "trust_remote_code",
+)
+# What means a place in one repository, and nothing in another one.
+_PLACES = ("code_revision", "gguf_file", "revision", "subfolder", "variant")
 
 
 @dataclass(frozen=True)
@@ -141,8 +161,8 @@ def load_tokenizer(
         model_init_kwargs: What the model was loaded with; revision, token and the like hold for the tokenizer too.
 
     Raises:
-        ConfigError: No tokenizer can be found, it has neither a padding nor an end-of-sequence token, or it has ids
-            that the model has no embedding for.
+        ConfigError: No tokenizer can be found, it has neither a padding nor an end-of-sequence token, or the model has
+            no embedding for one of these or the beginning-of-sequence token. Others that have none are a warning.
     """
     tokenizer = processing_class
     if tokenizer is None:
@@ -155,13 +175,63 @@ def load_tokenizer(
                 "the tokenizer has neither pad_token nor eos_token: no text could end. Set tokenizer.eos_token."
             )
         tokenizer.pad_token = tokenizer.eos_token
-    num_embeddings = shape_of(model.get_input_embeddings().weight)[0]
-    if len(tokenizer) > num_embeddings:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model embeddings for {num_embeddings}. Use the "
-            "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
-        )
+    if len(tokenizer) > (count := num_embeddings(model)):
+        _check_special_tokens(tokenizer, count)
+        if is_main():
+            others = tokenizer.convert_ids_to_tokens(list(range(count, min(count + 3, len(tokenizer)))))
+            logger.warning(
+                f"The tokenizer has {len(tokenizer)} tokens and the model embeddings for {count}. Data with one of "
+                f"the others is refused: {', '.join(map(repr, others))}{', ...' if len(tokenizer) > count + 3 else ''}"
+            )
     return tokenizer
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """How many token ids the model has embeddings for."""
+    return int(shape_of(model.get_input_embeddings().weight)[0])
+
+
+def _check_special_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> None:
+    for name in ("pad_token", "bos_token", "eos_token"):
+        token_id = getattr(tokenizer, f"{name}_id")
+        if token_id is not None and token_id >= count:
+            raise ConfigError(
+                f"{name}={getattr(tokenizer, name)!r} has the id {token_id}, and the model embeddings for {count} "
+                f"tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that it knows, or call "
+                "model.resize_token_embeddings(len(tokenizer))."
+            )
+
+
+def check_router_loss(model: PreTrainedModel) -> None:
+    """Refuse a model to train whose config asks for the load-balancing loss of a mixture of experts.
+
+    Raises:
+        ConfigError: It does.
+    """
+    config = model.config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", None)  # only mixtures of experts have these
+    if getattr(config, "output_router_logits", False) and weight != 0:
+        raise ConfigError(
+            f"output_router_logits=True in the model's config, with router_aux_loss_coef={weight}: the loss of the "
+            "routers is not computed here, only that of the trainer. Set model.config.output_router_logits = False; "
+            'for a model given by name, set model_init_kwargs={"output_router_logits": False}.'
+        )
+
+
+def arguments_for_other(
+    name: str | os.PathLike[str], policy: PreTrainedModel, model_init_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The policy's arguments for `from_pretrained` as they hold for another model: a reference or a critic.
+
+    Args:
+        name: Name or path of the other model. In the policy's own repository it is of the policy's revision; in
+            another one, revision, subfolder and the like mean nothing.
+        policy: The loaded policy.
+        model_init_kwargs: What the policy is loaded with. Only the policy is quantised.
+    """
+    places = () if os.fspath(name) == str(policy.config.name_or_path) else _PLACES
+    left_out = {"quantization_config", *places}
+    return {key: value for key, value in (model_init_kwargs or {}).items() if key not in left_out}
 
 
 def _loaded(
@@ -239,10 +309,9 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     name = model.config.name_or_path
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
+    given = {key: arguments[key] for key in _TOKENIZER_ARGUMENTS if key in arguments}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, **{key: arguments[key] for key in _TOKENIZER_ARGUMENTS if key in arguments}
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **given)
     except (OSError, ValueError) as error:
         raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
     # For some architectures AutoTokenizer makes an empty tokenizer where there are no files.

@@ -11,6 +11,7 @@ import torch
 from prefrl.data.collate import unpaired_batch
 from prefrl.errors import ConfigError
 from prefrl.losses.preference.unpaired import bco
+from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.options import check_no_effect
 from prefrl.trainer.bco_density_ratio import DensityRatio
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired
@@ -59,7 +60,7 @@ class BCOTrainer(OfflineTrainer):
         model: str | Path | PreTrainedModel,
         ref_model: str | Path | PreTrainedModel | None = None,
         args: BCOConfig | None = None,
-        *,
+        *data: Any,
         embedding_func: Callable[..., Any] | None = None,
         embedding_tokenizer: PreTrainedTokenizerBase | None = None,
         **arguments: Unpack[TrainerArguments],
@@ -69,7 +70,8 @@ class BCOTrainer(OfflineTrainer):
         self._embed = embedding_func
         self._embedding_tokenizer = embedding_tokenizer
         self._density_ratio: DensityRatio | None = None
-        super().__init__(model, args, **arguments)
+        check_arguments(type(self), {"model": model, "ref_model": ref_model, "args": args})
+        super().__init__(model, args, *data, **arguments)
         self.set_up_reference(ref_model)
         self.reward_mean = RunningMean(self.args.device)
         if embedding_func is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll, wpo_weights
+from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.offline.preference import (
     PAIRS,
     RowScores,
@@ -62,9 +63,11 @@ class DPOTrainer(OfflineTrainer):
         model: str | Path | PreTrainedModel,
         ref_model: str | Path | PreTrainedModel | None = None,
         args: DPOConfig | None = None,
+        *data: Any,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
-        super().__init__(model, args, **arguments)
+        check_arguments(type(self), {"model": model, "ref_model": ref_model, "args": args})
+        super().__init__(model, args, *data, **arguments)
         self.set_up_reference(ref_model)
         if "bco_pair" in self.args.loss_type:
             self.reward_mean = RunningMean(self.args.device)

@@ -13,6 +13,7 @@ from prefrl import distributed
 from prefrl.data.collate import unpaired_batch
 from prefrl.losses.preference.unpaired import KTO_LOSSES
 from prefrl.metrics import Mean
+from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, TokenBatch
@@ -58,9 +59,11 @@ class KTOTrainer(OfflineTrainer):
         model: str | Path | PreTrainedModel,
         ref_model: str | Path | PreTrainedModel | None = None,
         args: KTOConfig | None = None,
+        *data: Any,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
-        super().__init__(model, args, **arguments)
+        check_arguments(type(self), {"model": model, "ref_model": ref_model, "args": args})
+        super().__init__(model, args, *data, **arguments)
         self.set_up_reference(ref_model)
         self._kl = 0.0
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps

@@ -18,6 +18,7 @@ from prefrl.metrics import ExplainedVariance, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.export import CRITIC
+from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import disable_dropout, eval_mode
 from prefrl.models.no_grad import in_pieces
 from prefrl.models.scoring import inside, packed, unpacked
@@ -64,7 +65,9 @@ def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTraine
         if given is not None:
             raise ConfigError("value_model has no effect with critic='head'. Set critic='model', or remove it.")
         return HeadCritic(policy, detach_trunk=args.detach_trunk, plan=args.forward_plan)
-    arguments = cast("dict[str, Any] | None", args.model_init_kwargs) if isinstance(given, str) else None
+    arguments: dict[str, Any] | None = None
+    if isinstance(given, str | Path):
+        arguments = arguments_for_other(given, policy, cast("dict[str, Any] | None", args.model_init_kwargs))
     model = value_model(policy, given, model_init_kwargs=arguments)
     add_kernels(args, model)
     disable_dropout(model)

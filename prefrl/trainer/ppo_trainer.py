@@ -70,8 +70,8 @@ class PPOTrainer(OnlineTrainer):
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
-        peft_config: PeftConfig | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
         value_model: str | PreTrainedModel | None = None,
     ) -> None:
         refuse_reward_model(value_model, reward_funcs)

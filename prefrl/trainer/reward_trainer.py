@@ -54,9 +54,10 @@ class RewardTrainer(OfflineTrainer):
         self,
         model: str | Path | PreTrainedModel,
         args: RewardConfig | None = None,
+        *data: Any,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
-        super().__init__(model, args, **arguments)
+        super().__init__(model, args, *data, **arguments)
         # Wherever the model is used, it finds a text's end as the last token that is not this one.
         self.policy.config.pad_token_id = self.processing_class.pad_token_id
 

@@ -50,12 +50,12 @@ class SFTTrainer(OfflineTrainer):
         self,
         model: str | Path | PreTrainedModel,
         args: SFTConfig | None = None,
-        *,
+        *data: Any,
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
         self.formatting_func = formatting_func
-        super().__init__(model, args, **arguments)
+        super().__init__(model, args, *data, **arguments)
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
         """Tokenise, mask, truncate and pack."""

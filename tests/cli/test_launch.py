@@ -121,10 +121,12 @@ def test_help_lists_the_options_of_the_launch(capsys: pytest.CaptureFixture[str]
 
 def test_the_configs_are_in_the_package_and_the_examples_lead_to_them() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (pattern,) = project["tool"]["setuptools"]["package-data"]["prefrl.scripts"]
-    names = {path.relative_to(CONFIGS.parent).as_posix() for path in CONFIGS.iterdir()}
+    # All files in the folder of the package go into the wheel but those that git ignores.
+    (package,) = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    names = {path.relative_to(ROOT / package).as_posix() for path in CONFIGS.iterdir()}
     assert len(names) == 7
-    assert set(fnmatch.filter(names, pattern)) == names
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    assert not [name for name in (*names, "py.typed") for pattern in ignored if fnmatch.fnmatch(name, pattern)]
     link = ROOT / "examples/accelerate_configs"
     assert not link.readlink().is_absolute()
     assert link.resolve() == CONFIGS

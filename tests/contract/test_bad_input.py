@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from prefrl import ConfigError, DataError, GRPOConfig, GRPOTrainer, PrefrlError, RewardError, SFTConfig, SFTTrainer
 from tests.assets import tiny_model, tiny_tokenizer
+from tests.contract.cases import dataset_of, make_trainer
 
 
 def grpo(
@@ -47,6 +48,50 @@ def sft(tmp_path: Path, dataset: Any, **options: Any) -> SFTTrainer:
     return SFTTrainer(tiny_model(), config, train_dataset=dataset, processing_class=tiny_tokenizer())
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_several_splits_are_no_dataset_to_train_on(tmp_path: Path, algorithm: str) -> None:
+    splits = DatasetDict({"train": dataset_of(algorithm), "test": dataset_of(algorithm, 4)})
+    message = r"train_dataset is a DatasetDict with the splits 'train', 'test': .* train_dataset=ds\['train'\]"
+    with pytest.raises(DataError, match=message):
+        make_trainer(algorithm, tmp_path, train_dataset=splits)
+    with pytest.raises(DataError, match=r"dict with the splits 'a': .*ds\['a'\]"):
+        make_trainer(algorithm, tmp_path, train_dataset={"a": dataset_of(algorithm)})
+
+
+def test_several_splits_are_evaluated_by_name(tmp_path: Path) -> None:
+    splits = DatasetDict({"easy": dataset_of("sft", 4), "hard": dataset_of("sft", 6)})
+    trainer = make_trainer("sft", tmp_path, eval_dataset=splits, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    logged = {name for logs in trainer.state.log_history for name in logs}
+    assert {"eval_easy_loss", "eval_hard_loss"} <= logged
+    with pytest.raises(DataError, match=r"eval_dataset\['x'\] is a DatasetDict"):
+        trainer.evaluate({"x": splits})
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_the_loss_of_routers_is_refused_and_not_dropped(algorithm: str, tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5, **EXPERTS)
+    message = r"output_router_logits=True in the model's config, with router_aux_loss_coef=0\.5: .* = False"
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(algorithm, tmp_path, model=model)
+    model.save_pretrained(tmp_path / "model")
+    off = {"output_router_logits": False}
+    trainer = make_trainer(algorithm, tmp_path, model=str(tmp_path / "model"), model_init_kwargs=off)
+    assert not trainer.policy.config.output_router_logits
+
+
+def test_an_adapter_does_not_hide_that_a_loss_of_routers_is_asked_for(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model("qwen3_moe", output_router_logits=True, **EXPERTS)
+    with pytest.raises(ConfigError, match="output_router_logits=True"):
+        make_trainer("sft", tmp_path, model=model, peft_config=peft.LoraConfig(target_modules=["q_proj"]))
+    model.config.router_aux_loss_coef = 0.0
+    make_trainer("sft", tmp_path, model=model.requires_grad_(True), peft_config=None)
+
+
 def needs_column(completions: list[str], answer: list[str]) -> list[float]:
     return [1.0] * len(completions)
 
@@ -63,7 +108,7 @@ DATA_CASES: list[Any] = [
     ),
     pytest.param({"reward": needs_column}, ConfigError, "needs_column.*answer", id="missing reward column"),
     pytest.param({"reward": "no/such-model-anywhere"}, PrefrlError, "no/such-model-anywhere", id="reward model"),
-    pytest.param({"reward": 3}, ConfigError, "3", id="reward of another kind"),
+    pytest.param({"reward": 3}, ConfigError, "reward_funcs=int: must be", id="reward of another kind"),
     pytest.param({"reward_weights": [1.0, 2.0]}, ConfigError, "reward_weights", id="weights"),
 ]
 

@@ -59,6 +59,7 @@ HOOKS = {
     "get_total_train_batch_size": ["args"],
     "get_train_dataloader": [],
     "log": ["logs", "start_time"],
+    "predict": ["test_dataset", "ignore_keys", "metric_key_prefix"],
     "save_model": ["output_dir", "_internal_call"],
     "training_step": ["model", "inputs", "num_items_in_batch"],
 }

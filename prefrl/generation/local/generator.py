@@ -8,7 +8,7 @@ their left: copies of their first token, masked out. Legend: P prompts, R rows t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -73,6 +73,8 @@ class LocalGenerator:
             layer by layer for each token.
         offloads_cache: Whether keys and values of completions are kept in host memory; those of the layer that is
             computed are on the device.
+        autocast: Context of each forward pass: the mixed precision of training, which a model that is not yet trained
+            does not have by itself.
 
     Raises:
         ConfigError: `max_rows` is not positive.
@@ -87,6 +89,7 @@ class LocalGenerator:
         max_rows: int = 64,
         gathers: bool = True,
         offloads_cache: bool = False,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"max_rows={max_rows}: must be at least 1")
@@ -96,6 +99,7 @@ class LocalGenerator:
         self._max_rows = max_rows
         self._gathers = gathers
         self._offloads_cache = offloads_cache
+        self._autocast = autocast
         self._version = 0
         self._arguments = frozenset(inspect.signature(type(self._base).forward).parameters)
         self._position_limit = _position_limit(self._base)
@@ -219,7 +223,8 @@ class LocalGenerator:
             arguments["position_ids"] = positions
         if "logits_to_keep" in self._arguments:
             arguments["logits_to_keep"] = 1
-        output = self._model(**arguments)
+        with self._autocast():
+            output = self._model(**arguments)
         if output.get("past_key_values") is not cache:
             raise _no_cache_error(self._base, "its forward pass does not fill the cache that it is given")
         return output.logits[:, -1].to(input_ids.device, torch.float32)  # type: ignore[no-any-return]  # untyped

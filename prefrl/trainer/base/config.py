@@ -13,6 +13,8 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
+from prefrl.trainer.base.ignored_options import check_ignored_options
+from prefrl.trainer.base.option_types import check_types
 from prefrl.trainer.base.options import check_fields, check_no_effect, opt, parse_json
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
@@ -72,6 +74,7 @@ class BaseConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        check_types(self)  # HuggingFace compares numbers in its own
         super().__post_init__()
         self.validate()
 
@@ -105,27 +108,7 @@ class BaseConfig(TrainingArguments):
             )
         self._validate_activations()
         self._validate_liger()
-        check_no_effect(
-            name="average_tokens_across_devices",
-            value=self.average_tokens_across_devices,
-            unset=True,
-            because="losses are always divided by the count over all devices",
-            remedy="Leave it True.",
-        )
-        check_no_effect(
-            name="label_smoothing_factor",
-            value=self.label_smoothing_factor,
-            unset=0.0,
-            because="the losses here are computed from token log-probs",
-            remedy="Leave it at 0.",
-        )
-        check_no_effect(
-            name="include_num_input_tokens_seen",
-            value=self.include_num_input_tokens_seen,
-            unset="no",
-            because="the metric num_tokens counts every token that was run",
-            remedy="Read num_tokens.",
-        )
+        check_ignored_options(self)
 
     def _validate_activations(self) -> None:
         if self.device.type == "cpu":

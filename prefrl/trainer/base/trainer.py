@@ -7,29 +7,30 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
+from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
-from prefrl.models.load import load_model, load_tokenizer
+from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
-from prefrl.models.reference import make_reference
+from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.checkpoints import checkpoint_folder, load_reference, save_reference
 from prefrl.trainer.base.frozen import FrozenScores
 from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
+from prefrl.trainer.base.references import keep_reference
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
-from prefrl.trainer.base.sync_reference import SyncReference
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -66,10 +67,11 @@ class BaseTrainer(Trainer):
     loss_is_scaled_for_ga = True
     algorithm: str  # as in the registry
     splits_rows = False  # processes can share the tokens of its rows
+    id_columns: tuple[str, ...] = ID_COLUMNS  # of token ids in its prepared datasets
 
     args: BaseConfig
     reference: Reference | None = None
-    _reference_moves = False
+    reference_moves = False
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
@@ -90,20 +92,23 @@ class BaseTrainer(Trainer):
         self._parallelism = distributed.set_up_parallelism(
             args.parallelism_config, trainer=name, splits_rows=self.splits_rows
         )
+        model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
         model = self.load_policy(
             model,
-            model_init_kwargs=cast("dict[str, Any] | None", args.model_init_kwargs),
+            model_init_kwargs=model_init_kwargs,
             peft_config=peft_config,
             freeze=args.freeze or (),
             seed=args.seed,
             quantization_config=quantization_config,
         )
         distributed.check_model(model, trainer=name)
+        check_router_loss(model)
         add_kernels(args, model)
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
-        tokenizer = load_tokenizer(model, processing_class)
+        self._num_embeddings = num_embeddings(model)
+        tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
         self.args = args
         super().__init__(
             model=model,
@@ -174,25 +179,7 @@ class BaseTrainer(Trainer):
 
     def add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
         """Keep the reference that the options ask for, and move it if they say so."""
-        if given is not None:
-            add_kernels(self.args, given)
-        self.reference = make_reference(
-            self.model,
-            beta=options.beta,
-            moves=options.sync_ref_model,
-            plan=self.args.forward_plan,
-            given=given,
-        )
-        if self.reference is not None and self.reference.own_model is not None:
-            distributed.prepare_frozen(self.accelerator, self.reference.own_model)
-        if self.reference is not None and self.account.flops is not None:
-            cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
-            self.account.flops.reference = cost
-            self.reference_logprobs(self.idle_batch())  # as for the policy: the check of the first use
-        if options.sync_ref_model and self.reference is not None:
-            alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
-            self.add_callback(SyncReference(self.reference, alpha=alpha, steps=steps))
-            self._reference_moves = True
+        keep_reference(self, options, given)
 
     def begin_training(self) -> None:
         """Called before the first step of a training, on all ranks."""
@@ -352,9 +339,11 @@ class BaseTrainer(Trainer):
     def _prepared(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Any:
         if dataset is None:
             return None
+        check_dataset("train_dataset" if training else "eval_dataset", dataset, takes_several=not training)
         if isinstance(dataset, Mapping):
-            return {name: self.prepare_dataset(part, tokenizer, training=training) for name, part in dataset.items()}
-        return self.prepare_dataset(dataset, tokenizer, training=training)
+            return {name: self._prepared(part, tokenizer, training=training) for name, part in dataset.items()}
+        prepared = self.prepare_dataset(dataset, tokenizer, training=training)
+        return check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=self.id_columns)
 
     def evaluate(
         self,
@@ -373,6 +362,13 @@ class BaseTrainer(Trainer):
                 metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
         return cast("dict[str, float]", super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> NoReturn:
+        """HuggingFace's method, which would return the logits of all tokens: refused."""
+        raise ConfigError(
+            "predict() is not supported: rows of different lengths are not padded, and no logits are kept. For "
+            f"metrics use evaluate(dataset, metric_key_prefix={metric_key_prefix!r}), for completions model.generate."
+        )
 
     def evaluation_loop(
         self,
@@ -463,12 +459,12 @@ class BaseTrainer(Trainer):
         """Write what decides the next update beyond model, optimizer, scheduler and random states. On all ranks."""
         if self.args.should_save:
             distributed.sign_checkpoint(self.accelerator, folder)
-        if self._reference_moves and self.reference is not None:
+        if self.reference_moves and self.reference is not None:
             save_reference(self.reference, folder, writes=self.args.should_save)
 
     def load_update_state(self, folder: Path) -> None:
         """Read what `save_update_state` wrote. On all ranks."""
-        if self._reference_moves and self.reference is not None:
+        if self.reference_moves and self.reference is not None:
             load_reference(self.reference, folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

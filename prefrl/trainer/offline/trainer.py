@@ -17,8 +17,10 @@ from prefrl.data.stream import StreamLoader
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric
 from prefrl.models.fingerprint import weights_fingerprint
+from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import disable_dropout
 from prefrl.registry import REGISTRY
+from prefrl.trainer.base.arguments import check_arguments, named
 from prefrl.trainer.base.options import default_output_dir
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
@@ -63,6 +65,8 @@ class OfflineTrainer(BaseTrainer):
     Args:
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-<algorithm>`.
+        data: By position, in TRL's order: `data_collator`, which must be None, `train_dataset`, `eval_dataset` and
+            `processing_class`.
         arguments: See `TrainerArguments`.
 
     Raises:
@@ -80,18 +84,22 @@ class OfflineTrainer(BaseTrainer):
         self,
         model: str | Path | PreTrainedModel,
         args: OfflineConfig | None = None,
+        *data: Any,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
+        given = named(type(self), data, arguments)
+        check_arguments(type(self), {"model": model, "args": args, **given})
+        given.pop("data_collator", None)
         if args is None:
             suffix = type(self).__name__.removesuffix("Trainer")
             args = REGISTRY[self.algorithm].load_config()(output_dir=default_output_dir(model, suffix))
         self.args = args
-        if isinstance(arguments.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
+        if isinstance(given.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
             raise ConfigError(
                 f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
                 "optimizer steps, max_steps > 0"
             )
-        super().__init__(model, args, **arguments)
+        super().__init__(model, args, **given)
         if args.disable_dropout:
             disable_dropout(self.policy)
         self.reward_mean: RunningMean | None = None  # of losses that compare rewards with their mean so far
@@ -109,6 +117,7 @@ class OfflineTrainer(BaseTrainer):
         assert isinstance(options, OfflineReferenceOptions)
         if isinstance(given, str | Path):
             arguments = cast("dict[str, Any] | None", self.args.model_init_kwargs)
+            arguments = arguments_for_other(given, self.policy, arguments)
             given = self.load_policy(given, model_init_kwargs=arguments)
         if not options.precompute_ref_log_probs:
             self.add_reference(options, given)
@@ -260,6 +269,7 @@ class OfflineTrainer(BaseTrainer):
             pin_memory=False,  # batches are moved by _prepare_inputs
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
+            multiprocessing_context=self.args.dataloader_multiprocessing_context,
         )
 
     def _stream_loader(
@@ -307,7 +317,8 @@ class OfflineTrainer(BaseTrainer):
             self.forward_sum(model, self.idle_batch().to(self.args.device))
         for batch in batches:
             count = float(self.num_items(batch))
-            output = self.loss(model, batch.to(self.args.device))
+            with self.accelerator.autocast():  # its forward has that by itself only after a training
+                output = self.loss(model, batch.to(self.args.device))
             metrics = {"loss": Mean(output.total, count), **output.metrics}
         return metrics
 
@@ -340,7 +351,7 @@ class OfflineTrainer(BaseTrainer):
 
     def _reference_fingerprint(self) -> str | None:
         """Of the weights of a reference that does not move."""
-        if self.reference is None or self._reference_moves:
+        if self.reference is None or self.reference_moves:
             return self._precomputed_from
         return self.reference.fingerprint()
 

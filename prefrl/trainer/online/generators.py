@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ def make_generator(
     *,
     weights: WeightSource,
     max_rows: int,
+    autocast: Callable[[], AbstractContextManager[object]],
 ) -> LocalGenerator | VLLMGenerator:
     """The generator that the options ask for.
 
@@ -44,6 +47,7 @@ def make_generator(
         tokenizer: Its tokenizer.
         weights: Its weights, for servers.
         max_rows: Samples that decode together at most in this process.
+        autocast: The mixed precision of training.
 
     Raises:
         ConfigError: `weight_sync` does not fit the model.
@@ -55,6 +59,7 @@ def make_generator(
             max_rows=max_rows,
             gathers=args.ds3_gather_for_generation,
             offloads_cache=args.cache_implementation == "offloaded",
+            autocast=autocast,
         )
     method = sync_method(args, has_adapter=weights.has_adapter)
     if weights.is_quantized and method != "adapter":

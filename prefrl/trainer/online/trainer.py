@@ -27,6 +27,7 @@ from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
 from prefrl.rollout.share import share_out
 from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
+from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.options import default_output_dir
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
@@ -74,8 +75,8 @@ class OnlineTrainer(BaseTrainer):
         reward_processing_classes: Tokenizers of reward models; None: their own.
         callbacks: HuggingFace callbacks.
         optimizers: Optimizer and scheduler to use instead of those that `args` describes.
-        peft_config: Train an adapter of this kind instead of the model.
         quantization_config: Load the model, given by name, quantised; needs an adapter.
+        peft_config: Train an adapter of this kind instead of the model.
 
     Raises:
         ConfigError: Options that cannot work together.
@@ -85,6 +86,7 @@ class OnlineTrainer(BaseTrainer):
 
     args: PolicyGradientConfig
     config_class: type[PolicyGradientConfig]
+    id_columns = ("prompt_ids",)  # other columns are the rewards'
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
@@ -97,9 +99,19 @@ class OnlineTrainer(BaseTrainer):
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
-        peft_config: PeftConfig | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
     ) -> None:
+        shared: dict[str, Any] = {
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+        }
+        check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
         if args is None:
             args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
         self.rewards = RewardRunner(
@@ -109,24 +121,19 @@ class OnlineTrainer(BaseTrainer):
             processing_classes=reward_processing_classes,
             device=args.device,
         )
-        super().__init__(
-            model,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            quantization_config=quantization_config,
-        )
+        super().__init__(model, args, **shared)
         self._check_dataset_size()
         for reward in self.rewards.models:
             distributed.prepare_frozen(self.accelerator, reward.model)
         self.add_reference(args)
         self.weights = PolicyWeights(self.policy)
         self.generator: Generator = make_generator(
-            args, self.policy, self.processing_class, weights=self.weights, max_rows=args.completions_per_rank
+            args,
+            self.policy,
+            self.processing_class,
+            weights=self.weights,
+            max_rows=args.completions_per_rank,
+            autocast=self.accelerator.autocast,
         )
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
         self.rollouts = Rollouts(self, args)

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from prefrl import SFTConfig, SFTTrainer
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
-from prefrl.models.load import load_model, load_reward_model, load_tokenizer
+from prefrl.models.load import arguments_for_other, load_model, load_reward_model, load_tokenizer
 from tests.assets import tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft")
@@ -149,6 +151,50 @@ def test_the_tokenizer_comes_from_the_model_s_repository(saved: Path) -> None:
         assert load_tokenizer(model)(text).input_ids == tiny_tokenizer()(text).input_ids
 
 
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the Hub with a repository a/m, whose tokenizer has one token more in the revision v2."""
+    folder = tmp_path_factory.mktemp("hub")
+    for revision, commit in (("main", "1" * 40), ("v2", "2" * 40)):
+        snapshot = folder / "models--a--m" / "snapshots" / commit
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_tokens([f"<{revision}>"] if revision == "v2" else [])
+        tiny_model(seed=int(commit[0])).save_pretrained(snapshot)
+        tokenizer.save_pretrained(snapshot)
+        reference = folder / "models--a--m" / "refs" / revision
+        reference.parent.mkdir(exist_ok=True)
+        reference.write_text(commit)
+    return folder
+
+
+def test_the_tokenizer_is_of_the_revision_that_the_model_is_loaded_in(hub: Path) -> None:
+    arguments = {"cache_dir": str(hub)}
+    for revision, has_token in ((None, False), ("v2", True)):
+        given = arguments if revision is None else {**arguments, "revision": revision}
+        model = load_model("a/m", model_init_kwargs=given)
+        assert ("<v2>" in load_tokenizer(model, model_init_kwargs=given).get_vocab()) == has_token
+
+
+def test_a_trainer_s_tokenizer_has_the_revision_and_the_arguments_of_its_model(hub: Path, tmp_path: Path) -> None:
+    config = SFTConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to="none",
+        model_init_kwargs={"revision": "v2", "cache_dir": str(hub)},
+    )
+    rows = Dataset.from_list([{"prompt": "1+1=", "completion": "2"}])
+    trainer = SFTTrainer("a/m", config, train_dataset=rows)
+    assert "<v2>" in trainer.processing_class.get_vocab()
+
+
+def test_arguments_of_the_policy_hold_for_another_model_but_for_its_place_and_quantisation(saved: Path) -> None:
+    policy = load_model(saved)
+    arguments = {"revision": "v2", "dtype": "auto", "quantization_config": "of 4 bits", "token": "x"}
+    assert arguments_for_other(saved, policy, arguments) == {"revision": "v2", "dtype": "auto", "token": "x"}
+    assert arguments_for_other("other/model", policy, arguments) == {"dtype": "auto", "token": "x"}
+    assert arguments_for_other("other/model", policy, None) == {}
+
+
 def test_a_given_tokenizer_is_used_and_keeps_its_padding_token() -> None:
     tokenizer = tiny_tokenizer()
     assert load_tokenizer(tiny_model(), tokenizer) is tokenizer
@@ -167,8 +213,6 @@ def test_a_missing_padding_token_becomes_the_end_token() -> None:
 def test_a_tokenizer_that_cannot_belong_to_the_model_is_an_error(tmp_path: Path) -> None:
     num_tokens = len(tiny_tokenizer())
     assert load_tokenizer(tiny_model(vocab_size=num_tokens), tiny_tokenizer())
-    with pytest.raises(ConfigError, match=f"has {num_tokens} tokens and the model embeddings for {num_tokens - 1}"):
-        load_tokenizer(tiny_model(vocab_size=num_tokens - 1), tiny_tokenizer())
     with pytest.raises(ConfigError, match="was not loaded from a repository"):
         load_tokenizer(tiny_model())
     with pytest.raises(ConfigError, match="processing_class=str: must be a tokenizer"):
@@ -177,6 +221,24 @@ def test_a_tokenizer_that_cannot_belong_to_the_model_is_an_error(tmp_path: Path)
         tiny_model(architecture).save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match=f"no tokenizer can be loaded from '{tmp_path}'"):
             load_tokenizer(load_model(tmp_path))
+
+
+def test_more_tokens_than_embeddings_are_a_warning_unless_a_text_cannot_do_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    num_tokens = len(tiny_tokenizer())
+    with caplog.at_level("WARNING", logger="prefrl"):
+        load_tokenizer(tiny_model(vocab_size=num_tokens), tiny_tokenizer())
+        assert not caplog.messages
+        load_tokenizer(tiny_model(vocab_size=num_tokens - 1), tiny_tokenizer())
+    (message,) = caplog.messages
+    assert f"has {num_tokens} tokens and the model embeddings for {num_tokens - 1}" in message
+    for name in ("pad_token", "bos_token", "eos_token"):
+        tokenizer = tiny_tokenizer()
+        setattr(tokenizer, name, "~")  # the last but one
+        last = tokenizer.convert_tokens_to_ids("~")
+        with pytest.raises(ConfigError, match=f"{name}='~' has the id {last}, and the model embeddings for {last}"):
+            load_tokenizer(tiny_model(vocab_size=last), tokenizer)
 
 
 # Reward models.

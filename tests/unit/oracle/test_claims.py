@@ -534,7 +534,7 @@ def test_scores_of_the_chunked_head_have_the_gradients_of_their_tokens(step):
             samples.tokens,
             head,
             temperature=1.0,
-            want=("entropy",),
+            want=("entropy", "entropy_gradient"),
             reference=reference,
             chunk_size=7,
         )

@@ -1,0 +1,152 @@
+"""Arguments of constructors: TRL's order works, and what stands in the wrong place is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from prefrl import (
+    BCOTrainer,
+    ConfigError,
+    DataError,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOTrainer,
+    PPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from prefrl.registry import REGISTRY
+from tests.assets import tiny_model, tiny_tokenizer
+from tests.contract.cases import ONLINE, dataset_of, model_of, ragged_reward
+
+DPO_ORDER = "DPOTrainer(model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class)"
+GRPO_ORDER = "GRPOTrainer(model, reward_funcs, args, train_dataset, eval_dataset, processing_class"
+
+
+def config_of(algorithm: str, tmp_path: Path) -> Any:
+    return REGISTRY[algorithm].load_config()(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return tiny_tokenizer()
+
+
+Call = Callable[[PreTrainedModel, Any, Dataset], Any]
+CASES: list[Any] = [
+    pytest.param("dpo", lambda m, c, ds: DPOTrainer(m, c, ds), ["ref_model=DPOConfig: must be", DPO_ORDER], id="dpo"),
+    pytest.param("dpo", lambda m, c, ds: DPOTrainer(m, c), ["ref_model=DPOConfig", DPO_ORDER], id="dpo without data"),
+    pytest.param("kto", lambda m, c, ds: KTOTrainer(m, c, ds), ["ref_model=KTOConfig"], id="kto"),
+    pytest.param("bco", lambda m, c, ds: BCOTrainer(m, c, ds), ["ref_model=BCOConfig"], id="bco"),
+    pytest.param("sft", lambda m, c, ds: SFTTrainer(c, m), ["model=SFTConfig: must be a name, a path"], id="swapped"),
+    pytest.param(
+        "sft", lambda m, c, ds: SFTTrainer(m, ds), ["args=Dataset: must be SFTConfig(...) or None"], id="data"
+    ),
+    pytest.param("sft", lambda m, c, ds: SFTTrainer(m, c, ds), ["data_collator=Dataset: must be None"], id="collator"),
+    pytest.param(
+        "grpo",
+        lambda m, c, ds: GRPOTrainer(m, c, ragged_reward),
+        ["reward_funcs=GRPOConfig: must be a reward", GRPO_ORDER],
+        id="grpo: config and reward",
+    ),
+    pytest.param(
+        "grpo",
+        lambda m, c, ds: GRPOTrainer(m, ragged_reward, ragged_reward, ds),
+        ["args=function: must be GRPOConfig(...)", GRPO_ORDER],
+        id="grpo: reward as config",
+    ),
+    pytest.param("grpo", lambda m, c, ds: GRPOTrainer(m, None, c), ["reward_funcs=None: must be a"], id="no reward"),
+    pytest.param("sft", lambda m, c, ds: GRPOTrainer(m, ragged_reward, c), ["args=SFTConfig"], id="other config"),
+    pytest.param("sft", lambda m, c, ds: PPOTrainer(m, ragged_reward, c), ["args=SFTConfig", "PPOTrainer("], id="ppo"),
+    pytest.param(
+        "sft",
+        lambda m, c, ds: SFTTrainer(m, c, peft_config={"r": 8}),
+        ["peft_config=dict: must be"],
+        id="peft",
+    ),
+    pytest.param(
+        "sft",
+        lambda m, c, ds: SFTTrainer(m, c, callbacks=print),
+        ["callbacks=builtin_function"],
+        id="callback",
+    ),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "call", "parts"), CASES)
+def test_an_argument_in_the_wrong_place_is_named_with_the_order(
+    algorithm: str, call: Call, parts: list[str], model: PreTrainedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call(model, config_of(algorithm, tmp_path), dataset_of(algorithm))
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_options_of_transformers_alone_are_no_config(model: PreTrainedModel, tmp_path: Path) -> None:
+    plain: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(ConfigError, match=r"args=TrainingArguments: must be SFTConfig\(...\) or None"):
+        SFTTrainer(model, plain)
+
+
+def test_a_list_of_rows_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    rows: Any = [{"prompt": "a", "completion": "b"}]
+    with pytest.raises(DataError, match=r"train_dataset is a list: .*Dataset\.from_list"):
+        SFTTrainer("no/such-model", config_of("sft", tmp_path), train_dataset=rows)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo"])
+def test_the_order_of_trl_works(algorithm: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    config, train, test = config_of(algorithm, tmp_path), dataset_of(algorithm), dataset_of(algorithm, 4)
+    if algorithm in ONLINE:
+        before: list[Any] = [ragged_reward, config]
+    else:
+        before = [*([None] if algorithm in ("dpo", "kto") else []), config, None]
+    trainer = REGISTRY[algorithm].load_trainer()(model_of(algorithm), *before, train, test, tokenizer)
+    assert trainer.args is config
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (len(train), len(test))
+    assert trainer.processing_class is tokenizer
+
+
+def test_an_argument_given_twice_or_too_many_are_errors(model: PreTrainedModel, tmp_path: Path) -> None:
+    config, data = config_of("sft", tmp_path), dataset_of("sft")
+    with pytest.raises(TypeError, match=r"train_dataset is given by position and by name: .*SFTTrainer\(model, args"):
+        SFTTrainer(model, config, None, data, train_dataset=data)
+    with pytest.raises(TypeError, match=re.escape("too many arguments by position: the order is SFTTrainer(model,")):
+        SFTTrainer(model, config, None, data, data, None, None)
+
+
+def test_a_subclass_of_the_user_may_have_another_constructor(model: PreTrainedModel, tmp_path: Path) -> None:
+    class Mine(DPOTrainer):
+        def __init__(self, *everything: Any, **more: Any) -> None:
+            super().__init__(*everything, **more)
+
+    config: Any = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(ConfigError, match=re.escape(DPO_ORDER)):
+        Mine(model, None, config)
+
+
+def test_a_config_may_be_a_subclass(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    class MyConfig(SFTConfig):
+        pass
+
+    class MyPairs(DPOConfig):
+        pass
+
+    config = MyConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert SFTTrainer(tiny_model(), config, processing_class=tokenizer).args is config
+    with pytest.raises(ConfigError, match="args=MyPairs"):
+        SFTTrainer(tiny_model(), MyPairs(output_dir=str(tmp_path), use_cpu=True))  # type: ignore[arg-type]
