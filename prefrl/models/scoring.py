@@ -233,7 +233,15 @@ def inside(model: nn.Module, task: Callable[[], dict[str, Tensor]]) -> dict[str,
 
     The model and modules that were added to it may be run in it, each at most once.
     """
-    output: dict[str, Tensor] = model(prefrl_task=task)
+    device = next(model.parameters()).device.type
+    is_enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    try:
+        output: dict[str, Tensor] = model(prefrl_task=task)
+    finally:
+        # accelerate enters one autocast instance around each call of the model. A call inside another one overwrites
+        # what the instance restores at its end, and mixed precision would stay on.
+        torch.set_autocast_enabled(device, is_enabled)
+        torch.set_autocast_dtype(device, dtype)
     return output
 
 

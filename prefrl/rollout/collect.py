@@ -12,6 +12,7 @@ import torch
 
 from prefrl.data.collate import flat_batch
 from prefrl.data.tokenize import completion_text
+from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.types import Rollout, TokenBatch
 
@@ -33,6 +34,7 @@ class Collected:
     logged_metrics: dict[str, float] = field(default_factory=dict)
     logged_columns: dict[str, list[Any]] = field(default_factory=dict)
     reward_s: float = 0.0
+    metrics: dict[str, Metric] = field(default_factory=dict)  # of how prompts were chosen
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
@@ -104,14 +106,14 @@ class Collector:
     Args:
         rewards: Scores them.
         tokenizer: Decodes completions, for the rewards alone.
-        trainer_state: HuggingFace's, for rewards that ask for it.
+        trainer_state: Gives HuggingFace's, for rewards that ask for it; a training has one of its own.
         clock: Returns seconds.
         company: Around the rewards of some rollouts, which all ranks score as often as each other.
     """
 
     rewards: RewardRunner
     tokenizer: PreTrainedTokenizerBase
-    trainer_state: object
+    trainer_state: Callable[[], object]
     clock: Callable[[], float]
     company: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -144,7 +146,7 @@ class Collector:
                 group = request.groups[number]
                 rollouts.append(Rollout(row["prompt_ids"], sample, row, group, prompt=row["prompt"], text=text))
         with self.company():
-            metrics, columns = _score(rollouts, self.rewards, self.trainer_state)
+            metrics, columns = _score(rollouts, self.rewards, self.trainer_state())
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
 
 
@@ -163,7 +165,20 @@ def _score(
     )
     for i, rollout in enumerate(rollouts):
         rollout.rewards = {name: values[i] for name, values in scores.by_name.items()}
+    _set_totals(rollouts, rewards.weights)
     return dict(scores.metrics), dict(scores.extra)
+
+
+def _set_totals(rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
+    """Set `reward`, the weighted sum of the rewards of each rollout; NaN where none has a word on it."""
+    values = [[_nan_if_none(value) for value in rollout.rewards.values()] for rollout in rollouts]
+    totals = row_totals(torch.tensor(values, dtype=torch.float32), torch.tensor(weights))
+    for rollout, total in zip(rollouts, totals.tolist(), strict=True):
+        rollout.reward = total
+
+
+def _nan_if_none(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def to_token_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prefrl.rollout.collect import Request
 
-__all__ = ["GenerationsAhead"]
+__all__ = ["PrefetchQueue"]
 
 
-class GenerationsAhead:
+class PrefetchQueue:
     """A queue of requests that runs ahead of training by a bounded number of generation batches.
 
     A batch is asked for no earlier than `num_ahead` batches before it is learned from. So what arrives is never too

@@ -84,7 +84,7 @@ class DPOTrainer(OfflineTrainer):
         return batches
 
     def _all_pairs(self, batches: list[TokenBatch]) -> StepPairs:
-        logprobs = self.logprobs_of_step(self.frozen_logprobs, batches)
+        logprobs = self.logprobs_of_step(self.scorer.policy_logprobs, batches)
         parts = [
             self._pairs(self._rows(policy, batch), self._reference(batch))
             for policy, batch in zip(logprobs, batches, strict=True)

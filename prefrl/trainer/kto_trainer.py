@@ -101,7 +101,7 @@ class KTOTrainer(OfflineTrainer):
         unsided = [(batch, sorted(set(range(batch.num_rows)) - set(sided_rows(batch)))) for batch in batches]
         parts = [batch.select(rows) for batch, rows in unsided if rows]
         log_ratio = torch.zeros((), device=self.args.device)
-        for batch, logprobs in zip(parts, self.logprobs_of_step(self.frozen_logprobs, parts), strict=True):
+        for batch, logprobs in zip(parts, self.logprobs_of_step(self.scorer.policy_logprobs, parts), strict=True):
             assert batch.ref_logprobs is not None
             log_ratio += ((logprobs - batch.ref_logprobs) * batch.trainable).sum().to(log_ratio.device)
         count = sum(batch.num_rows for batch in parts)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.online_dpo_config import OnlineDPOConfig
-from prefrl.trainer.online_dpo_pairs import PairExperience, PairObjective
+from prefrl.trainer.online_dpo_pairs import PairLearner
 
 if TYPE_CHECKING:
     from prefrl.types import TokenBatch
@@ -27,11 +27,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     algorithm = "online_dpo"
     config_class = OnlineDPOConfig
     args: OnlineDPOConfig
-
-    def prepare_learning(self) -> None:
-        """See `OnlineTrainer`."""
-        self.objective = PairObjective(self.args)
-        self.experience = PairExperience(self, self.args)
+    learner_class = PairLearner
 
     def cut(self, batch: TokenBatch, rows_per_micro_batch: int) -> list[TokenBatch]:
         """See `BaseTrainer`; never parts a pair."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,9 +18,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.export import CRITIC
 from prefrl.models.load import arguments_for_other
-from prefrl.models.modes import disable_dropout, eval_mode
-from prefrl.models.no_grad import in_pieces
-from prefrl.models.scoring import inside, packed, unpacked
+from prefrl.models.modes import disable_dropout
 from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.online.policy_objective import token_mean
 from prefrl.types import LossOutput
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.logprobs import TokenScores, WantName
     from prefrl.trainer.online.trainer import OnlineTrainer
     from prefrl.trainer.ppo_config import PPOConfig
     from prefrl.types import TokenBatch
@@ -41,10 +37,8 @@ __all__ = [
     "critic_loss",
     "load_left_out",
     "make_critic",
-    "policy_and_values",
     "refuse_reward_model",
     "save_left_out",
-    "scores_and_values",
     "split_state",
     "without_critic",
 ]
@@ -85,42 +79,6 @@ def refuse_reward_model(given: object, reward_funcs: object) -> None:
     sources = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if isinstance(given, torch.nn.Module) and any(source is given for source in sources):
         raise ConfigError("value_model is also in reward_funcs: training it would change the reward. Give a copy.")
-
-
-def policy_and_values(trainer: OnlineTrainer, batch: TokenBatch, *, critic: Critic, max_tokens: int) -> TokenBatch:
-    """The batch with old log-probs and values of a critic that reads the policy's hidden states, from one pass.
-
-    Args:
-        trainer: Whose policy scores.
-        batch: On the host.
-        critic: One that has `wants`.
-        max_tokens: Forward tokens in one pass.
-    """
-
-    def score(piece: TokenBatch) -> Tensor:
-        scores, values = scores_and_values(trainer, trainer.policy, piece, critic, want=trainer.frozen_want)
-        return torch.stack([scores.logprobs, values, *([] if scores.entropy is None else [scores.entropy])], 1)
-
-    with trainer.account.scoring("old_policy", batch), eval_mode(trainer.policy), trainer.accelerator.autocast():
-        on_device = batch.to(trainer.args.device)
-        columns = in_pieces(trainer.policy, score, on_device, max_tokens=max_tokens).to(batch.device)
-    logprobs, values, *entropies = columns.unbind(1)
-    return batch.replace(old_logprobs=logprobs, values=values, entropies=entropies[0] if entropies else None)
-
-
-def scores_and_values(
-    trainer: OnlineTrainer, model: nn.Module, batch: TokenBatch, critic: Critic, want: Sequence[WantName]
-) -> tuple[TokenScores, Tensor]:
-    """[N] scores of the policy and [N] values, in one call of the model that has both."""
-
-    def task() -> dict[str, Tensor]:
-        scores = trainer.score(model, batch, want=(*want, *critic.wants))
-        values = critic.values(batch, hidden=scores.hidden)
-        return packed(replace(scores, hidden=None), values=values)
-
-    full_kl = () if trainer.reference is None or batch.ref_hidden is None else ("full_kl",)
-    scores, (values,) = unpacked(inside(model, task), {*want, *full_kl}, "values")
-    return scores, values
 
 
 def critic_loss(args: PPOConfig, batch: TokenBatch, values: Tensor) -> LossOutput:

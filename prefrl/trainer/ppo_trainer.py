@@ -21,10 +21,8 @@ from prefrl.trainer.ppo_critic import (
     critic_loss,
     load_left_out,
     make_critic,
-    policy_and_values,
     refuse_reward_model,
     save_left_out,
-    scores_and_values,
     split_state,
     without_critic,
 )
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.rewards.base import RewardSource
+    from prefrl.trainer.base.steps import Step
 
 __all__ = ["PPOTrainer"]
 
@@ -77,7 +76,6 @@ class PPOTrainer(OnlineTrainer):
         refuse_reward_model(value_model, reward_funcs)
         if optimizers != (None, None):
             raise ConfigError("optimizers: PPO's optimizer also trains the critic. Leave it to the trainer.")
-        self._value_model = value_model
         super().__init__(
             model,
             reward_funcs,
@@ -90,22 +88,10 @@ class PPOTrainer(OnlineTrainer):
             peft_config=peft_config,
             quantization_config=quantization_config,
         )
-
-    def prepare_learning(self) -> None:
-        """See `OnlineTrainer`; makes the critic."""
-        super().prepare_learning()
-        self.critic: Critic = make_critic(self.args, self.policy, self._value_model)
+        self.critic: Critic = make_critic(self.args, self.policy, value_model)
+        self.scorer.critic = self.critic
         # One module is trained, so that any back-end reduces and shards the gradients of both.
         attach_critic(self.policy, self.critic)
-
-    def with_frozen_scores(self, batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
-        """See `OnlineTrainer`; adds the critic's values, those of a head from the same pass."""
-        return policy_and_values(self, batch, critic=self.critic, max_tokens=max_tokens)
-
-    @property
-    def learns_from_zero_advantage(self) -> bool:
-        """The critic learns from every row."""
-        return True
 
     @property
     def _is_warmup(self) -> bool:
@@ -113,12 +99,12 @@ class PPOTrainer(OnlineTrainer):
 
     def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """See `BaseTrainer`; gradients for what has some on other ranks."""
-        scores, values = scores_and_values(self, model, batch, self.critic, want=())
+        scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=())
         return scores.logprobs.sum() + values.sum()
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """The policy's loss, times 0 in the steps of `critic_warmup`, and the critic's."""
-        scores, values = scores_and_values(self, model, batch, self.critic, want=self.objective.want)
+        scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=self.objective.want)
         output = self.objective(batch, scores, self.old_logprobs(batch, scores))
         value = critic_loss(self.args, batch, values)
         weight = 0.0 if self._is_warmup else 1.0
@@ -136,7 +122,7 @@ class PPOTrainer(OnlineTrainer):
         return optimizer
 
     def training_step(
-        self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
+        self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """See `OnlineTrainer`; while the critic learns alone, the policy's weights do not decay either."""
         for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):

@@ -213,7 +213,7 @@ def test_a_training_that_stops_early_gives_up_what_is_under_way(tmp_path: Path) 
     trainer.train()
     assert isinstance(trainer.generator, ArrivingGenerator)
     assert trainer.generator.num_cancelled == 3
-    assert len(trainer.rollouts.ahead) == 0
+    assert len(trainer.prompts.prefetched) == 0
 
 
 def test_async_goes_on_after_a_resume_where_it_was(tmp_path: Path) -> None:

@@ -38,13 +38,13 @@ def trained(tmp_path: Path, **options: Any) -> tuple[OnlineTrainer, list[list[Ro
     trainer = make_trainer("grpo", tmp_path, **options)
     assert isinstance(trainer, OnlineTrainer)
     batches: list[list[Rollout]] = []
-    original = trainer.report
+    original = trainer._report
 
     def report(collected: Any) -> None:
         batches.append(collected.rollouts)
         original(collected)
 
-    trainer.report = report  # type: ignore[method-assign]
+    trainer._report = report  # type: ignore[method-assign]
     trainer.train()
     return trainer, batches
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from prefrl.errors import ConfigError
 from prefrl.losses import logprobs
 from prefrl.models.forward import token_logprobs
 from prefrl.registry import REGISTRY
+from prefrl.trainer.base.scorer import Annotation
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import TokenBatch
@@ -28,17 +30,22 @@ def online(algorithm: str, tmp_path: Path, **options: Any) -> OnlineTrainer:
 
 def first_batch(trainer: OnlineTrainer) -> TokenBatch:
     items, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
-    return TokenBatch.concat(items[-1])
+    return TokenBatch.concat(items[-1].micro_batches)
 
 
 def far_reference(trainer: OnlineTrainer) -> None:
     """A reference that finds every token less likely, by another amount each: k1 of the n-th token is n / 10."""
 
-    def with_reference(batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
+    annotate = trainer.scorer.annotate
+
+    def annotated(batch: TokenBatch, needs: Collection[Annotation], *, rows_per_pass: int) -> TokenBatch:
+        batch = annotate(batch, set(needs) - {"ref_logprobs"}, rows_per_pass=rows_per_pass)
+        if batch.ref_logprobs is not None:
+            return batch
         assert batch.old_logprobs is not None
         return batch.replace(ref_logprobs=batch.old_logprobs - torch.arange(batch.num_tokens) / 10)
 
-    trainer.with_reference = with_reference  # type: ignore[method-assign]
+    trainer.scorer.annotate = annotated  # type: ignore[method-assign]
 
 
 def rewards_of(trainer: OnlineTrainer, batch: TokenBatch) -> list[float]:

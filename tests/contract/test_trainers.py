@@ -93,7 +93,7 @@ def test_row_order_changes_nothing(name: str, tmp_path: Path) -> None:
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = 1
     items, count = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
-    batch = TokenBatch.concat(items[-1])
+    batch = TokenBatch.concat(items[-1].micro_batches)
     gradients = []
     for rows in (range(batch.num_rows), reversed(range(batch.num_rows))):
         trainer.model.zero_grad()

@@ -78,6 +78,11 @@ class BaseConfig(TrainingArguments):
         super().__post_init__()
         self.validate()
 
+    @property
+    def scoring_temperature(self) -> float:
+        """Temperature of the distribution that losses score."""
+        return 1.0
+
     def validate(self) -> None:
         """Refuse what cannot work, before anything is loaded.
 

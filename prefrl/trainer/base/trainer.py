@@ -19,18 +19,20 @@ from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
-from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
+from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.checkpoints import checkpoint_folder, load_reference, save_reference
-from prefrl.trainer.base.frozen import FrozenScores
 from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
-from prefrl.trainer.base.references import keep_reference
+from prefrl.trainer.base.references import kept_reference
+from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
+from prefrl.trainer.base.steps import Step, SyncStep
+from prefrl.trainer.base.sync_reference import SyncReference
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -59,8 +61,8 @@ class BaseTrainer(Trainer):
     by the count of the whole optimizer step over all ranks: so micro-batch size, accumulation, world size and layout
     change nothing but rounding.
 
-    HuggingFace hands `training_step` one item for each accumulation step. The last of them holds all micro-batches of
-    the step, as many as there are; those before it are empty.
+    HuggingFace hands `training_step` one item for each accumulation step. The last of them is the whole `Step`, with
+    as many micro-batches as there are; those before it are empty.
     """
 
     # The loss is divided here, over the whole accumulated batch.
@@ -70,8 +72,7 @@ class BaseTrainer(Trainer):
     id_columns: tuple[str, ...] = ID_COLUMNS  # of token ids in its prepared datasets
 
     args: BaseConfig
-    reference: Reference | None = None
-    reference_moves = False
+    _reference_moves = False
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
@@ -120,7 +121,7 @@ class BaseTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.frozen = FrozenScores(args, self.accelerator, self.account, lambda: self.policy)
+        self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         distributed.check_back_end(args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=name)
         distributed.check_quantized(self.accelerator, model)
@@ -140,6 +141,11 @@ class BaseTrainer(Trainer):
     def get_total_train_batch_size(self, args: BaseConfig) -> int:
         """HuggingFace's hook: rows of a step, over all ranks."""
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
+
+    @property
+    def reference(self) -> Reference | None:
+        """What the policy stays close to, if it was kept."""
+        return self.scorer.reference
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -179,7 +185,18 @@ class BaseTrainer(Trainer):
 
     def add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
         """Keep the reference that the options ask for, and move it if they say so."""
-        keep_reference(self, options, given)
+        reference = kept_reference(self.args, options, self.model, given, accelerator=self.accelerator)
+        self.scorer.reference = reference
+        if reference is None:
+            return
+        if self.account.flops is not None:
+            cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
+            self.account.flops.reference = cost
+            self.scorer.reference_logprobs(self.idle_batch())  # as for the policy: the check of the first use
+        if options.sync_ref_model:
+            alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
+            self.add_callback(SyncReference(reference, alpha=alpha, steps=steps))
+            self._reference_moves = True
 
     def begin_training(self) -> None:
         """Called before the first step of a training, on all ranks."""
@@ -190,53 +207,15 @@ class BaseTrainer(Trainer):
     def end_training(self) -> None:
         """Called after the last step of a training, on all ranks."""
 
-    def reference_scores(
-        self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
-    ) -> TokenScores:
-        """[N] scores under the reference, in passes of at most `max_tokens`; None: the budget of a micro-batch.
-
-        All ranks must call it, also those without a row.
-        """
-        assert self.reference is not None
-        return self.frozen.of_reference(
-            self.reference, batch, temperature=self.scoring_temperature, max_tokens=max_tokens, want=want
-        )
-
-    def reference_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
-        """[N] log-probs of `reference_scores`."""
-        return self.reference_scores(batch, max_tokens=max_tokens).logprobs
-
-    def frozen_scores(
-        self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
-    ) -> TokenScores:
-        """[N] scores under the policy as it is now, without gradient or dropout; see `reference_scores`."""
-        return self.frozen.of_policy(batch, temperature=self.scoring_temperature, max_tokens=max_tokens, want=want)
-
-    def frozen_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
-        """[N] log-probs of `frozen_scores`."""
-        return self.frozen_scores(batch, max_tokens=max_tokens).logprobs
-
     # One optimizer step.
 
     def score(self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName]) -> TokenScores:
-        """[N] log-probs of the response tokens, at the temperature that they were sampled with."""
-        return token_logprobs(
-            model,
-            batch,
-            temperature=self.scoring_temperature,
-            want=want,
-            plan=self.args.forward_plan,
-            reference_logits=None if self.reference is None or batch.ref_hidden is None else self.reference.logits,
-        )
-
-    @property
-    def scoring_temperature(self) -> float:
-        """Temperature of the distribution that losses score."""
-        return 1.0
+        """[N] scores of the response tokens, see `Scorer.scores`."""
+        return self.scorer.scores(model, batch, want)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[list[TokenBatch]], float]:
+    ) -> tuple[list[Step], float]:
         """HuggingFace's hook, called once for each optimizer step: its items, and the count over all ranks."""
         self.account.start()
         items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
@@ -252,7 +231,7 @@ class BaseTrainer(Trainer):
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
         micro_batches += [self.idle_batch()] * (int(num_forwards) - len(micro_batches))
-        return [[] for _ in items[1:]] + [micro_batches], total_count
+        return [*(SyncStep() for _ in items[1:]), SyncStep(micro_batches)], total_count
 
     def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """Tokens that a step adds to `num_tokens`: those of all rows, each with its prompt."""
@@ -263,15 +242,13 @@ class BaseTrainer(Trainer):
         return TokenBatch.idle(self.processing_class.pad_token_id)
 
     def training_step(
-        self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
+        self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """Forward and backward of all micro-batches of the step; gradients are synchronised in the last."""
-        total = torch.zeros((), device=self.args.device)
-        for i, batch in enumerate(inputs):
-            total += self.micro_step(model, batch, num_items_in_batch, is_last=i + 1 == len(inputs))
-        if inputs:
+        loss = inputs.run(model, self.micro_step, num_items_in_batch).to(self.args.device)
+        if inputs.micro_batches:
             self.account.switch("optimizer")
-        return total
+        return loss
 
     def micro_step(
         self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
@@ -330,9 +307,9 @@ class BaseTrainer(Trainer):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Tokens are counted in `get_batch_samples`."""
 
-    def floating_point_ops(self, inputs: list[TokenBatch]) -> int:
+    def floating_point_ops(self, inputs: Step) -> int:
         """6 * parameters outside embeddings * tokens: HuggingFace's estimate, of the tokens really run."""
-        return 6 * num_weights(self.policy) * sum(batch.num_forward_tokens for batch in inputs)
+        return 6 * num_weights(self.policy) * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
 
     # Datasets.
 
@@ -459,12 +436,12 @@ class BaseTrainer(Trainer):
         """Write what decides the next update beyond model, optimizer, scheduler and random states. On all ranks."""
         if self.args.should_save:
             distributed.sign_checkpoint(self.accelerator, folder)
-        if self.reference_moves and self.reference is not None:
+        if self._reference_moves and self.reference is not None:
             save_reference(self.reference, folder, writes=self.args.should_save)
 
     def load_update_state(self, folder: Path) -> None:
         """Read what `save_update_state` wrote. On all ranks."""
-        if self.reference_moves and self.reference is not None:
+        if self._reference_moves and self.reference is not None:
             load_reference(self.reference, folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

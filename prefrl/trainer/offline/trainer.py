@@ -125,7 +125,7 @@ class OfflineTrainer(BaseTrainer):
         # Before training the policy is its own reference: no copy is made.
         if given is not None:
             self.add_reference(options, given)
-        score = self.frozen_logprobs if self.reference is None else self.reference_logprobs
+        score = self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
         weights = weights_fingerprint(self.policy) if self.reference is None else self.reference.fingerprint()
         self._precomputed_from = weights
         self.train_dataset = self._precomputed(self.train_dataset, score, options)
@@ -133,7 +133,7 @@ class OfflineTrainer(BaseTrainer):
             self.eval_dataset = {name: self._precomputed(d, score, options) for name, d in self.eval_dataset.items()}
         else:
             self.eval_dataset = self._precomputed(self.eval_dataset, score, options)
-        self.reference = None
+        self.scorer.reference = None
 
     def _precomputed(
         self, dataset: Any, score: Callable[[TokenBatch], Tensor], options: OfflineReferenceOptions
@@ -147,7 +147,7 @@ class OfflineTrainer(BaseTrainer):
             batch_size=options.precompute_ref_batch_size or self.args.per_device_train_batch_size,
             weights=cast("str", self._precomputed_from),
             dtype=self._scoring_dtype(),
-            temperature=self.scoring_temperature,
+            temperature=self.args.scoring_temperature,
         )
 
     def _scoring_dtype(self) -> torch.dtype:
@@ -165,7 +165,7 @@ class OfflineTrainer(BaseTrainer):
         if self.reference is not None:
             # On the device from here on: the scores need not travel.
             batches = [batch.to(self.args.device) for batch in batches]
-            parts = self.logprobs_of_step(self.reference_logprobs, batches)
+            parts = self.logprobs_of_step(self.scorer.reference_logprobs, batches)
             return [batch.replace(ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
         if self._precomputed_from is not None and any(batch.ref_logprobs is None for batch in batches):
             raise ConfigError(
@@ -175,13 +175,13 @@ class OfflineTrainer(BaseTrainer):
         return batches
 
     def logprobs_of_step(self, score: Callable[..., Tensor], batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """[N] log-probs of each micro-batch of a step by `reference_logprobs` or `frozen_logprobs`.
+        """[N] log-probs of each micro-batch of a step by `Scorer.reference_logprobs` or `Scorer.policy_logprobs`.
 
         All ranks must call it, also those without a micro-batch.
         """
         rows = TokenBatch.concat(batches) if batches else self.idle_batch().select([])
         largest = max((batch.num_forward_tokens for batch in batches), default=1)
-        logprobs = score(rows, max_tokens=self.frozen.budget(largest))
+        logprobs = score(rows, max_tokens=self.scorer.budget(largest))
         return list(torch.split(logprobs, [batch.num_tokens for batch in batches]))
 
     # Datasets.

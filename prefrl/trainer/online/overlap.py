@@ -1,76 +1,60 @@
-"""An optimizer step whose groups are trained on as their completions come."""
+"""An optimizer step that trains on groups while the completions of others are still being sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from prefrl import distributed
-from prefrl.metrics import merge
-from prefrl.rollout.buffer import Minibatch
-from prefrl.rollout.collect import Collected, Request
-from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from prefrl.trainer.online.trainer import OnlineTrainer
+    from prefrl.rollout.buffer import Minibatch
+    from prefrl.trainer.base.steps import MicroStep
+    from prefrl.types import TokenBatch
 
-__all__ = ["ArrivingStep", "train_on_arrival"]
-
-
-class ArrivingStep(list[TokenBatch]):
-    """The micro-batches of an optimizer step whose completions are still coming; those trained on are its items."""
-
-    def __init__(self, request: Request) -> None:
-        super().__init__()
-        self.request = request
-        self.num_items = 0.0  # of this rank, so far
+__all__ = ["OverlapStep"]
 
 
-def train_on_arrival(trainer: OnlineTrainer, model: nn.Module, step: ArrivingStep) -> Tensor:
-    """Forward and backward of each group when its completions are there.
+@dataclass
+class OverlapStep:
+    """`Step` whose groups are trained on in the order in which they come.
 
-    The count that sums are divided by is known when the last has come. Gradients are linear in the loss, so they are
-    divided then, and the update is that of a step that waited.
+    The count that sums are divided by is known when the last group has come. Gradients are linear in the loss, so they
+    are divided then, and the update is that of a step that waited.
 
-    Returns:
-        The loss of the step, on this rank.
+    Args:
+        arriving: A minibatch for each group; waits for them.
+        policy: Gives the model that is trained, without what a backend puts around it.
+        idle: One token without a loss.
+        accelerator: HuggingFace's.
     """
-    device = trainer.args.device
-    total = torch.zeros((), device=device)
-    for minibatch in _arriving_minibatches(trainer, step):
-        step.num_items += minibatch.num_items
-        merge(trainer.metrics["train"], minibatch.metrics)
-        # A rank has as many groups as the others, but not as many micro-batches of each.
-        num_missing = distributed.missing_passes(trainer.policy, len(minibatch.micro_batches), device)
-        for batch in [*minibatch.micro_batches, *[trainer.idle_batch()] * num_missing]:
-            total += trainer.micro_step(model, batch, 1.0, is_last=False)
-        step += minibatch.micro_batches
-    count, num_tokens = distributed.sum_over_ranks([step.num_items, trainer.tokens_seen(step)], device)
-    trainer.state.num_input_tokens_seen += int(num_tokens)
-    divisor = max(count, 1.0)
-    with distributed.divided_update(trainer.accelerator, model, divisor):
-        # No rank knows which of its groups comes last: gradients are synchronized in a pass that has none of its own.
-        if distributed.world_size() > 1 or distributed.updates_in_backward(trainer.accelerator):
-            trainer.micro_step(model, trainer.idle_batch(), 1.0, is_last=True)
-    trainer.account.switch("optimizer")
-    return total / divisor
 
+    arriving: Iterator[Minibatch]
+    policy: Callable[[], nn.Module]
+    idle: TokenBatch
+    accelerator: Any
+    micro_batches: list[TokenBatch] = field(default_factory=list)
 
-def _arriving_minibatches(trainer: OnlineTrainer, step: ArrivingStep) -> Iterator[Minibatch]:
-    """One for each group, in the order in which they come."""
-    arriving = trainer.collector.by_group(step.request)
-    parts = []
-    while True:
-        with trainer.account.phase("generation"):
-            collected = next(arriving, None)
-            if collected is None:
-                break
-            trainer.account.move("reward", collected.reward_s)
-        parts.append(collected)
-        (minibatch,) = trainer.minibatches(collected.rollouts, num_parts=1, over_ranks=False)
-        yield minibatch
-    trainer.report(Collected.concat(parts))
+    def run(self, model: nn.Module, micro_step: MicroStep, num_items: Tensor | float | None) -> Tensor:
+        """Forward and backward of each group when its completions are there; `num_items` is not known yet."""
+        device = self.accelerator.device
+        total, own_items = torch.zeros((), device=device), 0.0
+        for minibatch in self.arriving:
+            own_items += minibatch.num_items
+            # A rank has as many groups as the others, but not as many micro-batches of each.
+            num_missing = distributed.missing_passes(self.policy(), len(minibatch.micro_batches), device)
+            for batch in [*minibatch.micro_batches, *[self.idle] * num_missing]:
+                total += micro_step(model, batch, 1.0, is_last=False)
+            self.micro_batches += minibatch.micro_batches
+        (count,) = distributed.sum_over_ranks([own_items], device)
+        divisor = max(count, 1.0)
+        with distributed.divided_update(self.accelerator, model, divisor):
+            # No rank knows which of its groups comes last, so a pass without a loss synchronizes the gradients.
+            if distributed.world_size() > 1 or distributed.updates_in_backward(self.accelerator):
+                micro_step(model, self.idle, 1.0, is_last=True)
+        return total / divisor

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from prefrl import distributed
+from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
 from prefrl.losses.kl.sequence import sequence_kl
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
@@ -23,55 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.logprobs import TokenScores, WantName
+    from prefrl.trainer.base.scorer import Annotation
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
     from prefrl.types import TokenBatch
 
-__all__ = ["Objective", "PolicyObjective", "token_mean"]
-
-
-class Objective(Protocol):
-    """The loss of a micro-batch, and what moves with it."""
-
-    @property
-    def want(self) -> tuple[WantName, ...]:
-        """What a training pass computes beside log-probs."""
-        ...
-
-    @property
-    def reads_ref_hidden(self) -> bool:
-        """Whether it compares the whole distributions of policy and reference."""
-        ...
-
-    @property
-    def learns_from_zero_advantage(self) -> bool:
-        """Whether a row without an advantage still has a gradient."""
-        ...
-
-    def num_items(self, batch: TokenBatch) -> Tensor:
-        """Scalar: what the loss sums over."""
-        ...
-
-    def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
-        """The SUM over a micro-batch.
-
-        Args:
-            batch: With advantages.
-            scores: Of a pass with gradients, with what `want` names.
-            old_logprobs: [N] nats, of the policy before this generation's first update.
-        """
-        ...
-
-    def end_step(self, device: torch.device) -> None:
-        """Called on all ranks after the last micro-batch of an optimizer step."""
-        ...
-
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """What decides the next update, fit for JSON."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from what `state_dict` gave."""
-        ...
+__all__ = ["PolicyObjective", "token_mean"]
 
 
 class PolicyObjective:
@@ -119,10 +76,14 @@ class PolicyObjective:
         # Zero times the entropy would have a gradient, too: zeros, at the full price.
         return ("entropy", "entropy_gradient") if self._entropy_weight != 0 else ("entropy",)
 
-    @property
-    def reads_ref_hidden(self) -> bool:
+    def needs(self, *, is_first: bool) -> frozenset[Annotation]:
         """See `Objective`."""
-        return self.args.beta > 0 and self.args.kl_estimator == "full"
+        needs: set[Annotation] = set() if is_first else {"old_logprobs"}
+        if self.args.beta > 0:
+            needs.add("ref_logprobs")
+            if self.args.kl_estimator == "full":  # compares the whole distributions of policy and reference
+                needs.add("ref_hidden")
+        return frozenset(needs)
 
     @property
     def learns_from_zero_advantage(self) -> bool:
@@ -130,13 +91,23 @@ class PolicyObjective:
         args = self.args
         has_kl = args.beta > 0 and args.kl_in == "loss"
         has_entropy = args.entropy_coef > 0 or args.use_adaptive_entropy
-        return has_kl or has_entropy or args.positive_nll_coef is not None or args.loss_type == "kl_cov"
+        has_critic = "values" in ADVANTAGES[args.estimator].needs
+        has_term = has_kl or has_entropy or has_critic or args.positive_nll_coef is not None
+        return has_term or args.loss_type == "kl_cov"
 
     def num_items(self, batch: TokenBatch) -> Tensor:
         """Tokens, sequences or a constant, as the loss asks."""
         reduction = self.policy_loss.reduction
         constant = self.args.max_completion_length if reduction == "constant" else None
         return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
+
+    def prepared(self, batch: TokenBatch, *, num_items: float) -> TokenBatch:
+        """See `Objective`: the likelihood of good responses is a mean over their tokens, not over the step's items."""
+        good = batch.nll_weights
+        if good is None:
+            return batch
+        items, tokens = distributed.sum_over_ranks([num_items, float(good.sum())], self.args.device)
+        return batch.replace(nll_weights=good * (items / max(tokens, 1.0)))
 
     def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
         """The sum over a micro-batch.

@@ -2,48 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
 
 from prefrl import distributed
 from prefrl.data.samplers import positions_of_rank
-from prefrl.metrics import Metric
 from prefrl.rollout.collect import Collected, Request, ask, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
-from prefrl.rollout.prefetch import GenerationsAhead
+from prefrl.rollout.prefetch import PrefetchQueue
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
 
 if TYPE_CHECKING:
+    from prefrl.generation.base import Generator
+    from prefrl.rollout.collect import Collector
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
-    from prefrl.trainer.online.trainer import OnlineTrainer
 
-__all__ = ["Rollouts"]
+__all__ = ["Prompts"]
 
 
-class Rollouts:
+class Prompts:
     """Asks for the completions of a step, and for others in the place of those without a signal.
 
     A group's number is its prompt's position in the generation batch of all ranks.
 
     Args:
-        trainer: Has generator, rewards and dataset.
         args: Options.
+        dataset: Rows of the training dataset; None where nothing is trained.
+        rows_of_generation: Dataset rows that all ranks ask in a generation batch, from its number.
+        generator: Gives what completions come from, which may change.
+        collector: Makes scored rollouts of them.
     """
 
-    def __init__(self, trainer: OnlineTrainer, args: PolicyGradientConfig) -> None:
-        self.trainer = trainer
-        self.args = args
-        self.ahead = GenerationsAhead(self._ask_for, num_ahead=args.generations_ahead)
-        self.metrics: dict[str, Metric] = {}  # of the last generation batch
+    def __init__(
+        self,
+        args: PolicyGradientConfig,
+        *,
+        dataset: Any,
+        rows_of_generation: Callable[[int], list[int]],
+        generator: Callable[[], Generator],
+        collector: Collector,
+    ) -> None:
+        self.prefetched = PrefetchQueue(self._ask_for, num_ahead=args.generations_ahead)
+        self._args = args
+        self._dataset = dataset
+        self._rows_of_generation = rows_of_generation
+        self._generator = generator
+        self._collector = collector
         self._rows: list[int] = []  # dataset rows that all ranks asked last
         self.curriculum: SuccessCurriculum | None = None
-        if args.curriculum is not None and trainer.train_dataset is not None:  # without one, for evaluation alone
+        if args.curriculum is not None and dataset is not None:  # without one, for evaluation alone
             self.curriculum = SuccessCurriculum(
-                num_rows=len(trainer.train_dataset),
+                num_rows=len(dataset),
                 reward_bounds=_pair(args.curriculum_reward_bounds),
                 target_band=_pair(args.curriculum_band),
                 weighting=args.curriculum,
@@ -58,44 +71,44 @@ class Rollouts:
             number: Of the batch, counted from the start of training.
             last: Number of the last batch of the training.
         """
-        return self.ahead.take(number, last=last) if self.args.generation_mode == "async" else self._ask_for(number)
+        return (
+            self.prefetched.take(number, last=last) if self._args.generation_mode == "async" else self._ask_for(number)
+        )
 
     def collect(self, request: Request, number: int) -> Collected:
         """Wait for all completions of this rank and score them; ask other prompts where there is no signal."""
-        collected = self.trainer.collector.collect(request)
-        self._see(collected, self._rows)
-        if self.args.dynamic_sampling:
+        collected = self._collector.collect(request)
+        self._update_curriculum(collected, self._rows)
+        if self._args.dynamic_sampling:
             collected = self._with_signal(collected, number)
-        if self.args.needs_greedy:
+        if self._args.needs_greedy:
             self._add_greedy(collected)
         return collected
 
     def _add_greedy(self, collected: Collected) -> None:
         """Set `greedy_reward`: the total of one more completion of each prompt, decoded without randomness."""
-        sampling = replace(self.args.sampling_params(), num_samples=1, temperature=0.0)
+        sampling = replace(self._args.sampling_params(), num_samples=1, temperature=0.0)
         rows = {rollout.group: rollout.row for rollout in collected.rollouts}
         seeds = dict.fromkeys(rows, 0)
-        asked = ask(list(rows.values()), generator=self.trainer.generator, sampling=sampling, seeds=seeds)
-        greedy = self.trainer.collector.collect(asked).rollouts
-        self.trainer.set_totals(greedy)
+        asked = ask(list(rows.values()), generator=self._generator(), sampling=sampling, seeds=seeds)
+        greedy = self._collector.collect(asked).rollouts
         totals = {rollout.group: rollout.reward for rollout in greedy}
         for rollout in collected.rollouts:
             rollout.greedy_reward = totals[rollout.group]
 
     def _ask_for(self, number: int) -> Request:
-        rows = self.trainer.train_sampler.rows_of_generation(number)
+        rows = self._rows_of_generation(number)
         if self.curriculum is not None:
-            rows = self.curriculum.choose(rows, seed=self.args.seed, generation=number)
+            rows = self.curriculum.choose(rows, seed=self._args.seed, generation=number)
         self._rows = rows
-        step = number * self.args.steps_of_a_generation
-        return self._ask(rows, {group: prompt_seed(self.args.seed, step, group) for group in self._groups(len(rows))})
+        step = number * self._args.steps_of_a_generation
+        return self._ask(rows, {group: prompt_seed(self._args.seed, step, group) for group in self._groups(len(rows))})
 
     def _ask(self, rows: Sequence[int], seeds: Mapping[int, int]) -> Request:
-        dataset = self.trainer.train_dataset
         return ask(
-            [dataset[rows[group]] for group in seeds],
-            generator=self.trainer.generator,
-            sampling=self.args.sampling_params(),
+            [self._dataset[rows[group]] for group in seeds],
+            generator=self._generator(),
+            sampling=self._args.sampling_params(),
             seeds=seeds,
         )
 
@@ -103,41 +116,36 @@ class Rollouts:
         """This rank's."""
         return positions_of_rank(
             num_prompts,
-            num_updates=self.args.updates_per_generation,
+            num_updates=self._args.updates_per_generation,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
         )
 
-    def _see(self, collected: Collected, rows: Sequence[int]) -> None:
-        """Tell the curriculum."""
+    def _update_curriculum(self, collected: Collected, rows: Sequence[int]) -> None:
+        """With the rewards of all ranks."""
         if self.curriculum is None:
             return
-        self.trainer.set_totals(collected.rollouts)
         mine = [(rows[rollout.group], rollout.group, rollout.reward) for rollout in collected.rollouts]
         everyone = [row for part in distributed.gather_objects(mine) for row in part]
         self.curriculum.update(*(list(column) for column in zip(*everyone, strict=True)))
 
     def _with_signal(self, collected: Collected, number: int) -> Collected:
-        resampling = Resampling(
-            self._rows, num_rows=len(self.trainer.train_dataset), seed=self.args.seed, generation=number
-        )
+        resampling = Resampling(self._rows, num_rows=len(self._dataset), seed=self._args.seed, generation=number)
         groups = self._groups(len(resampling.rows))
         while True:
-            self.trainer.set_totals(collected.rollouts)
-            mine = signal_values(collected.rollouts, metric=self.args.filter_reward_metric)
+            mine = signal_values(collected.rollouts, metric=self._args.filter_reward_metric)
             everyone = [pair for part in distributed.gather_objects(mine) for pair in part]
             without_signal = groups_without_signal(everyone)
-            if not without_signal or resampling.tries == self.args.dynamic_sampling_max_tries:
+            if not without_signal or resampling.tries == self._args.dynamic_sampling_max_tries:
                 break
             weights = None if self.curriculum is None else self.curriculum.weights
             redrawn = resampling.redraw(without_signal, weights=weights)
             seeds = {group: resampling.sample_seed(group) for group in groups if group in redrawn}
             # All ranks ask, also those without a group to replace: they may be needed to bring a server back.
-            new = self.trainer.collector.collect(self._ask(resampling.rows, seeds))
-            self._see(new, resampling.rows)
+            new = self._collector.collect(self._ask(resampling.rows, seeds))
+            self._update_curriculum(new, resampling.rows)
             collected = replace_groups(collected, new)
-        self.metrics = resampling.metrics(groups, without_signal)
-        return collected
+        return replace(collected, metrics=resampling.metrics(groups, without_signal))
 
     # Checkpoints: the curriculum is the same on all ranks.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -19,23 +19,22 @@ from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBa
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.vllm.client import VLLMGenerator
-from prefrl.losses.advantage.estimators import ADVANTAGES, row_totals
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
-from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
-from prefrl.rollout.share import share_out
+from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, to_token_batch
 from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.options import default_output_dir
+from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
 from prefrl.trainer.online.generators import make_generator, server_metrics
-from prefrl.trainer.online.learning_batch import Experience, ExperienceMaker
-from prefrl.trainer.online.overlap import ArrivingStep, train_on_arrival
-from prefrl.trainer.online.policy_objective import Objective, PolicyObjective
-from prefrl.trainer.online.prompts import Rollouts
+from prefrl.trainer.online.minibatches import MinibatchMaker
+from prefrl.trainer.online.overlap import OverlapStep
+from prefrl.trainer.online.policy_gradient import PolicyGradient
+from prefrl.trainer.online.prompts import Prompts
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -46,11 +45,11 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
 
     from prefrl.generation.base import Generator
-    from prefrl.losses.logprobs import TokenScores, WantName
+    from prefrl.losses.logprobs import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.rollout.collect import Request
+    from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
-    from prefrl.types import Rollout
 
 __all__ = ["OnlineTrainer"]
 
@@ -61,8 +60,8 @@ _STATE_FILE = "learning_state.json"
 class OnlineTrainer(BaseTrainer):
     """Prompts in; completions, rewards and advantages of our own; one normalised update for each optimizer step out.
 
-    A leaf names its config; the config names the advantages and the loss. One that is no policy gradient gives
-    `loss`, `num_items` and `minibatches` of its own.
+    A leaf names its config and its learner: what is learned from rollouts, and by which loss. `micro_batches_of_step`
+    is the algorithm.
 
     Args:
         model: Name, path or instance; trained in place.
@@ -86,6 +85,7 @@ class OnlineTrainer(BaseTrainer):
 
     args: PolicyGradientConfig
     config_class: type[PolicyGradientConfig]
+    learner_class: Callable[[Any, RewardRunner], Learner] = PolicyGradient
     id_columns = ("prompt_ids",)  # other columns are the rewards'
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
@@ -135,46 +135,37 @@ class OnlineTrainer(BaseTrainer):
             max_rows=args.completions_per_rank,
             autocast=self.accelerator.autocast,
         )
+        self.collector = Collector(
+            self.rewards, self.processing_class, lambda: self.state, self.account.clock, self._reward_models_in_company
+        )
+        self.prompts = Prompts(
+            args,
+            dataset=self.train_dataset,
+            rows_of_generation=lambda number: self.train_sampler.rows_of_generation(number),
+            generator=lambda: self.generator,
+            collector=self.collector,
+        )
+        self.learner: Learner = self.learner_class(args, self.rewards)
+        self.objective = self.learner.objective
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
-        self.rollouts = Rollouts(self, args)
+        self._minibatches = MinibatchMaker(
+            args,
+            self.objective,
+            self.scorer,
+            cut=partial(self.cut, rows_per_micro_batch=args.per_device_train_batch_size),
+            hidden_size=self.policy.config.get_text_config().hidden_size,
+        )
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # since they were last added to `num_tokens`
-        self.prepare_learning()
-
-    def prepare_learning(self) -> None:
-        """Make what turns rollouts into minibatches, and those into a loss."""
-        objective = PolicyObjective(self.args)
-        self.objective: Objective = objective
-        self.experience: ExperienceMaker = Experience(self, self.args, objective)
-
-    @property
-    def learns_from_zero_advantage(self) -> bool:
-        """Whether a row without an advantage still has a gradient."""
-        return self.objective.learns_from_zero_advantage
 
     def num_items(self, batch: TokenBatch) -> Tensor:
         """Tokens, sequences or a constant, as the loss asks."""
         return self.objective.num_items(batch)
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
-        """See `PolicyObjective`."""
+        """See the objective."""
         scores = self.score(model, batch, want=self.objective.want)
         return self.objective(batch, scores, self.old_logprobs(batch, scores))
-
-    def minibatches(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> list[Minibatch]:
-        """What the optimizer steps of one pass over some rollouts learn from; sets their `reward` and `advantage`.
-
-        Args:
-            rollouts: This rank's, whole groups.
-            num_parts: Optimizer steps.
-            over_ranks: Whether all ranks are here with theirs, and statistics are over all of them.
-        """
-        return self.experience.minibatches(rollouts, num_parts=num_parts, over_ranks=over_ranks)
-
-    @property
-    def scoring_temperature(self) -> float:
-        """The temperature of sampling: log-probs are of the distribution sampled from."""
-        return self.args.temperature
 
     # Datasets.
 
@@ -245,9 +236,36 @@ class OnlineTrainer(BaseTrainer):
 
     # One step.
 
+    def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[TokenBatch], float]:
+        """The next minibatch of the buffer; new rollouts when it is spent."""
+        if self.buffer.is_spent:
+            self._sync_generator()
+            with self.account.phase("generation"):
+                number = self._generation_at(self.state.global_step)
+                collected = self.prompts.collect(self._request(), number)
+                self.account.move("reward", collected.reward_s)
+            learned = self._learned(collected, num_parts=self.args.updates_per_generation)
+            self.buffer.fill(self._minibatches.of(learned))
+            self._report(collected)
+        minibatch = self.buffer.next()
+        merge(self.metrics["train"], minibatch.metrics)
+        return list(minibatch.micro_batches), minibatch.num_items
+
+    def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned:
+        """Rows with advantages of some rollouts, whose `advantage` is set."""
+        rollouts, args = collected.rollouts, self.args
+        batch = to_token_batch(rollouts, mask_truncated=args.mask_truncated_completions)
+        batch = self.scorer.annotate(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
+        step = self.state.global_step
+        learned = self.learner.advantages(batch, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks)
+        for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
+            rollout.advantage = advantage
+        merge(self.metrics["train"], learned.metrics)
+        return learned
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[list[TokenBatch]], float]:
+    ) -> tuple[list[Step], float]:
         """See `BaseTrainer.get_batch_samples`. What arrives in the step itself is counted at its end."""
         if self.args.generation_mode != "overlap":
             return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -255,56 +273,51 @@ class OnlineTrainer(BaseTrainer):
         items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
         if not items:
             return [], 0.0
-        return [[] for _ in items[1:]] + [ArrivingStep(self._request())], 1.0
+        self._sync_generator()
+        with self.account.phase("generation"):
+            arriving = self._arriving(self._request())
+        step = OverlapStep(arriving, lambda: self.policy, self.idle_batch(), self.accelerator)
+        return [*(SyncStep() for _ in items[1:]), step], 1.0
 
-    def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[TokenBatch], float]:
-        """The next minibatch of the buffer; new rollouts when it is spent."""
-        if self.buffer.is_spent:
-            self.buffer.fill(self._roll_out())
-        minibatch = self.buffer.next()
-        merge(self.metrics["train"], minibatch.metrics)
-        return list(minibatch.micro_batches), minibatch.num_items
+    def _arriving(self, request: Request) -> Iterator[Minibatch]:
+        """A minibatch for each group, in the order in which they come."""
+        groups = self.collector.by_group(request)
+        parts = []
+        while True:
+            with self.account.phase("generation"):
+                collected = next(groups, None)
+                if collected is None:
+                    break
+                self.account.move("reward", collected.reward_s)
+            parts.append(collected)
+            learned = self._learned(collected, num_parts=1, over_ranks=False)
+            (minibatch,) = self._minibatches.of(learned, over_ranks=False)
+            merge(self.metrics["train"], minibatch.metrics)
+            yield minibatch
+        self._report(Collected.concat(parts))
+        (num_tokens,) = distributed.sum_over_ranks([self.tokens_seen([])], self.args.device)
+        self.state.num_input_tokens_seen += int(num_tokens)
 
     def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """See `BaseTrainer`; those of all new rollouts, as in TRL, whether they have a gradient or not."""
         count, self._num_sampled_tokens = self._num_sampled_tokens, 0
         return count
 
-    def _roll_out(self) -> list[Minibatch]:
-        request = self._request()
-        with self.account.phase("generation"):
-            collected = self.rollouts.collect(request, self._generation_at(self.state.global_step))
-            self.account.move("reward", collected.reward_s)
-        minibatches = self.minibatches(collected.rollouts, num_parts=self.args.updates_per_generation)
-        self.report(collected)
-        return minibatches
-
     def _request(self) -> Request:
         """The completions of this step, asked for now or in an earlier one."""
-        self._sync_generator()
-        with self.account.phase("generation"):
-            return self.rollouts.request(
-                self._generation_at(self.state.global_step), last=self._generation_at(self.state.max_steps - 1)
-            )
+        last = self._generation_at(self.state.max_steps - 1)
+        return self.prompts.request(self._generation_at(self.state.global_step), last=last)
 
     def begin_training(self) -> None:
         """See `BaseTrainer`."""
         super().begin_training()
         # Steps are counted anew, so their numbers do not tell the weights of two trainings apart.
-        self.rollouts.ahead.drop()
+        self.prompts.prefetched.drop()
         self.generator.invalidate()
 
     def end_training(self) -> None:
         """See `BaseTrainer`."""
-        self.rollouts.ahead.drop()
-
-    @property
-    def collector(self) -> Collector:
-        """Makes scored rollouts of completions."""
-        # HuggingFace makes a new state for each training.
-        return Collector(
-            self.rewards, self.processing_class, self.state, self.account.clock, self._reward_models_in_company
-        )
+        self.prompts.prefetched.drop()
 
     def _reward_models_in_company(self) -> AbstractContextManager[None]:
         scorers = [(reward.model, reward.idle_pass) for reward in self.rewards.models]
@@ -319,70 +332,16 @@ class OnlineTrainer(BaseTrainer):
         with self.account.phase("weight_sync" if self.args.use_vllm else "generation"):
             self.generator.sync(self.weights, version=self.state.global_step)
 
-    def set_totals(self, rollouts: Sequence[Rollout]) -> None:
-        """Set `reward`, the weighted sum of the rewards of each rollout; NaN where none has a word on it."""
-        if not rollouts:
-            return
-        rewards = [[_nan_if_none(value) for value in rollout.rewards.values()] for rollout in rollouts]
-        totals = row_totals(torch.tensor(rewards, dtype=torch.float32), torch.tensor(self.rewards.weights))
-        for rollout, total in zip(rollouts, totals.tolist(), strict=True):
-            rollout.reward = total
-
-    def dealt(self, batch: TokenBatch) -> TokenBatch:
-        """The rows that this rank learns from, of those that all ranks sampled for a step; see `share_out`."""
-        if distributed.world_size() == 1:
-            return batch
-        return share_out(
-            batch,
-            hidden_size=self.policy.config.get_text_config().hidden_size,
-            # Under a budget of tokens, micro-batches do not have a number of rows.
-            equal_counts=self.args.max_tokens_per_micro_batch is None,
-            device=self.args.device,
-        )
-
-    # Log-probs that a loss compares with.
-
-    def scored_first(self, batch: TokenBatch) -> TokenBatch:
-        """The rows of a generation batch with what advantages and the selection of tokens read of the models."""
-        max_tokens = self.frozen.budget(batch.largest_chunk(self.args.per_device_train_batch_size))
-        batch = self.with_frozen_scores(batch, max_tokens=max_tokens)
-        return batch if self.reference is None else self.with_reference(batch, max_tokens=max_tokens)
-
-    @property
-    def frozen_want(self) -> list[WantName]:
-        """What advantages and the selection of tokens read beside old log-probs."""
-        entropy: list[WantName] = ["entropy"] if self.args.top_entropy_quantile < 1 else []
-        collision: list[WantName] = (
-            ["log_collision"] if "log_collision" in ADVANTAGES[self.args.estimator].needs else []
-        )
-        return [*entropy, *collision]
-
-    def with_frozen_scores(self, batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
-        """The batch with what the policy says of it before it learns."""
-        scores = self.frozen_scores(batch, want=self.frozen_want, max_tokens=max_tokens)
-        return batch.replace(
-            old_logprobs=scores.logprobs, entropies=scores.entropy, log_collision=scores.log_collision
-        )
-
-    def with_reference(self, batch: TokenBatch, *, max_tokens: int) -> TokenBatch:
-        """The batch with the reference's log-probs, and its hidden states if the loss reads its whole distribution."""
-        want: tuple[WantName, ...] = ("hidden",) if self.objective.reads_ref_hidden else ()
-        scores = self.reference_scores(batch, max_tokens=max_tokens, want=want)
-        return batch.replace(ref_logprobs=scores.logprobs, ref_hidden=scores.hidden)
-
     def training_step(
-        self, model: nn.Module, inputs: list[TokenBatch], num_items_in_batch: Tensor | float | None = None
+        self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """See `BaseTrainer.training_step`. The log-probs of a fresh minibatch are kept as its old ones."""
         self._fresh_logprobs = []
-        if isinstance(inputs, ArrivingStep):
-            loss = train_on_arrival(self, model, inputs)
-        else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        if inputs:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if inputs.micro_batches:
             self.objective.end_step(self.args.device)
-        if inputs and self.args.num_iterations > 1 and self._fresh_logprobs:
-            self.buffer.keep_old_logprobs(self._fresh_logprobs)
+            if self.args.num_iterations > 1 and self._fresh_logprobs:
+                self.buffer.keep_old_logprobs(self._fresh_logprobs)
         return loss
 
     def old_logprobs(self, batch: TokenBatch, scores: TokenScores) -> Tensor:
@@ -414,7 +373,6 @@ class OnlineTrainer(BaseTrainer):
         if not item:
             return {}
         seconds = self.account.clock() - started
-        self.set_totals(collected.rollouts)
         times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
         return self._metrics_of(collected) | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
 
@@ -439,7 +397,7 @@ class OnlineTrainer(BaseTrainer):
             **{name: Mean(value * count, count) for name, value in collected.logged_metrics.items()},
         }
 
-    def report(self, collected: Collected) -> None:
+    def _report(self, collected: Collected) -> None:
         """Metrics and the table of a generation batch."""
         self._num_sampled_tokens += sum(
             len(rollout.prompt_ids) + len(rollout.completion.token_ids) for rollout in collected.rollouts
@@ -450,8 +408,8 @@ class OnlineTrainer(BaseTrainer):
         if isinstance(self.generator, VLLMGenerator):
             metrics |= server_metrics(self.generator.stats())
         if self.args.generation_mode == "async":
-            metrics["sample/rollout_queue_size"] = Mean(len(self.rollouts.ahead), 1)
-        merge(self.metrics["train"], metrics | self.rollouts.metrics)
+            metrics["sample/rollout_queue_size"] = Mean(len(self.prompts.prefetched), 1)
+        merge(self.metrics["train"], metrics | collected.metrics)
         if self.args.log_completions:
             self._log_completions(collected, self.state.global_step)
 
@@ -474,8 +432,8 @@ class OnlineTrainer(BaseTrainer):
         super().save_update_state(folder)
         self.buffer.save(folder / _rollouts_file(distributed.rank(), distributed.world_size()))
         if self.args.should_save:
-            self.rollouts.save(folder / "curriculum.safetensors")
-            state = {"objective": self.objective.state_dict(), "experience": self.experience.state_dict()}
+            self.prompts.save(folder / "curriculum.safetensors")
+            state = {"objective": self.objective.state_dict(), "learner": self.learner.state_dict()}
             (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def load_update_state(self, folder: Path) -> None:
@@ -488,16 +446,12 @@ class OnlineTrainer(BaseTrainer):
         else:
             cut = partial(self.cut, rows_per_micro_batch=self.args.per_device_train_batch_size)
             self.buffer.load_dealt(paths, cut=cut, rank=rank, world_size=world_size)
-        self.rollouts.load(folder / "curriculum.safetensors")
+        self.prompts.load(folder / "curriculum.safetensors")
         state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
         self.objective.load_state_dict(state["objective"])
-        self.experience.load_state_dict(state["experience"])
+        self.learner.load_state_dict(state["learner"])
         super().load_update_state(folder)
 
 
 def _rollouts_file(rank: int, world_size: int) -> str:
     return f"rollouts_{rank}_of_{world_size}.safetensors"
-
-
-def _nan_if_none(value: float | None) -> float:
-    return float("nan") if value is None else value

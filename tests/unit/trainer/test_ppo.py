@@ -94,3 +94,11 @@ def test_a_policy_that_is_saved_by_hand_has_no_critic(tmp_path: Path) -> None:
     names = load_file(tmp_path / "saved" / "model.safetensors")
     assert names
     assert not [name for name in names if "critic" in name]
+
+
+@pytest.mark.parametrize("critic", ["head", "model"])
+def test_mixed_precision_ends_with_a_training(critic: str, tmp_path: Path) -> None:
+    make_trainer("ppo", tmp_path, bf16=True, critic=critic, max_steps=1).train()
+    is_left_on = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)  # for the tests that follow
+    assert not is_left_on

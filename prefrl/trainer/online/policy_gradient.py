@@ -1,10 +1,10 @@
-"""From scored rollouts to what optimizer steps learn from: shaped rewards, advantages, selected tokens, constants."""
+"""Policy gradients: shaped rewards, advantages and selected tokens of scored rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,25 +24,25 @@ from prefrl.losses.advantage.whitening import Moments, moments, whitened
 from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import row_sums
-from prefrl.metrics import Mean, merge
-from prefrl.rollout.buffer import Minibatch
-from prefrl.rollout.collect import to_token_batch
+from prefrl.metrics import Mean
 from prefrl.rollout.prefix import contested_prefix_lengths
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.rollout.selection import draw_counts, kept_rows
-from prefrl.trainer.online.policy_objective import token_mean
+from prefrl.trainer.online.learner import Learned
+from prefrl.trainer.online.policy_objective import PolicyObjective, token_mean
 from prefrl.trainer.online.sampling_correction import correct_sampling
 from prefrl.trainer.online.token_selection import selected_tokens
-from prefrl.types import Rollout, TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from prefrl.metrics import Metric
+    from prefrl.rewards.runner import RewardRunner
+    from prefrl.trainer.base.scorer import Annotation
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
-    from prefrl.trainer.online.policy_objective import PolicyObjective
-    from prefrl.trainer.online.trainer import OnlineTrainer
+    from prefrl.types import Rollout, TokenBatch
 
-__all__ = ["Experience", "ExperienceMaker"]
+__all__ = ["PolicyGradient"]
 
 # Added to standard deviations, as in TRL.
 ADVANTAGE_EPSILON = 1e-4
@@ -61,86 +61,74 @@ class _Rows:
     start: int
 
 
-class ExperienceMaker(Protocol):
-    """Makes minibatches of rollouts."""
-
-    def minibatches(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> list[Minibatch]:
-        """See `OnlineTrainer.minibatches`."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What decides the next minibatches, fit for JSON."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        ...
-
-
-class Experience:
-    """Makes minibatches of rollouts, with advantages.
+class PolicyGradient:
+    """`Learner` of a policy loss that is weighed by advantages.
 
     Args:
-        trainer: Scores tokens, knows rewards and options.
         args: Options.
-        objective: Has the weight of the KL term.
+        rewards: Their names and weights.
+
+    Raises:
+        ConfigError: `reward_balance` with one reward.
     """
 
-    def __init__(self, trainer: OnlineTrainer, args: PolicyGradientConfig, objective: PolicyObjective) -> None:
-        self.trainer = trainer
+    def __init__(self, args: PolicyGradientConfig, rewards: RewardRunner) -> None:
         self.args = args
-        self.objective = objective
+        self.objective = PolicyObjective(args)
         self.estimator = ADVANTAGES[args.estimator]
         self.moments = RunningMoments() if args.normalize_rewards else None
         self.balancer: RewardBalancer | None = None
+        self._names = rewards.names
+        self._weights = torch.tensor(rewards.weights)
         if args.reward_balance is not None:
-            weights = trainer.rewards.weights
-            if len(weights) < 2:
+            if len(rewards.weights) < 2:
                 raise ConfigError(
                     f"reward_balance={args.reward_balance!r} has no effect with one reward. Give several reward_funcs."
                 )
-            self.balancer = RewardBalancer(args.reward_balance, reward_weights=weights, **args.balance_hyperparameters)
+            self.balancer = RewardBalancer(
+                args.reward_balance, reward_weights=rewards.weights, **args.balance_hyperparameters
+            )
 
-    def minibatches(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> list[Minibatch]:
-        """What the optimizer steps of one pass over the rollouts learn from.
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        """See `Learner`."""
+        if not self.args.needs_scores_first:
+            return frozenset()
+        needs: set[Annotation] = {"old_logprobs", *self.objective.needs(is_first=True)}
+        if self.args.top_entropy_quantile < 1:
+            needs.add("entropies")
+        if "log_collision" in self.estimator.needs:
+            needs.add("log_collision")
+        if "values" in self.estimator.needs:
+            needs.add("values")
+        return frozenset(needs)
 
-        Args:
-            rollouts: This rank's, whole groups; sets their `reward` and `advantage`.
-            num_parts: Optimizer steps.
-            over_ranks: Whether all ranks are here with theirs, and statistics are over all of them.
-        """
-        batch = to_token_batch(rollouts, mask_truncated=self.args.mask_truncated_completions)
-        if self.args.needs_scores_first:
-            batch = self.trainer.scored_first(batch)
+    def advantages(
+        self, batch: TokenBatch, rollouts: Sequence[Rollout], *, num_parts: int, step: int, over_ranks: bool
+    ) -> Learned:
+        """See `Learner`."""
+        metrics: dict[str, Metric] = {}
         if self._kl_in_reward:
             kl = self._kl_of_tokens(batch)
             self.objective.observe_kl(kl, batch)
-            merge(self.trainer.metrics["train"], {"kl": token_mean(kl, batch)})
+            metrics["kl"] = token_mean(kl, batch)
         rows = self._gathered(rollouts, batch, over_ranks=over_ranks)
         totals = self._shaped(rows)
         mine = slice(rows.start, rows.start + len(rollouts))
-        for rollout, total in zip(rollouts, row_totals(rows.rewards, self._weights)[mine].tolist(), strict=True):
-            rollout.reward = total
-        size = -(-len(rollouts) // num_parts)
-        counts = self._counts(rows, totals)
-        batch = self._with_advantages(batch, rows, totals, counts > 0, over_ranks=over_ranks)
-        batch = self._with_selection(batch, rollouts, totals[mine])
-        assert batch.advantages is not None
-        sums = row_sums(batch.advantages, batch.trainable, batch.row_index, batch.num_rows)
-        for rollout, total, count in zip(rollouts, sums.tolist(), batch.trainable_counts, strict=True):
-            rollout.advantage = total / max(count, 1)
-        repeats = counts[mine].tolist()
-        parts = [range(start, min(start + size, len(rollouts))) for start in range(0, len(rollouts), size)]
-        is_good = (totals_of(rollouts) > 0).tolist()
+        counts = self._counts(rows, totals, step=step)
+        batch = self._with_advantages(batch, rows, totals, counts > 0, metrics, over_ranks=over_ranks)
+        batch = self._with_selection(batch, rollouts, totals[mine], step=step)
+        if self.args.positive_nll_coef is not None:
+            is_good = torch.tensor([rollout.reward for rollout in rollouts]) > 0
+            batch = batch.replace(nll_weights=(batch.trainable & is_good[batch.row_index]).float())
+        return Learned(batch, self._parts(counts[mine].tolist(), num_parts), _row_means(batch), metrics)
+
+    def _parts(self, repeats: list[int], num_parts: int) -> list[list[int]]:
+        size = -(-len(repeats) // num_parts)
+        rows = range(len(repeats))
         return [
-            self._minibatch(
-                batch,
-                [row for row in part for _ in range(repeats[row])],
-                is_good,
-                is_first=i == 0,
-                over_ranks=over_ranks,
-            )
-            for i, part in enumerate(parts)
+            [row for row in rows[start : start + size] for _ in range(repeats[row])]
+            for start in range(0, len(repeats), size)
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,11 +145,7 @@ class Experience:
 
     # Rewards.
 
-    @property
-    def _weights(self) -> Tensor:
-        return torch.tensor(self.trainer.rewards.weights)
-
-    def _gathered(self, rollouts: list[Rollout], batch: TokenBatch, *, over_ranks: bool) -> _Rows:
+    def _gathered(self, rollouts: Sequence[Rollout], batch: TokenBatch, *, over_ranks: bool) -> _Rows:
         penalties = self._kl_of_rows(batch).tolist() if self._takes_kl_from_rows else [0.0] * len(rollouts)
         mine = [
             (
@@ -192,7 +176,7 @@ class Experience:
 
     @property
     def _kl_in_reward(self) -> bool:
-        return self.args.kl_in == "reward" and self.trainer.reference is not None
+        return self.args.kl_in == "reward" and self.args.beta > 0
 
     def _kl_of_tokens(self, batch: TokenBatch) -> Tensor:
         """[N] nats."""
@@ -215,9 +199,9 @@ class Experience:
             - rows.penalties
         )
 
-    def _counts(self, rows: _Rows, totals: Tensor) -> Tensor:
+    def _counts(self, rows: _Rows, totals: Tensor, *, step: int) -> Tensor:
         """[B] how often each row is learned from."""
-        args, step = self.args, self.trainer.state.global_step
+        args = self.args
         if args.rollout_selection is not None and args.num_selected is not None:
             kept = kept_rows(
                 totals, rows.groups, keep=args.num_selected, rule=args.rollout_selection, seed=args.seed, step=step
@@ -233,11 +217,18 @@ class Experience:
     # Advantages.
 
     def _with_advantages(
-        self, batch: TokenBatch, rows: _Rows, totals: Tensor, is_kept: Tensor, *, over_ranks: bool
+        self,
+        batch: TokenBatch,
+        rows: _Rows,
+        totals: Tensor,
+        is_kept: Tensor,
+        metrics: dict[str, Metric],
+        *,
+        over_ranks: bool,
     ) -> TokenBatch:
         mine = slice(rows.start, rows.start + batch.num_rows)
         if self.estimator.level == "row":
-            result = self._of_rows(rows, totals, is_kept)
+            result = self._of_rows(rows, totals, is_kept, metrics)
             per_row = torch.zeros(len(totals), dtype=result.values.dtype).masked_scatter(is_kept, result.values)[mine]
             values, returns = per_row.float()[batch.row_index], None
         else:
@@ -262,7 +253,7 @@ class Experience:
             values, mask, mean=found.mean, std=found.std, shift_mean=True, advantage_epsilon=ADVANTAGE_EPSILON
         )
 
-    def _of_rows(self, rows: _Rows, totals: Tensor, is_kept: Tensor) -> Advantages:
+    def _of_rows(self, rows: _Rows, totals: Tensor, is_kept: Tensor, metrics: dict[str, Metric]) -> Advantages:
         # Shaped totals are one reward; without shaping the rewards can still be told apart.
         is_shaped = self.args.shapes_rewards or self._takes_kl_from_rows
         scored = ScoredRows(
@@ -275,12 +266,12 @@ class Experience:
         if self.balancer is None:
             result = self.estimator.function(scored, **self._hyperparameters)
         else:
-            result = self._balanced(scored, self.balancer)
+            result = self._balanced(scored, self.balancer, metrics)
         if self.args.normalize_advantages and not self.estimator.whitened:
             return normalize_rows(result, advantage_epsilon=ADVANTAGE_EPSILON)
         return result
 
-    def _balanced(self, scored: ScoredRows, balancer: RewardBalancer) -> Advantages:
+    def _balanced(self, scored: ScoredRows, balancer: RewardBalancer, metrics: dict[str, Metric]) -> Advantages:
         """Advantages of each reward by itself, [B, K], weighed so that one backward pass serves all."""
         each = [
             self.estimator.function(
@@ -293,9 +284,8 @@ class Experience:
         weights = balancer.weights(
             gram(advantages, squared_weights(scored.lengths, reduction=reduction)), scored.rewards
         )
-        names = self.trainer.rewards.names
-        metrics = {f"reward_balance/{name}": Mean(float(w), 1) for name, w in zip(names, weights, strict=True)}
-        merge(self.trainer.metrics["train"], metrics)
+        for name, weight in zip(self._names, weights, strict=True):
+            metrics[f"reward_balance/{name}"] = Mean(float(weight), 1)
         return replace(each[0], values=(advantages.double() @ weights).to(advantages.dtype), totals=scored.totals())
 
     def _of_tokens(self, batch: TokenBatch, groups: Tensor, totals: Tensor) -> Advantages:
@@ -337,8 +327,10 @@ class Experience:
 
     # Tokens that have a policy loss.
 
-    def _with_selection(self, batch: TokenBatch, rollouts: Sequence[Rollout], totals: Tensor) -> TokenBatch:
-        changes = selected_tokens(self.args, batch, rollouts, step=self.trainer.state.global_step)
+    def _with_selection(
+        self, batch: TokenBatch, rollouts: Sequence[Rollout], totals: Tensor, *, step: int
+    ) -> TokenBatch:
+        changes = selected_tokens(self.args, batch, rollouts, step=step)
         if self.args.min_filter_prefix_tokens is not None:
             lengths = contested_prefix_lengths(
                 [rollout.completion.token_ids for rollout in rollouts],
@@ -351,53 +343,12 @@ class Experience:
             changes["selection"] = is_own * changes["selection"] if "selection" in changes else is_own
         return batch.replace(**changes)
 
-    # Minibatches.
 
-    def _minibatch(
-        self, batch: TokenBatch, rows: list[int], is_good: list[bool], *, is_first: bool, over_ranks: bool
-    ) -> Minibatch:
-        trainer, args = self.trainer, self.args
-        batch = batch.select(rows)
-        if is_first:
-            # The policy that learns is still the one that sampled. Its fresh log-probs make ratios of exactly 1.
-            batch = batch.replace(old_logprobs=None)
-        num_items = float(trainer.num_items(batch))
-        if args.positive_nll_coef is not None:
-            batch = self._with_nll_weights(batch, torch.tensor([is_good[row] for row in rows]), num_items)
-        batch, left_out = self._with_gradient(batch)
-        metrics = self.objective.metrics_without_pass(left_out)
-        if over_ranks:
-            batch = trainer.dealt(batch)
-        # Scored before it is cut: a prompt is computed once for its whole group.
-        max_tokens = trainer.frozen.budget(batch.largest_chunk(args.per_device_train_batch_size))
-        if trainer.reference is not None and batch.ref_logprobs is None:
-            batch = trainer.with_reference(batch, max_tokens=max_tokens)
-        if not is_first and batch.old_logprobs is None:
-            # Earlier minibatches will have moved the policy by the time that this one is learned from.
-            batch = batch.replace(old_logprobs=trainer.frozen_logprobs(batch, max_tokens=max_tokens))
-        return Minibatch(trainer.cut(batch, args.per_device_train_batch_size), num_items, metrics)
-
-    def _with_nll_weights(self, batch: TokenBatch, is_good: Tensor, num_items: float) -> TokenBatch:
-        """Weights that make a mean over the tokens of good rows of a sum that is divided by the step's items."""
-        good = (batch.trainable & is_good.bool()[batch.row_index]).float()
-        items, tokens = distributed.sum_over_ranks([num_items, float(good.sum())], self.args.device)
-        return batch.replace(nll_weights=good * (items / max(tokens, 1.0)))
-
-    def _with_gradient(self, batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
-        """The rows whose loss has a gradient, and those with trainable tokens whose loss has none."""
-        assert batch.advantages is not None
-        every = self.trainer.learns_from_zero_advantage
-        acts = row_sums(batch.advantages.abs(), batch.trainable, batch.row_index, batch.num_rows) > 0
-        rows: dict[bool, list[int]] = {True: [], False: []}
-        for row, (count, has_advantage) in enumerate(zip(batch.trainable_counts, acts.tolist(), strict=True)):
-            if count > 0:
-                rows[every or has_advantage].append(row)
-        return batch.select(rows[True]), batch.select(rows[False])
-
-
-def totals_of(rollouts: Sequence[Rollout]) -> Tensor:
-    """[B] total rewards."""
-    return torch.tensor([rollout.reward for rollout in rollouts])
+def _row_means(batch: TokenBatch) -> list[float]:
+    """[B] mean advantage of each row's trainable tokens."""
+    assert batch.advantages is not None
+    sums = row_sums(batch.advantages, batch.trainable, batch.row_index, batch.num_rows)
+    return [total / max(count, 1) for total, count in zip(sums.tolist(), batch.trainable_counts, strict=True)]
 
 
 def _rows_of(batch: TokenBatch) -> list[int]:
