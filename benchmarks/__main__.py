@@ -1,14 +1,15 @@
-"""prefrl against TRL 1.16, each through its own trainers, on equal work.
+"""Compare prefrl with TRL 1.16 on equal work, each through its own trainers.
 
-    make bench             all workloads, 12 minutes at most on 2 cores
-    make bench QUICK=1     the main ones, 3 minutes at most
+    make bench             all workloads, at most 12 minutes on 2 cores
+    make bench QUICK=1     the main ones, at most 3 minutes
     python -m benchmarks --only dpo sft
     python -m benchmarks --write-docs
 
 A workload runs in two processes, one for each library, which take turns on the same core. Ratios are medians over
-pairs of turns, of CPU seconds (wall seconds on CUDA). Peak memory is above what was held before the first step. A
-ratio is printed only if both libraries ran the same tokens and, on the same inputs, their first loss and gradient norm
-agree; otherwise the run fails. TRL runs with gradient checkpointing off, on a CPU without bf16: its fastest settings.
+pairs of turns, of CPU seconds (wall seconds on CUDA). Peak memory is measured above what was held before the first
+step. A ratio is printed only if both libraries ran the same tokens and, on the same inputs, their first loss and
+gradient norm agree; otherwise the run fails. TRL runs with its fastest settings: gradient checkpointing off and, on a
+CPU, without bf16.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
 
 
 def main(arguments: Sequence[str] | None = None, *, measure: Measure = measure, results: Path = RESULTS) -> int:
-    """1 if a workload failed: a library could not run it, or the two did not do the same work."""
+    """Return 1 if a workload failed, because a library could not run it or the two did not do the same work."""
     options = _parse(arguments)
     stored = results / f"{options.device}.json"
     if options.write_docs:
@@ -84,7 +85,7 @@ def _select(options: argparse.Namespace) -> list[Workload]:
 
 
 def run_workloads(workloads: Sequence[Workload], options: argparse.Namespace, measure: Measure) -> list[Row]:
-    """Rows in the order of the workloads; a line is printed when one is done."""
+    """The rows in the order of the workloads. A line is printed when a workload is done."""
     free: queue.SimpleQueue[Machine] = queue.SimpleQueue()
     machines = _machines(options)
     for machine in machines:
@@ -107,7 +108,7 @@ def run_workloads(workloads: Sequence[Workload], options: argparse.Namespace, me
 
 
 def _machines(options: argparse.Namespace) -> list[Machine]:
-    """Cores for each workload that runs at the same time."""
+    """The cores of each of the workloads that run at the same time."""
     cores = sorted(os.sched_getaffinity(0))
     if not 1 <= options.threads <= len(cores):
         raise SystemExit(f"--threads {options.threads}: there are {len(cores)} cores")

@@ -1,9 +1,9 @@
-"""Loss and gradient norm of one step against TRL 1.16: equal weights, equal rows, each library through its trainers.
+"""Compare loss and gradient norm of one step with TRL 1.16, with equal weights and rows, through both trainers.
 
     pip install -e '.[bench]' && python -m benchmarks.agreement_with_trl [--output values.json]
 
-Policy and reference are different random models, so that no term is zero. `--output` stores TRL's values with the
-inputs' description; `tests/golden` compares with them.
+Policy and reference are different random models, so that no term is zero. `--output` stores TRL's values with a
+description of the inputs, for the comparison in `tests/golden`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 
 
 def trl_values(case: AgreementCase) -> dict[str, float]:
-    """Loss, gradient norm and metrics of TRL's first step."""
+    """The loss, gradient norm and metrics of TRL's first step."""
     import trl
 
     if case.trainer in ("orpo", "cpo"):
@@ -65,7 +65,7 @@ def trl_values(case: AgreementCase) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print the table; 1 if a case differs."""
+    """Print the table; return 1 if a case differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

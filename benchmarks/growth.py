@@ -1,9 +1,9 @@
-"""How seconds and memory of a GRPO step grow, in prefrl and TRL 1.16: along four axes from one base point.
+"""How the time and memory of a GRPO step grow in prefrl and TRL 1.16, along four axes from one base point.
 
-    make bench-growth                        measure and draw: some 5 minutes on 2 cores
+    make bench-growth                        measure and draw: about 5 minutes on 2 cores
     python -m benchmarks.growth --plot-only  draw the stored measurements again
 
-The step is the loss step of `python -m benchmarks`: completions are given, and a point counts only if both libraries
+The step is the loss step of `python -m benchmarks`: completions are given, and a point is valid only if both libraries
 did the same work. Each point has a warm-up and one timed turn.
 """
 
@@ -30,35 +30,35 @@ LINES: dict[Library, dict[str, Any]] = {
     "trl": {"label": "TRL 1.16", "color": "#b5541c", "marker": "s"},
     "prefrl": {"label": "prefrl", "color": "#1f5fa8", "marker": "o"},
 }
-# Glyphs as paths look the same everywhere; the salt makes ids, and so the file, depend on the figures alone.
+# Glyphs as paths look the same everywhere. With the salt, ids and thus the whole file depend only on the figures.
 STYLE = {"svg.fonttype": "path", "svg.hashsalt": "growth", "font.size": 9, "xtick.labelsize": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Sizes of a step with one prompt; the defaults are the base point."""
+    """The sizes of a step with one prompt; the defaults are the base point."""
 
     num_completions: int = 8
     prompt_length: int = 256
-    completion_length: int = 128  # of the longest
+    completion_length: int = 128  # of the longest completion
     vocab_size: int = 8192
 
     @property
     def name(self) -> str:
-        """Of its row."""
+        """The name of its row."""
         return f"g{self.num_completions}_p{self.prompt_length}_t{self.completion_length}_v{self.vocab_size}"
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A column of the figure: one size changes, the others are the base point's."""
+    """A column of the figure: one size varies, the others are those of the base point."""
 
     size: str  # field of `Point`
     title: str
     values: tuple[int, ...]
 
     def points(self) -> list[Point]:
-        """In the order of the values."""
+        """The points of the axis, in the order of its values."""
         return [replace(Point(), **{self.size: value}) for value in self.values]
 
 
@@ -71,7 +71,7 @@ AXES = (
 
 
 def lengths_of(point: Point) -> tuple[int, ...]:
-    """[G] tokens: spread over `LENGTHS` from its shortest to its longest, and scaled to the point's longest."""
+    """[G] lengths, spread over `LENGTHS` from its shortest to its longest and scaled to the point's longest."""
     last, gaps = len(LENGTHS) - 1, point.num_completions - 1
     picked = (LENGTHS[round(number * last / gaps)] for number in range(point.num_completions))
     return tuple(length * point.completion_length // LENGTHS[-1] for length in picked)
@@ -104,7 +104,7 @@ def main(
     results: Path = RESULTS,
     figure: Path = FIGURE,
 ) -> int:
-    """1, and no figure, if a library could not run a point or the two did not do the same work there."""
+    """Return 1, without a figure, if a library could not run a point or the two did not do the same work there."""
     options = _parse(arguments)
     stored = results / "growth.json"
     if not options.plot_only:
@@ -127,7 +127,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=2, help="points at a time, each on a core of its own")
     parser.add_argument("--plot-only", action="store_true", help="run nothing; draw what the last run stored")
-    # What the main benchmark's scheduler also asks for.
+    # Other options that the main benchmark's scheduler reads.
     parser.set_defaults(device="cpu", threads=1, turns=1, quick=False)
     return parser.parse_args(arguments)
 
@@ -140,7 +140,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def figure_of(report: Report) -> Any:
-    """A matplotlib figure: seconds over peak memory, a column for each axis, a line for each library."""
+    """A matplotlib figure: seconds above peak memory, a column for each axis, a line for each library."""
     rows = {row.name: row for row in report.rows}
     matplotlib = require("matplotlib.figure", extra="plot", feature="benchmarks.growth")
     figure = matplotlib.Figure(figsize=(10, 5), layout="constrained")
@@ -157,7 +157,7 @@ def figure_of(report: Report) -> Any:
 
 
 def _plot(panel: Any, axis: Axis, values: dict[Library, list[float]]) -> None:
-    """Both lines, and between their ends how many times the lower one's value the upper one's is."""
+    """Draw both lines, and between their ends the ratio of the upper to the lower value."""
     for library, line in values.items():
         panel.plot(axis.values, line, markersize=4, **LINES[library])
     for end, side in ((0, "left"), (-1, "right")):

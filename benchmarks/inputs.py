@@ -1,4 +1,4 @@
-"""What both libraries get: the same random models, tokenizer, dataset rows, completions and reward."""
+"""The inputs of both libraries: the same random models, tokenizer, dataset rows, completions and reward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICY_SEED, REFERENCE_SEED = 0, 1
 
 
 def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False) -> PreTrainedModel:
-    """Random weights that depend on sizes and seed alone."""
+    """A model with random weights that depend only on sizes and seed."""
     config = Qwen2Config(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
@@ -47,7 +47,7 @@ def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False) ->
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """One token for each word t2, t3, ..., and the end of a text."""
+    """A tokenizer with one token for each of the words t2, t3, ..., and an end token."""
     vocabulary = {"<end>": END, "<pad>": PAD, **{f"t{i}": i for i in range(NUM_SPECIAL, vocab_size)}}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -55,13 +55,13 @@ def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def prompts_of(workload: Workload) -> list[list[int]]:
-    """[P] token ids."""
+    """[P] lists of token ids."""
     generator = torch.Generator().manual_seed(2)
     return [_tokens(workload, workload.prompt_length, generator) for _ in range(workload.num_prompts)]
 
 
 def completions_of(workload: Workload) -> dict[tuple[int, ...], list[list[int]]]:
-    """Prompt -> [G] token ids of the workload's lengths, the last of which is the end token."""
+    """For each prompt, [G] lists of token ids with the workload's lengths, which end with the end token."""
     generator = torch.Generator().manual_seed(3)
     return {
         tuple(prompt): [[*_tokens(workload, length - 1, generator), END] for length in workload.lengths]
@@ -70,7 +70,7 @@ def completions_of(workload: Workload) -> dict[tuple[int, ...], list[list[int]]]
 
 
 def rows_of(workload: Workload) -> Dataset:
-    """The dataset of the workload's task; both libraries put the end token behind responses and texts."""
+    """The dataset for the workload's task. Both libraries append the end token to responses and texts."""
     generator = torch.Generator().manual_seed(4)
 
     def words(count: int) -> str:
@@ -98,7 +98,7 @@ def rows_of(workload: Workload) -> Dataset:
 
 @dataclass
 class TokenCounter:
-    """Counts the completion tokens that a library hands to its reward function."""
+    """Counts the completion tokens that a library passes to its reward function."""
 
     total: int = 0
 

@@ -1,4 +1,4 @@
-"""What the two libraries' sides share: arguments that both get, and what a job is."""
+"""What the sides of both libraries share: common arguments, and the definition of a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "Setup", "job_of", "offline_arguments"]
 
-# Runs all turns; what the library logged.
+# Runs all turns, and returns what the library logged.
 Job = Callable[[], Outcome]
 
 
@@ -29,12 +29,12 @@ class Setup:
     workload: Workload
     meter: TurnMeter
     counter: TokenCounter
-    folder: str  # empty, for this process alone
+    folder: str  # an empty folder for this process only
     device: str
     num_turns: int
 
     def arguments(self) -> dict[str, Any]:
-        """Options of both libraries' configs. With this learning rate all steps do the same work."""
+        """Options for the configs of both libraries. With this learning rate all steps do the same work."""
         workload = self.workload
         num_rows = len(workload.lengths) // (2 if workload.task in ("dpo", "reward") else 1)
         return {
@@ -53,11 +53,11 @@ class Setup:
         }
 
     def callback(self) -> MeterCallback:
-        """Takes turns in the trainer's loop."""
+        """The callback that takes turns in the trainer's loop."""
         return MeterCallback(self.meter, steps_per_turn=self.workload.steps_per_turn)
 
     def generation_job(self, generate: Callable[[], int]) -> Job:
-        """Turns of `generate`, which returns the number of tokens."""
+        """A job whose turns call `generate`, which returns the number of tokens."""
 
         def run() -> Outcome:
             self.meter.begin()
@@ -70,7 +70,7 @@ class Setup:
 
 
 def offline_arguments(setup: Setup) -> dict[str, Any]:
-    """What both libraries' constructors of trainers on fixed datasets get."""
+    """The arguments of both libraries' trainers on fixed datasets."""
     workload = setup.workload
     arguments: dict[str, Any] = {
         "model": build_model(workload.model, seed=POLICY_SEED, is_classifier=workload.task == "reward"),
@@ -84,7 +84,7 @@ def offline_arguments(setup: Setup) -> dict[str, Any]:
 
 
 def job_of(setup: Setup, trainer: Any) -> Job:
-    """The trainer's own loop."""
+    """The job that runs the trainer's own loop."""
     trainer.remove_callback(PrinterCallback)
 
     def run() -> Outcome:

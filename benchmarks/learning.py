@@ -1,10 +1,10 @@
-"""What every online trainer and preset learns of the demo's task: sums, from a model that gets some of them right.
+"""What every online trainer and preset learns in the demo's task: sums, starting from a model that gets some right.
 
     python -m benchmarks.learning [--seeds 3] [NAME ...]
 
-Each case starts from the same supervised weights and takes `STEPS` optimizer steps. Its reward before and after is the
-expected one of a completion on the held-out questions: the probability of the right answer, which needs no sampling.
-Results go to `results/learning.json`, and as a table to `learning.md`.
+Each case starts from the same supervised weights and takes `STEPS` optimizer steps. The reward before and after is the
+expected reward of a completion on the held-out questions: the probability of the right answer, which needs no
+sampling. Results are written to `results/learning.json`, and as a table to `learning.md`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent / "results" / "learning.json"
 STEPS = 60
 WINDOW = 5
 
-# Trainer, what is not its default. Presets are GRPO's.
+# Trainer and options that differ from its defaults. Presets are those of GRPO.
 CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "rloo": ("rloo", {"num_generations": 8}),
     "reinforce_plus_plus": ("reinforce_plus_plus", {}),
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{f"loss {name}": ("grpo", {"loss_type": name, "beta": 0.0}) for name in ("aipo", "dppo", "reinforce")},
     **{f"preset {name}": ("grpo", preset.options) for name, preset in PRESETS.items()},
 }
-# One setting for all. Losses differ in the size of their gradients, which Adam evens out.
+# The same settings for all cases. Losses differ in the size of their gradients, but Adam compensates for that.
 COMMON: dict[str, Any] = {
     "use_cpu": True,
     "max_steps": STEPS,
@@ -69,18 +69,18 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One case from one seed."""
+    """One case with one seed."""
 
     name: str
     seed: int
     before: float  # expected reward
     after: float
     seconds: float
-    explained_variance: tuple[float, float] | None = None  # of the critic: first, last `WINDOW` steps
+    explained_variance: tuple[float, float] | None = None  # of the critic, in the first and in the last `WINDOW` steps
 
 
 def start(seed: int, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a model after the demo's supervised training."""
+    """The weights of the model after the demo's supervised training."""
     train, _ = demo.make_questions(seed)
     model = demo.make_model(seed)
     demo.sft(model, demo.make_tokenizer(), train, seed, folder, [demo.StopAtTokenAccuracy()])
@@ -104,7 +104,7 @@ def expected_reward(model: PreTrainedModel, questions: datasets.Dataset) -> floa
 
 
 def learn(name: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Path, **options: Any) -> Learned:
-    """Train one case from these weights. `options` win."""
+    """Train one case from these weights. `options` override all others."""
     algorithm, own = CASES[name]
     row = REGISTRY[algorithm]
     defaults = COMMON if algorithm in ("grpo", "rloo", "online_dpo") else COMMON | {"num_generations": 1}
@@ -133,7 +133,7 @@ def learn(name: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Pat
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line for each case, a column for each seed."""
+    """A Markdown table with a line for each case and a column for each seed."""
     seeds = sorted({row["seed"] for row in rows})
     before = {row["seed"]: row["before"] for row in rows}
     by_case = {(row["name"], row["seed"]): row for row in rows}

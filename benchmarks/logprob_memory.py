@@ -1,7 +1,7 @@
-"""Peak memory and CPU time of token log-probs, forward and backward: in chunks, and with all logits at once.
+"""Peak memory and CPU time of token log-probs, forward and backward: in chunks, and from the full logits.
 
-Each case runs in a fresh process. Growth = peak resident memory of the case (VmHWM, reset just before) minus resident
-memory before it. It includes the gradients of hidden states and head, which every method has to return.
+Each case runs in a fresh process. Its memory growth is the peak resident memory of the case (VmHWM, reset just before)
+minus the resident memory before it. It includes the gradients of hidden states and head, which every method returns.
 
     python benchmarks/logprob_memory.py --vocab 150000 --tokens 4096 --hidden 256
 """
@@ -86,7 +86,7 @@ def measure_in_fresh_process(case: str, arguments: argparse.Namespace) -> dict[s
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("vocab", "tokens", "hidden", "dtype", "threads")]
     command = [sys.executable, __file__, f"--case={case}", *sizes]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    # A process that the kernel kills for its memory is a finding, not a fault of the benchmark.
+    # If the kernel kills a process because of its memory, that is a result and not an error of the benchmark.
     return json.loads(result.stdout) if result.returncode == 0 else None
 
 

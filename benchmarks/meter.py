@@ -1,4 +1,4 @@
-"""What one process measures of itself, and how it waits for its turn."""
+"""A process measures itself, and waits for its turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["HostMemory", "MeterCallback", "TurnMeter"]
 
 
 class TurnMeter:
-    """Starts a turn when the parent allows it and reports it when it is done."""
+    """Starts a turn when the parent process allows it, and reports it when it is done."""
 
     def __init__(
         self, connection: Connection, *, num_turns: int, device: str, count_tokens: Callable[[], int]
@@ -34,7 +34,7 @@ class TurnMeter:
         self._cpu = self._wall = 0.0
 
     def begin(self) -> None:
-        """Everything is built: what is held now is not counted."""
+        """Call this when everything is built: memory that is held now is not counted."""
         self._memory.reset()
         self._wait()
 
@@ -55,9 +55,9 @@ class TurnMeter:
 
 
 class MeterCallback(TrainerCallback):
-    """A turn goes from the end of an optimizer step to the end of the next, or of the one after some more.
+    """A turn lasts from the end of an optimizer step to the end of the next one, or of a later one.
 
-    So all that a step needs counts, whether a library does it before or after HuggingFace's begin of the step.
+    So all the work of a step is counted, whether a library does it before or after HuggingFace's event for its start.
     """
 
     def __init__(self, meter: TurnMeter, *, steps_per_turn: int) -> None:
@@ -73,29 +73,29 @@ class MeterCallback(TrainerCallback):
 
 
 class HostMemory:
-    """Resident memory of this process."""
+    """Measures the resident memory of this process."""
 
     def reset(self) -> None:
-        """What is held now does not count."""
-        # What building the trainer freed must not be there for the steps to use again.
+        """Do not count the memory that is held now."""
+        # Memory that was freed while the trainer was built must not be available to the steps.
         ctypes.CDLL(None).malloc_trim(0)
         self.forget_peak()
         self._held, self._files = _status("VmRSS"), _status("RssFile")
 
     def forget_peak(self) -> None:
-        """The peak is from here on."""
+        """Measure the peak from now on."""
         Path("/proc/self/clear_refs").write_text("5")
 
     def grown_mib(self) -> float:
-        """What is held now."""
+        """The memory that is held now."""
         return self._above(_status("VmRSS"))
 
     def peak_mib(self) -> float:
-        """The most that was held at once."""
+        """The most memory that was held at any time."""
         return self._above(_status("VmHWM"))
 
     def _above(self, resident: int) -> float:
-        # Pages of libraries that a step is the first to touch are no memory that it asked for.
+        # Library pages that a step is the first to touch are not memory that it allocated.
         return (resident - self._held - (_status("RssFile") - self._files)) / 1024
 
 

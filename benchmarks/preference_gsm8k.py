@@ -1,10 +1,10 @@
-"""Every preference trainer on right against wrong solutions of GSM8K: held-out margin and accuracy before and after.
+"""Train every preference trainer on right and wrong solutions of GSM8K; held-out margin and accuracy before and after.
 
     python -m benchmarks.preference_gsm8k example_model_solutions.jsonl [trainer ...]
 
-The file is that of the repository openai/grade-school-math: a question with the solutions of four models, each marked
-right or wrong. A pair is the first right and the first wrong solution of a question; unpaired rows are all solutions.
-The model is random, of 0.4 M parameters; one question in ten is held out.
+The file comes from the repository openai/grade-school-math. It has questions with the solutions of four models, each
+marked right or wrong. A pair is the first right and the first wrong solution of a question; unpaired rows are all
+solutions. The model has 0.4 M random parameters; one question in ten is held out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dpo": {"learning_rate": 1e-3},
     "kto": {"learning_rate": 1e-3},
     "orpo": {"learning_rate": 1e-3, "beta": 1.0},
-    # SimPO: the rewards of plain CPO are sums over tokens, so that of a random model they are lengths.
+    # SimPO, because the rewards of plain CPO are sums over tokens: for a random model they only reflect the length.
     "cpo": {"learning_rate": 1e-3, "loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0},
     "bco": {"learning_rate": 1e-3},
     "reward": {"learning_rate": 1e-3},
@@ -38,7 +38,7 @@ UNPAIRED = ("kto", "bco")
 
 
 def rows_of(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Pairs, and single solutions with their label; both with the number of their question."""
+    """The pairs, and the single solutions with their labels; both with the number of their question."""
     pairs, singles = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
         question = json.loads(line)
@@ -56,7 +56,7 @@ def rows_of(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 2,048 tokens."""
+    """A byte-level BPE tokenizer with 2,048 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,7 +71,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(algorithm: str, seed: int) -> Any:
-    """Random weights."""
+    """A model with random weights."""
     config = Qwen2Config(
         vocab_size=2048,
         hidden_size=96,
@@ -92,7 +92,7 @@ def make_model(algorithm: str, seed: int) -> Any:
 
 
 def split(rows: list[dict[str, Any]]) -> tuple[Dataset, Dataset]:
-    """Training rows, and those of every tenth question."""
+    """The training rows, and the held-out rows of every tenth question."""
     training = [row for row in rows if row["number"] % 10]
     held_out = [row for row in rows if row["number"] % 10 == 0]
     return tuple(Dataset.from_list(part).remove_columns("number") for part in (training, held_out))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""prefrl's trainers on a workload."""
+"""Run a workload with prefrl's trainers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["ScriptedGenerator", "build", "config_of", "force_lengths"]
 
 
 def build(setup: Setup) -> Job:
-    """Everything up to the first step."""
+    """Prepare everything up to the first step."""
     if setup.workload.is_online:
         return _build_grpo(setup)
     trainer = REGISTRY[setup.workload.task].load_trainer()(args=config_of(setup), **offline_arguments(setup))
@@ -62,7 +62,7 @@ def _build_grpo(setup: Setup) -> Job:
         processing_class=build_tokenizer(workload.model.vocab_size),
         callbacks=[setup.callback()],
     )
-    # The reference is the model as it was.
+    # The reference was built from the weights that the model had before.
     model.load_state_dict(build_model(workload.model, seed=POLICY_SEED).state_dict())
     if workload.task == "grpo_loss":
         trainer.generator = ScriptedGenerator(workload)
@@ -85,7 +85,7 @@ def _generation_job(setup: Setup, trainer: Any) -> Job:
 
 
 class ScriptedGenerator:
-    """`prefrl.generation.base.Generator` that returns the workload's completions."""
+    """A `prefrl.generation.base.Generator` that returns the workload's completions."""
 
     def __init__(self, workload: Workload) -> None:
         self._completions = completions_of(workload)
@@ -101,7 +101,7 @@ class ScriptedGenerator:
         return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
-        """No-op: weights play no part."""
+        """No-op: completions do not depend on weights."""
 
     def invalidate(self) -> None:
         """As `sync`."""
@@ -123,8 +123,9 @@ def _completion(ids: list[int]) -> Completion:
 def force_lengths(lengths: Sequence[int]) -> None:
     """From now on, sample g of a prompt in this process has `lengths[g]` tokens.
 
-    Sampling inverts the cumulative distribution, so 0 draws the first token of the vocabulary, the end token; numbers
-    above its probability never do. The work of sampling stays as it is.
+    Sampling inverts the cumulative distribution. The random number 0 therefore draws the first token of the
+    vocabulary, which is the end token, and numbers above its probability never draw it. The work of sampling does not
+    change.
     """
 
     def numbers(seed: int, sample: int, count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Imports everything that a benchmark process needs; the server that they are forked from imports this once."""
+"""Imports everything that benchmark processes need. The server from which they are forked imports this module once."""
 
 import logging
 from importlib import import_module

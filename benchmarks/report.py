@@ -1,4 +1,4 @@
-"""From measurements to ratios, verdicts, JSON and Markdown."""
+"""Turn measurements into ratios, verdicts, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Row:
     prefrl: Figures | None = None
 
     def seconds(self, library: Library) -> tuple[float, ...]:
-        """Of each turn, by the clock of the ratio."""
+        """The seconds of each turn, by the clock of the ratio."""
         figures = self.trl if library == "trl" else self.prefrl
         assert figures is not None
         return figures.wall_s if self.uses_wall else figures.cpu_s
 
     def ratios(self) -> list[float]:
-        """Seconds of TRL / seconds of prefrl, of turns that followed each other."""
+        """Seconds of TRL / seconds of prefrl, for consecutive turns."""
         return [a / b for a, b in zip(self.seconds("trl"), self.seconds("prefrl"), strict=True)]
 
     def memory_ratio(self) -> float:
@@ -70,12 +70,12 @@ class Row:
         return self.trl.peak_mib / self.prefrl.peak_mib
 
     def misses(self) -> list[str]:
-        """The gates that are not met."""
+        """The gates that were not met."""
         reached = {"time": (median(self.ratios()), self.gate.must), "memory": (self.memory_ratio(), self.gate.memory)}
         return [name for name, (ratio, must) in reached.items() if must is not None and ratio < must]
 
     def cells(self) -> list[str]:
-        """Under `HEADS`."""
+        """The cells of the table row, under `HEADS`."""
         if self.problems:
             return [self.title, f"**failed**: {self.problems[0].splitlines()[-1]}", *[""] * (len(HEADS) - 2)]
         assert self.trl is not None
@@ -113,7 +113,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """The table, and what it was measured on."""
+        """The table, and the machine and versions that it was measured with."""
         facts = "; ".join(f"{name} {value}" for name, value in self.environment.items())
         lines = [HEADS, ("---",) * len(HEADS), *(row.cells() for row in self.rows)]
         return "\n".join(["| " + " | ".join(cells) + " |" for cells in lines] + ["", f"Measured on: {facts}.", ""])
@@ -134,30 +134,30 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What `write` wrote."""
+        """Read what `write` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         return cls(content["environment"], [Row.from_json(row) for row in content["rows"]])
 
 
 def row_of(workload: Workload, measured: Mapping[Library, Measurement], *, device: str) -> Row:
-    """A row with ratios if both libraries did the same work, else one with problems."""
+    """A row with ratios if both libraries did the same work, otherwise one with problems."""
     problems = unequal_work(workload, measured, tolerance=3e-2 if device == "cuda" else 1e-4)
     figures = {library: _figures(workload, measurement) for library, measurement in measured.items()}
     return Row(workload.name, workload.title, workload.gate, tuple(problems), uses_wall=device == "cuda", **figures)
 
 
 def failed_row(workload: Workload, error: Exception) -> Row:
-    """A workload that a library could not run."""
+    """The row of a workload that a library could not run."""
     return Row(workload.name, workload.title, workload.gate, (str(error).strip(),))
 
 
 def unequal_work(workload: Workload, measured: Mapping[Library, Measurement], *, tolerance: float) -> list[str]:
-    """What shows that the two libraries did not do the workload, or not the same.
+    """The reasons why the two libraries did not do the workload, or not the same work.
 
     Args:
-        workload: Says how many tokens there are, and whether both get the same inputs.
-        measured: Of both libraries.
-        tolerance: Of the first step's loss and gradient norm, relative. bf16 rounds to 3 digits.
+        workload: Tells how many tokens there are, and whether both libraries get the same inputs.
+        measured: Measurements of both libraries.
+        tolerance: Relative tolerance for loss and gradient norm of the first step. bf16 rounds to 3 digits.
     """
     problems = []
     for library, measurement in measured.items():
@@ -167,7 +167,7 @@ def unequal_work(workload: Workload, measured: Mapping[Library, Measurement], *,
     if workload.has_equal_inputs:
         for name in ("loss", "grad_norm"):
             values = [getattr(measured[library].outcome, name) for library in ("trl", "prefrl")]
-            # The loss of an on-policy step is next to 0 where completions have equal lengths.
+            # The loss of an on-policy step is close to 0 if completions have equal lengths.
             if None in values or not math.isclose(*values, rel_tol=tolerance, abs_tol=1e-6):
                 problems.append(f"{name} differs: TRL {values[0]}, prefrl {values[1]}")
     return problems
@@ -177,7 +177,7 @@ def replace_between_markers(path: Path, text: str) -> None:
     """Put `text` between the two markers of a Markdown file.
 
     Raises:
-        ValueError: The file does not have each marker once, in order.
+        ValueError: The file does not have each marker exactly once, in this order.
     """
     content = path.read_text(encoding="utf-8")
     head, begin, rest = content.partition(BEGIN)

@@ -1,10 +1,10 @@
-"""Generation on a vLLM server: seconds for weights, tokens per CPU second, modes of generation, what is learned.
+"""Measure generation on a vLLM server: weight transfers, tokens per CPU second, generation modes, and learning.
 
-    make bench-server                       everything: some 20 minutes on 2 cores
+    make bench-server                       everything: about 20 minutes on 2 cores
     python -m benchmarks.server sync modes  some of it
 
-Servers are real ones, on the CPU, in the environment of the tests. Results go to `results/server.json`, and with
-`--write-docs` as tables into docs/vllm.md.
+The servers are real ones, on the CPU, in the environment of the tests. Results are written to `results/server.json`,
+and with `--write-docs` as tables into docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ LARGE |= {"num_key_value_heads": 12, "num_hidden_layers": 12, "vocab_size": 50_3
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """Weights to one server, several times."""
+    """Weights that are sent to a server several times."""
 
     model_mb: float
     method: str
     megabytes: float  # sent
-    seconds: list[float]  # of each time but the first
+    seconds: list[float]  # of each transfer except the first
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Completions from a generator."""
+    """The speed of a generator."""
 
     model_mb: float
     generator: str
@@ -78,20 +78,20 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Steps of GRPO on a slowed server."""
+    """GRPO steps with a server that is slowed down."""
 
     mode: str
-    seconds: float  # of a step: wall
-    waiting: float  # of them, for completions
+    seconds: float  # wall time of a step
+    waiting: float  # the part of it spent waiting for completions
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The demo's GRPO."""
+    """The result of the demo's GRPO."""
 
     seed: int
     generator: str
-    before: float  # share of right answers to held-out questions
+    before: float  # share of held-out questions that are answered right
     after: float
 
 
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_sync(folder: Path) -> list[Sync]:
-    """Both sizes by each method."""
+    """Send models of both sizes with each method."""
     rows = []
     for sizes in (SMALL, LARGE):
         with served(folder, sizes, max_lora_rank=8) as (server, model):
@@ -134,7 +134,7 @@ def measure_sync(folder: Path) -> list[Sync]:
 
 
 def sync_of(server: Server, model: Any, method: SyncMethod, times: int = 6) -> Sync:
-    """The first of them also makes the connection, or brings the base of an adapter."""
+    """Send weights several times. The first time also connects, or sends the base weights of an adapter."""
     generator = generator_of(server, model, method)
     seconds = []
     for version in range(times):
@@ -147,7 +147,7 @@ def sync_of(server: Server, model: Any, method: SyncMethod, times: int = 6) -> S
 
 
 def megabytes_of(model: Any) -> float:
-    """Of its parameters."""
+    """The size of a model's parameters."""
     return sum(p.numel() * p.element_size() for p in model.parameters()) / 1e6
 
 
@@ -169,7 +169,7 @@ def generator_of(server: Server, model: Any, method: SyncMethod, url: str | None
 
 @contextmanager
 def served(folder: Path, sizes: dict[str, Any], **options: Any) -> Iterator[tuple[Server, PreTrainedModel]]:
-    """A server of a random model, and the model."""
+    """A server with a random model, and the model."""
     model = tiny_model("qwen2", **sizes, tie_word_embeddings=True)
     path = folder / f"model-{sizes['hidden_size']}"
     model.save_pretrained(path)
@@ -185,7 +185,7 @@ def served(folder: Path, sizes: dict[str, Any], **options: Any) -> Iterator[tupl
 
 
 def measure_tokens(folder: Path) -> list[Tokens]:
-    """8 prompts of 16 tokens, 8 completions of 64 each: from the server and from this process, in alternation."""
+    """8 prompts of 16 tokens with 8 completions of 64 tokens each, sampled in turn by the server and this process."""
     rows = []
     for sizes, times in ((SMALL, 5), (LARGE, 3)):
         with served(folder, sizes) as (server, model):
@@ -197,7 +197,7 @@ def measure_tokens(folder: Path) -> list[Tokens]:
             for turn in range(times + 1):
                 for name, generator in (("server", remote), ("local", local)):
                     rate = tokens_of(generator, lambda: cpu_seconds(server), seed=turn)
-                    if turn:  # the first warms up
+                    if turn:  # the first turn is a warm-up
                         found[name].append(rate)
             remote.close()
         for name, rates in found.items():
@@ -207,7 +207,7 @@ def measure_tokens(folder: Path) -> list[Tokens]:
 
 
 def tokens_of(generator: Any, server_cpu: Callable[[], float], seed: int) -> tuple[float, float]:
-    """Tokens per CPU second of both processes, and per second."""
+    """Tokens per CPU second, over this process and the server, and tokens per second."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(10, 100) for _ in range(16)] for _ in range(8)]
     sampling = SamplingParams(num_samples=8, max_tokens=64, temperature=1.0)
@@ -219,7 +219,7 @@ def tokens_of(generator: Any, server_cpu: Callable[[], float], seed: int) -> tup
 
 
 def cpu_seconds(server: Server) -> float:
-    """Used so far by the living processes of a server."""
+    """CPU seconds used so far by the living processes of a server."""
     ticks = 0
     for pid in living(server.process.pid):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -231,7 +231,7 @@ def cpu_seconds(server: Server) -> float:
 
 
 def measure_modes(folder: Path) -> list[Mode]:
-    """12 steps in each mode; the completions of a prompt are held back for up to 4 s, as by a slower server."""
+    """12 steps in each mode. The completions of a prompt are delayed by up to 4 s, as by a slower server."""
     rows = []
     sizes = SMALL | {"num_hidden_layers": 8}
     with served(folder, sizes) as (server, model), slowed(server, longest=4.0) as url:
@@ -267,7 +267,7 @@ def measure_modes(folder: Path) -> list[Mode]:
 
 @contextmanager
 def slowed(server: Server, *, longest: float) -> Iterator[str]:
-    """The URL of a proxy that holds completions back, by times that depend on the prompt alone."""
+    """The URL of a proxy that delays completions, by times that depend only on the prompt."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -307,7 +307,7 @@ def slowed(server: Server, *, longest: float) -> Iterator[str]:
 
 
 def measure_demo(folder: Path) -> list[Learned]:
-    """The demo's GRPO from the same supervised weights, sampled here and on a server; three seeds."""
+    """The demo's GRPO from the same supervised weights, with local generation and with a server, for three seeds."""
     rows = []
     path = folder / "demo"
     demo.make_model(0).save_pretrained(path)
@@ -344,7 +344,7 @@ PARTS: dict[str, Callable[[Path], list[Any]]] = {
 
 
 def tables(stored: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown of what is stored."""
+    """The stored results as Markdown."""
     parts = []
     if "sync" in stored:
         lines = ["| model, MB | `weight_sync` | sent, MB | seconds, median (range) |", "| --- | --- | --- | --- |"]

@@ -1,11 +1,11 @@
-"""The memory that it takes to read partitioned weights for a server, on two processes of a CPU.
+"""The memory that is needed to read partitioned weights for a server, with two processes on a CPU.
 
-    python -m benchmarks.sharded_export          ZeRO-3 and FSDP2, some two minutes
+    python -m benchmarks.sharded_export          ZeRO-3 and FSDP2, about two minutes
     python -m benchmarks.sharded_export fsdp2    one of them
 
-A model of about 100 million random weights in float32 is read on rank 0, layer by layer and as it is, and packed into
-the messages of a `gloo` transfer; the same with an adapter that is merged; and for comparison it is gathered as a
-whole. The growth is that of a process's resident memory at its peak, over what it was before.
+Rank 0 reads a model of about 100 million random weights in float32: layer by layer without changes, then also packed
+into the messages of a `gloo` transfer, then both with a merged adapter, and for comparison gathered as a whole. The
+growth is the peak resident memory of a process minus its resident memory before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure in processes of their own, and print a table; returns the exit code."""
+    """Measure in separate processes, and print a table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backends", nargs="*", choices=[[], *BACKENDS], help="nothing: all")
     names = parser.parse_args(arguments).backends or BACKENDS
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            # Memory that is let go of goes back to the system, so that it can be seen.
+            # Freed memory is returned to the system, so that it shows in the resident memory.
             env = os.environ | {
                 "OMP_NUM_THREADS": "1",
                 "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -73,7 +73,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def measure(backend: str, folder: Path) -> None:
-    """All ways of reading under one back-end; rank 0 stores the rows."""
+    """Measure all ways of reading under one backend. Rank 0 stores the rows."""
     accelerator = make_trainer("sft", folder / "run", **enter(backend, folder)).accelerator
     rows = []
     for name, options in (("all weights", None), ("a merged adapter", {"target_modules": "all-linear", "r": 16})):
@@ -83,7 +83,7 @@ def measure(backend: str, folder: Path) -> None:
         distributed.prepare_frozen(accelerator, model)
         facts = {"backend": backend, "model": mib_of(model), "layer": max(map(mib_of, layers_of(model)))}
         weights = PolicyWeights(model)
-        weights.lead(lambda weights=weights: send(weights))  # what the first call loads stays
+        weights.lead(lambda weights=weights: send(weights))  # memory that the first call loads is kept
         for what, read in ((name, look_at), (f"{name}, packed to be sent", send)):
             rows.append(facts | {"what": what} | growth(lambda w=weights, read=read: w.lead(lambda: read(w))))
         if options is None:
@@ -107,7 +107,7 @@ def look_at(weights: PolicyWeights) -> None:
 
 
 def send(weights: PolicyWeights) -> None:
-    """As to a server that takes everything at once."""
+    """Pack the weights as for a server that takes everything at once."""
     for _ in wire.messages(weights, device=wire.HOST_DEVICE):
         pass
 
@@ -118,7 +118,7 @@ def gather(model: torch.nn.Module) -> None:
 
 
 def growth(task: Callable[[], None]) -> dict[str, Any]:
-    """Seconds, and by how much the memory of each rank grows."""
+    """Seconds, and the growth of each rank's memory."""
     distributed.wait_for_all()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here
     before, started = memory("VmRSS"), time.perf_counter()

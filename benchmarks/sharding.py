@@ -1,9 +1,9 @@
-"""What the back-ends cost on two processes: memory of each for a model, and CPU seconds of a step.
+"""What the backends cost with two processes: memory of each process for a model, and CPU seconds of a step.
 
-    python -m benchmarks.sharding memory [--sizes 768 12 2304 32000]    all back-ends, about a minute each
-    python -m benchmarks.sharding cost                                  a GRPO and a DPO step; TRL's, if it is there
+    python -m benchmarks.sharding memory [--sizes 768 12 2304 32000]    all backends, about a minute each
+    python -m benchmarks.sharding cost                                  a GRPO and a DPO step; also TRL's if installed
 
-Two gloo processes share the machine's cores, each with one thread. Nothing of a network is in these figures.
+Two gloo processes share the machine's cores, each with one thread. The figures include no network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 class Formula(NamedTuple):
-    """Weights + both moments + DeepSpeed's copy of the weights that it updates; and gradients."""
+    """Bytes of weights, both moments and the copy of the weights that DeepSpeed updates; and of gradients."""
 
     held_text: str
     held: Callable[[int], float]
@@ -37,7 +37,7 @@ class Formula(NamedTuple):
     gradients: Callable[[int], float]
 
 
-# Bytes of a weight on each of n processes in float32 with Adam: what is held between steps, and gradients beside it.
+# Bytes for each weight on each of n processes, in float32 with Adam: held between steps, and gradients in addition.
 FORMULAS = {
     "ddp": Formula("4 + 8 + 4 of buckets", lambda n: 16.0, "4", lambda n: 4.0),
     "zero1": Formula("4 + (8 + 4) / n", lambda n: 4 + 12 / n, "4", lambda n: 4.0),
@@ -55,7 +55,7 @@ STEPS = 6  # the first of them is the warm-up
 
 
 def memory(sizes: ModelSizes, backends: Sequence[str]) -> None:
-    """A table: what the first of two processes holds for SFT with Adam, between steps and at most, by back-end."""
+    """Print what the first of two processes holds for SFT with Adam, between steps and at its peak, by backend."""
     print("| back-end | bytes of a weight | formula, MiB | measured | with gradients | formula, MiB | peak measured |")
     print("|---|---|---|---|---|---|---|")
     for backend in backends:
@@ -72,7 +72,7 @@ def memory(sizes: ModelSizes, backends: Sequence[str]) -> None:
 
 
 def cost(backends: Sequence[str], rounds: int) -> None:
-    """A table: CPU seconds of a step, of both processes, in alternation over back-ends and libraries."""
+    """Print the CPU seconds of a step on both processes. Backends and libraries alternate."""
     libraries = ["prefrl", *(["trl"] if find_spec("trl") else [])]
     for name in WORKLOADS:
         seconds: dict[tuple[str, str], list[float]] = {}
@@ -99,14 +99,14 @@ def cost(backends: Sequence[str], rounds: int) -> None:
 
 
 def run(backend: str, *arguments: str) -> Any:
-    """What the first of two processes stored."""
+    """Run two processes, and return what the first one stored."""
     with tempfile.TemporaryDirectory(prefix="prefrl-bench-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         command += ["-m", "benchmarks.sharding", "worker", backend, folder, *arguments]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            # Tensors that are freed are given back at once, so that resident memory is what is held.
+            # Freed tensors are returned to the system at once, so that resident memory is what is held.
             "MALLOC_MMAP_THRESHOLD_": "65536",
             "MALLOC_TRIM_THRESHOLD_": "65536",
             "MALLOC_ARENA_MAX": "1",
@@ -146,16 +146,16 @@ def _memory(sizes: list[int], options: dict[str, Any], folder: Path) -> dict[str
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             found.update(held_mib=meter.grown_mib(), peak_mib=meter.peak_mib())
-            meter.forget_peak()  # what a back-end holds while it takes the model over is not what a run holds
+            meter.forget_peak()  # memory that a backend holds only while it prepares the model does not count
 
-    # One short text: activations are small beside weights.
+    # One short text: activations are small compared with weights.
     rows = Dataset.from_list([{"text": "t5 t6 t7 t8"} for _ in range(4)])
     arguments: dict[str, Any] = {"use_cpu": True, "max_steps": 3, "per_device_train_batch_size": 1}
     config = SFTConfig(
         output_dir=str(folder),
         report_to="none",
         save_strategy="no",
-        optim="adamw_torch_fused",  # others make temporary tensors of the size of a partition
+        optim="adamw_torch_fused",  # other optimizers make temporary tensors of the size of a partition
         **arguments,
         **options,
     )
@@ -177,7 +177,7 @@ def _cost(arguments: list[str], options: dict[str, Any], folder: Path) -> dict[s
 
     from benchmarks import inputs
 
-    inputs.build_model = _whole(inputs.build_model)  # before those who use it are imported
+    inputs.build_model = _whole(inputs.build_model)  # before the modules that use it are imported
     from benchmarks.inputs import TokenCounter
     from benchmarks.job import Setup
 
@@ -204,7 +204,7 @@ def _cost(arguments: list[str], options: dict[str, Any], folder: Path) -> dict[s
 
 
 def _whole(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Models that are made after the config are whole, too: both libraries get instances."""
+    """Build whole models even after the config was made, because both libraries get instances."""
     from prefrl import distributed
 
     def built(*arguments: Any, **options: Any) -> Any:

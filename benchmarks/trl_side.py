@@ -1,4 +1,4 @@
-"""TRL's trainers on a workload, with their fastest settings: no gradient checkpointing, and no bf16 on a CPU."""
+"""Run a workload with TRL's trainers and their fastest settings: no gradient checkpointing, and no bf16 on a CPU."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["ForcedEnd", "ForcedGenerate", "ScriptedGenerate", "build"]
 
 
 def build(setup: Setup) -> Job:
-    """Everything up to the first step."""
+    """Prepare everything up to the first step."""
     own = {"gradient_checkpointing": False, **setup.workload.trl_options}
     if setup.workload.is_online:
         return _build_grpo(setup, own)
     name = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "sft": "SFT"}[setup.workload.task]
-    module = import_module("trl")  # which only an environment of the benchmark has
+    module = import_module("trl")  # only installed in the environment of the benchmark
     args = getattr(module, f"{name}Config")(max_length=None, **setup.arguments(), **own)
     trainer = getattr(module, f"{name}Trainer")(args=args, **offline_arguments(setup))
     return job_of(setup, trainer)
@@ -45,7 +45,7 @@ def _build_grpo(setup: Setup, own: dict[str, Any]) -> Job:
 
     workload = setup.workload
     model = build_model(workload.model, seed=REFERENCE_SEED)
-    # TRL reads its reference from where the model came from.
+    # TRL loads its reference from the place that the model came from.
     folder = Path(setup.folder) / "reference"
     model.save_pretrained(folder)
     model.config._name_or_path = str(folder)
@@ -92,7 +92,7 @@ def _generation_job(setup: Setup, trainer: Any) -> Job:
 
 
 class ScriptedGenerate:
-    """In the place of `model.generate`: the workload's completions behind each prompt."""
+    """Replaces `model.generate`: returns each prompt followed by the workload's completions."""
 
     def __init__(self, workload: Workload) -> None:
         self._completions = completions_of(workload)
@@ -106,7 +106,7 @@ class ScriptedGenerate:
 
 
 class ForcedGenerate:
-    """`model.generate` whose samples have the workload's lengths."""
+    """A `model.generate` whose samples have the workload's lengths."""
 
     def __init__(self, generate: Any, workload: Workload) -> None:
         self._generate = generate
@@ -118,7 +118,7 @@ class ForcedGenerate:
 
 
 class ForcedEnd(LogitsProcessor):
-    """The end token as the last of `lengths` tokens of a row, and not before."""
+    """Forces the end token as the last of the `lengths` tokens of a row, and not before."""
 
     def __init__(self, lengths: Sequence[int], *, prompt_length: int) -> None:
         self._ending: dict[int, list[int]] = {}  # width after which a row ends -> rows
@@ -126,7 +126,7 @@ class ForcedEnd(LogitsProcessor):
             self._ending.setdefault(prompt_length + length - 1, []).append(row)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[R, V] scores with one possible token in rows that end here, in place."""
+        """[R, V] scores, changed in place: rows that end here have only one possible token."""
         scores[:, END] = -torch.inf
         for row in self._ending.get(input_ids.shape[1], ()):
             scores[row] = -torch.inf

@@ -1,6 +1,6 @@
-"""A process for each workload and library, and the parent that lets two of them take turns.
+"""One process for each workload and library, and the parent process that lets two of them take turns.
 
-A process is forked from a server that has imported everything, so it starts at once and holds the same libraries.
+Each process is forked from a server that has imported everything, so that it starts at once with the same libraries.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _SIDES: dict[Library, str] = {"trl": "benchmarks.trl_side", "prefrl": "benchmark
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a process runs."""
+    """The device and cores that a process runs on."""
 
     device: str  # cpu or cuda
-    cores: tuple[int, ...]  # it runs on these alone, with a thread for each
+    cores: tuple[int, ...]  # it runs only on these, with a thread for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ class WorkerError(Exception):
 
 
 def prepare_environment(cache: str) -> None:
-    """Environment variables of the processes; to be called before the first of them starts.
+    """Set environment variables of the processes. Must be called before the first of them starts.
 
     Args:
-        cache: An empty folder, so that nothing is read that an earlier run computed.
+        cache: An empty folder, so that no results of an earlier run are used.
     """
     os.environ.update(
         OMP_NUM_THREADS="1",
@@ -112,13 +112,13 @@ class Worker:
         theirs.close()
 
     def turn(self) -> Turn:
-        """Let it take a turn; waits for the end."""
+        """Let the process take a turn, and wait for its end."""
         with suppress(ConnectionError):  # a process that failed has left its message
             self._connection.send(None)
         return self._receive()  # type: ignore[no-any-return]
 
     def outcome(self) -> Outcome:
-        """After the last turn."""
+        """What the library logged; available after the last turn."""
         return self._receive()  # type: ignore[no-any-return]
 
     def __enter__(self) -> Self:
@@ -145,7 +145,7 @@ class Worker:
 
 
 def measure(workload: Workload, *, num_turns: int, machine: Machine) -> dict[Library, Measurement]:
-    """A warm-up and `num_turns` turns of each library, in alternation.
+    """Measure a warm-up and `num_turns` turns of each library, in alternation.
 
     Raises:
         WorkerError: A library failed.
@@ -163,7 +163,7 @@ def measure(workload: Workload, *, num_turns: int, machine: Machine) -> dict[Lib
 def _serve(
     connection: Connection, workload: Workload, library: Library, machine: Machine, num_turns: int, folder: str
 ) -> None:
-    """The process: builds the library's job, which takes its turns, and sends the outcome."""
+    """Body of the process: build the library's job, take turns, and send the outcome."""
     os.sched_setaffinity(0, machine.cores)
     try:
         connection.send(_run(connection, workload, library, machine, num_turns, folder))

@@ -1,4 +1,4 @@
-"""The table of workloads: what is run, how often, and which ratio must be reached. Data only."""
+"""The table of workloads: what is run, how often, and which ratio must be reached. This file holds only data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 __all__ = ["CPU_WORKLOADS", "CUDA_WORKLOADS", "LENGTHS", "Gate", "ModelSizes", "Task", "Workload"]
 
-# grpo_loss: GRPO on given completions. grpo: whole steps with generation. generation: nothing else.
+# grpo_loss: GRPO on given completions. grpo: whole steps with generation. generation: only generation.
 Task = Literal["grpo_loss", "grpo", "generation", "dpo", "kto", "reward", "sft"]
 
 
@@ -25,7 +25,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Least ratio TRL / prefrl of seconds (`must`) and of peak memory (`memory`); `aim` is the best that was seen."""
+    """Minimum ratios TRL / prefrl of seconds (`must`) and of peak memory (`memory`); `aim` is the best seen so far."""
 
     must: float | None = None
     aim: float | None = None
@@ -41,8 +41,8 @@ class Workload:
     | task | lengths |
     |---|---|
     | grpo_loss, grpo, generation | completions of each prompt |
-    | dpo, reward | chosen, rejected, chosen, rejected, ...: each pair has a prompt of its own |
-    | kto | responses, desirable and undesirable in turn; each has a prompt of its own |
+    | dpo, reward | chosen, rejected, chosen, rejected, ...: each pair has its own prompt |
+    | kto | responses, desirable and undesirable in turn; each has its own prompt |
     | sft | texts; there are no prompts |
     """
 
@@ -54,7 +54,7 @@ class Workload:
     prompt_length: int = 256
     num_prompts: int = 1  # of grpo_loss, grpo and generation
     options: Mapping[str, Any] = field(default_factory=dict)  # of both libraries' configs
-    trl_options: Mapping[str, Any] = field(default_factory=dict)  # of TRL's config alone
+    trl_options: Mapping[str, Any] = field(default_factory=dict)  # of TRL's config only
     steps_per_turn: int = 1  # optimizer steps that are timed together
     turns: int = 5  # timed pairs after the warm-up
     quick_turns: int = 0  # the same with --quick; 0: left out
@@ -62,17 +62,17 @@ class Workload:
 
     @property
     def is_online(self) -> bool:
-        """Whether it is about completions of prompts."""
+        """Whether the task has completions of prompts."""
         return self.task in ("grpo_loss", "grpo", "generation")
 
     @property
     def has_equal_inputs(self) -> bool:
-        """Whether both libraries learn from the same tokens; in the other tasks each samples its own."""
+        """Whether both libraries learn from the same tokens. In the other tasks, each samples its own."""
         return self.task not in ("grpo", "generation")
 
     @property
     def num_tokens(self) -> int:
-        """In each turn: of completions, or of all rows, each with its prompt."""
+        """Number of tokens in each turn: of the completions, or of all rows including their prompts."""
         prompts = 0 if self.is_online or self.task == "sft" else self.prompt_length * len(self.lengths)
         return sum(self.lengths) * self.num_prompts + prompts
 
@@ -327,7 +327,7 @@ OFFLINE_WORKLOADS = (
 )
 CPU_WORKLOADS = GRPO_LOSS_WORKLOADS + GRPO_WORKLOADS + OFFLINE_WORKLOADS
 
-# A GPU has work to do only with larger models and batches; no ratio is demanded there yet.
+# Only larger models and batches keep a GPU busy. No ratio is required there yet.
 MODEL_Q = ModelSizes(hidden_size=896, num_layers=24, ffn_size=4864, vocab_size=151936, num_heads=14)
 CUDA_WORKLOADS = (
     Workload(

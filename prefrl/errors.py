@@ -24,4 +24,4 @@ class GenerationError(PrefrlError, RuntimeError):
 
 
 class WeightSyncError(PrefrlError, RuntimeError):
-    """The generator could not be given the weights of the policy."""
+    """The weights of the policy could not be sent to the generator."""

@@ -1,4 +1,4 @@
-"""Metrics with counts: merged over micro-batches on the device, over ranks once for each log."""
+"""Metrics that carry their counts: merged over micro-batches on the device, and over ranks once per log."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
     "values_of",
 ]
 
-# A variance below this share of the mean square is what float32 makes of equal numbers: eps^2 is 1.4e-14.
+# A variance below this share of the mean square is the rounding error of equal float32 numbers: eps^2 is 1.4e-14.
 _ROUNDING_SHARE = 1e-13
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """total / count; NaN where nothing was counted."""
+    """total / count; NaN if nothing was counted."""
 
     total: float | Tensor
     count: float | Tensor
@@ -52,7 +52,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The mean over some values minus the mean over others; NaN where one of them has none."""
+    """The mean of one set of values minus the mean of another; NaN if either set is empty."""
 
     total: float | Tensor
     count: float | Tensor
@@ -128,7 +128,7 @@ class Std:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Std:
-        """Of some values."""
+        """From individual values."""
         numbers = list(values)
         return cls(sum(numbers), sum(x * x for x in numbers), len(numbers))
 
@@ -147,7 +147,7 @@ class Std:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveShare:
-    """Kong's effective sample size as a share of the samples: (sum of w)^2 / (count * sum of w^2); NaN without any."""
+    """Kong's effective sample size as a share of all samples: (sum w)^2 / (count * sum w^2); NaN without samples."""
 
     total: float | Tensor
     total_of_squares: float | Tensor
@@ -166,9 +166,9 @@ class EffectiveShare:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedVariance:
-    """How much of the returns a critic foresees: 1 - Var(R - V) / Var(R).
+    """Share of the variance of the returns that a critic explains: 1 - Var(R - V) / Var(R).
 
-    1: all of it. 0: no more than a constant does. Below 0: less. NaN where the returns do not vary.
+    1: all of it. 0: as much as a constant. Below 0: less than a constant. NaN if the returns do not vary.
     """
 
     total: float | Tensor  # of R
@@ -179,8 +179,8 @@ class ExplainedVariance:
 
     @classmethod
     def of(cls, returns: Tensor, values: Tensor, trainable: Tensor) -> ExplainedVariance:
-        """Of [N] returns R and values V, over the tokens of [N] bool `trainable`."""
-        # In float64, because the variance is the small difference of large sums.
+        """From [N] returns R and values V, over the tokens where `trainable` [N] bool is True."""
+        # In float64, because the variance is a small difference of large sums.
         r = returns.detach().double().where(trainable, 0.0)
         e = (returns.detach().double() - values.detach().double()).where(trainable, 0.0)
         return cls(r.sum(), r.square().sum(), e.sum(), e.square().sum(), trainable.sum())
@@ -211,7 +211,7 @@ def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
     """Merge `more` into `into`, key by key.
 
     Raises:
-        TypeError: A key is of one kind here and of another there.
+        TypeError: A key has different kinds of metrics in the two.
     """
     for key, metric in more.items():
         if key not in into:
@@ -223,7 +223,7 @@ def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
 
 
 def values_of(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """The numbers of metrics of which several processes have a part."""
+    """The values of metrics after merging the parts of several processes."""
     merged: dict[str, Metric] = {}
     for part in parts:
         merge(merged, part)
@@ -231,7 +231,7 @@ def values_of(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def host(metric: Metric) -> Metric:
-    """The same metric with host numbers, fit to be sent to other processes."""
+    """The same metric with host numbers, which can be sent to other processes."""
     return type(metric)(*(float(getattr(metric, f.name)) for f in fields(metric)))
 
 

@@ -1,4 +1,4 @@
-"""The one place that looks for optional packages."""
+"""The only place that imports optional packages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["is_installed", "require"]
 
 
 def is_installed(package: str) -> bool:
-    """Whether `package` can be imported; imports nothing."""
+    """Whether `package` can be imported. It is not imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def require(package: str, *, extra: str, feature: str) -> ModuleType:
-    """Import an optional package, or say which extra brings it.
+    """Import an optional package, or raise an error that names the extra to install.
 
     Args:
-        package: Import name, dotted if a sub-module is meant.
+        package: Import name; dotted for a submodule.
         extra: The extra of prefrl that installs it.
-        feature: What the user asked for, as the start of the message: `GRPO with generation="vllm"`.
+        feature: What the user asked for; the error message starts with it, as in `GRPO with generation="vllm"`.
     Raises:
         ImportError: The package is not installed.
     """

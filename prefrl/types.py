@@ -1,6 +1,6 @@
-"""What flows through prefrl: completions, rollouts, flat token batches and losses.
+"""The data types of prefrl: completions, rollouts, flat token batches and losses.
 
-Legend of shapes, used in every file: N response tokens of a flat batch, B rows, P prompts, G completions of a prompt,
+Shape letters used in every file: N response tokens of a flat batch, B rows, P prompts, G completions of a prompt,
 K rewards, V vocabulary.
 """
 
@@ -26,13 +26,13 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a generator returns for one sample; all lists have one entry for each token."""
+    """What a generator returns for one sample. All lists have one entry per token."""
 
     token_ids: list[int]
     finish_reason: FinishReason
     # Nats, under the distribution that the token was sampled from.
     logprobs: list[float] | None
-    # False on tokens of tools and environments, which the policy did not choose.
+    # False for tokens of tools and environments, which the policy did not choose.
     trainable: list[bool]
     # Optimizer step of the weights that sampled each token.
     policy_versions: list[int]
@@ -40,12 +40,12 @@ class Completion:
 
 @dataclass(slots=True)
 class Rollout:
-    """One completion with its prompt, the dataset row that it answers, and its rewards."""
+    """One completion with its prompt, the dataset row that the prompt comes from, and its rewards."""
 
     prompt_ids: list[int]
     completion: Completion
     row: Mapping[str, Any]
-    # Completions of one prompt share a number, which is unique over all ranks of a generation batch.
+    # Completions of one prompt share this number, which is unique over all ranks of a generation batch.
     group: int
     prompt: Any = None  # text or messages, as the rewards saw it
     text: Any = None  # the completion: text, or a list with one assistant message
@@ -57,44 +57,44 @@ class Rollout:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Rows of different lengths laid end to end: no padding, every prompt once.
+    """Rows of different lengths laid end to end, without padding; every prompt is stored once.
 
-    Row b reads prompt `prompt_index[b]` and then its own response. Log-probs, losses and advantages exist for response
-    tokens only, so every `[N]` tensor follows `response_ids`. Lengths and indices are host integers: reading them
-    never waits for a device.
+    Row b is prompt `prompt_index[b]` followed by its own response. Log-probs, losses and advantages exist for response
+    tokens only, so every `[N]` tensor is aligned with `response_ids`. Lengths and indices are host integers, so
+    reading them never waits for a device.
     """
 
     prompt_ids: Tensor  # [sum(prompt_lengths)] int64
-    prompt_lengths: tuple[int, ...]  # P entries, each >= 1: a first token is predicted from something
+    prompt_lengths: tuple[int, ...]  # P entries, each >= 1: the first response token is predicted from the prompt
     prompt_index: tuple[int, ...]  # B entries
     response_ids: Tensor  # [N] int64
     response_lengths: tuple[int, ...]  # B entries, each >= 1
     trainable: Tensor  # [N] bool: tokens that have a loss
     group_index: tuple[int, ...]  # B entries: rows whose rewards are compared, or the two sides of a pair
-    # B entries: True for chosen or desirable rows, False for rejected or undesirable ones, None for rows that have no
-    # side and no loss, which only estimate a KL divergence.
+    # B entries: True for chosen or desirable rows, False for rejected or undesirable ones, None for rows without a
+    # label or loss, which are only used to estimate a KL divergence.
     is_preferred: tuple[bool | None, ...] | None = None
-    margins: tuple[float, ...] | None = None  # B entries: by how much the chosen row of its pair is better
-    row_weights: tuple[float, ...] | None = None  # B entries: what a row's loss is multiplied by
+    margins: tuple[float, ...] | None = None  # B entries: by how much the chosen row of the pair is better
+    row_weights: tuple[float, ...] | None = None  # B entries: weight of each row's loss
     advantages: Tensor | None = None  # [N] float32
-    sampling_logprobs: Tensor | None = None  # [N] nats, of the distribution sampled from
+    sampling_logprobs: Tensor | None = None  # [N] nats, under the distribution that was sampled from
     old_logprobs: Tensor | None = None  # [N] nats, of the policy before this generation's first update
     ref_logprobs: Tensor | None = None  # [N] nats, of the reference model
-    ref_hidden: Tensor | None = None  # [N, h] the reference model's last hidden states, for its whole distribution
+    ref_hidden: Tensor | None = None  # [N, h] the reference's last hidden states, to compute its full distribution
     entropies: Tensor | None = None  # [N] nats, of the policy before this generation's first update
     log_collision: Tensor | None = None  # [N] nats, log sum p^2 of that policy
     values: Tensor | None = None  # [N] of the critic before this generation's first update
-    returns: Tensor | None = None  # [N] what the critic learns
-    # [N] what a token's policy loss is multiplied by where tokens or rows are selected; its denominator stays.
+    returns: Tensor | None = None  # [N] the critic's regression targets
+    # [N] factor on each token's policy loss, for losses of selected tokens or rows; the loss denominator is unchanged.
     selection: Tensor | None = None
-    nll_weights: Tensor | None = None  # [N] of the negative log-likelihood of good responses; 0 elsewhere
-    selected: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat apart
-    is_idle: bool = False  # nothing to learn: only joins the forward and backward pass of other ranks
-    # B entries: trainable tokens of each row, counted when the batch is made; they decide shapes of the forward pass.
+    nll_weights: Tensor | None = None  # [N] weights of the negative log-likelihood of good responses; 0 elsewhere
+    selected: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat differently
+    is_idle: bool = False  # nothing to learn: only takes part in the forward and backward passes of other ranks
+    # B entries: trainable tokens of each row, counted at construction; they determine shapes in the forward pass.
     trainable_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Count the trainable tokens, unless they are known."""
+        """Count the trainable tokens, unless the counts were given."""
         if len(self.trainable_counts) != self.num_rows:
             counts = torch.zeros(self.num_rows, dtype=torch.long, device=self.device)
             counts.index_add_(0, self.row_index, self.trainable.long())
@@ -122,7 +122,7 @@ class TokenBatch:
 
     @property
     def num_forward_tokens(self) -> int:
-        """Tokens that a forward pass with shared prompts runs."""
+        """Number of tokens in a forward pass with shared prompts."""
         return sum(self.prompt_lengths) + self.num_tokens
 
     @property
@@ -139,7 +139,7 @@ class TokenBatch:
 
     @cached_property
     def trainable_positions(self) -> Tensor:
-        """[M] int64: which response tokens have a loss. Their number is known, so nothing waits for the device."""
+        """[M] int64: positions of the tokens that have a loss. Their number is known: nothing waits for the device."""
         if self.num_trainable == self.num_tokens:
             return torch.arange(self.num_tokens, device=self.device)
         return torch.nonzero_static(self.trainable, size=self.num_trainable).squeeze(1)
@@ -165,7 +165,7 @@ class TokenBatch:
         return {name: tensor for name, tensor in self.tensors().items() if name != "prompt_ids"}
 
     def per_row(self) -> dict[str, tuple[Any, ...]]:
-        """The tuples with one entry for each row that are set, by name; without those that lay the rows out."""
+        """The tuples with one entry per row that are set, by name, except those that describe the layout."""
         values = {name: getattr(self, name) for name in _PER_ROW}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -173,7 +173,7 @@ class TokenBatch:
         """The chosen rows and, in the same order, the rejected rows of the same groups.
 
         Raises:
-            ValueError: `is_preferred` is not set, or a group is not one chosen and one rejected row.
+            ValueError: `is_preferred` is not set, or a group does not consist of one chosen and one rejected row.
         """
         if self.is_preferred is None:
             raise ValueError("is_preferred=None: the batch does not say which rows are chosen")
@@ -187,7 +187,7 @@ class TokenBatch:
 
     @cached_property
     def preferred(self) -> Tensor:
-        """[B] bool: rows that are chosen or desirable.
+        """[B] bool: whether a row is chosen or desirable.
 
         Raises:
             ValueError: `is_preferred` is not set.
@@ -203,11 +203,11 @@ class TokenBatch:
         return self.on_device(chosen), self.on_device(rejected)
 
     def on_device(self, values: Sequence[float]) -> Tensor:
-        """Numbers of the host as a tensor on the batch's device, without waiting for it."""
+        """Host numbers as a tensor on the batch's device, without waiting for the device."""
         return torch.tensor(values).to(self.device, non_blocking=True)
 
     def select(self, rows: Sequence[int]) -> Self:
-        """The batch of some rows, in the order given; prompts that no row reads are left out.
+        """A batch of the given rows, in the given order. Prompts that none of them uses are dropped.
 
         Raises:
             IndexError: A row number is outside 0 .. B-1.
@@ -239,20 +239,20 @@ class TokenBatch:
 
     @classmethod
     def idle(cls, token: int = 0) -> Self:
-        """One token without a loss behind another one: what a rank without rows runs while others run theirs."""
+        """A prompt and a response of one token each, without a loss: what ranks without rows run beside the others."""
         ids = torch.tensor([token])
         lengths = (1,)
         return cls(ids, lengths, (0,), ids, lengths, trainable=torch.tensor([False]), group_index=(0,), is_idle=True)
 
     def split(self, token_budget: int, *, whole_groups: bool = False) -> list[Self]:
-        """Batches of at most `token_budget` forward tokens each, as few and as even as a greedy fit finds.
+        """Split into batches of at most `token_budget` forward tokens, as few and as even as a greedy fit finds.
 
-        Rows that share a prompt stay together where they fit, because their prompt is then computed once. A single row
-        above the budget becomes a batch of its own.
+        Rows that share a prompt stay together where they fit, so that their prompt is computed once. A single row
+        above the budget becomes its own batch.
 
         Args:
-            token_budget: Prompt tokens, each prompt once, and response tokens of a batch.
-            whole_groups: Never part the rows of a group; a group above the budget becomes a batch of its own.
+            token_budget: Limit on a batch's response tokens plus its prompt tokens, each prompt counted once.
+            whole_groups: Never split a group; a group above the budget becomes its own batch.
 
         Raises:
             ValueError: The budget is not positive.
@@ -274,12 +274,12 @@ class TokenBatch:
         return [self.select(sorted(rows)) for _, rows in bins]
 
     def _cost(self, rows: Sequence[int]) -> int:
-        """Forward tokens of some rows."""
+        """Number of forward tokens of some rows."""
         prompts = {self.prompt_index[row] for row in rows}
         return sum(self.prompt_lengths[p] for p in prompts) + sum(self.response_lengths[row] for row in rows)
 
     def _pieces(self, rows: Sequence[int], token_budget: int) -> list[tuple[int, list[int]]]:
-        """Rows of one prompt, cut where the budget is full."""
+        """Rows of one prompt, cut whenever the budget is full."""
         pieces: list[tuple[int, list[int]]] = []
         for row in rows:
             length = self.response_lengths[row]
@@ -294,7 +294,7 @@ class TokenBatch:
         """One batch of all rows, in order. Prompts are not merged; groups keep their numbers.
 
         Raises:
-            ValueError: No batches, or a tensor is set in some and missing in others.
+            ValueError: There are no batches, or a tensor is set in some and missing in others.
         """
         if not batches:
             raise ValueError("concat needs at least one batch")

@@ -1,4 +1,4 @@
-"""How a process of a test that runs several of them ends."""
+"""The end of a process in a test that runs several of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Chat templates: rendering, and finding an assistant's tokens by comparing renderings.
+"""Render chat templates, and find the assistant's tokens by comparing renderings.
 
-No template is known by name. Where a turn starts and stops in the rendered conversation is found from renderings of
-parts of the conversation; or, where the template renders a part otherwise than the whole (drops earlier thinking,
-say), from a rendering with the turn's text replaced by a marker.
+No template is known by name. To find where a turn starts and stops in the rendered conversation, parts of the
+conversation are rendered separately. If the template renders a part differently than the whole (for example, because
+it drops earlier thinking), the text of the turn is replaced by a marker instead.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template with all that a rendering depends on besides the messages."""
+    """A tokenizer's chat template, with everything else that a rendering depends on besides the messages."""
 
     tokenizer: PreTrainedTokenizerBase
-    special_tokens: tuple[str, ...]  # as `special_tokens` lists them; asked for once, because it is slow
+    special_tokens: tuple[str, ...]  # as returned by `special_tokens`; stored because that function is slow
     tools: Sequence[Mapping[str, Any]] | None = None
     kwargs: Mapping[str, Any] | None = None
 
@@ -73,7 +73,7 @@ class ChatTemplate:
         Args:
             messages: The conversation.
             add_generation_prompt: End with the header of an assistant's turn.
-            continue_final_message: Leave the last turn open, so that generation goes on with it.
+            continue_final_message: Leave the last turn open, so that generation continues it.
         Raises:
             DataError: The tokenizer has no chat template, or the template raises; names template and turn.
         """
@@ -119,14 +119,14 @@ class ChatTemplate:
         for turn in range(len(messages)):
             try:
                 self._apply(messages[: turn + 1], False, False)
-            except Exception as error:  # looking for the turn whose error is the one to report
+            except Exception as error:  # find the turn that causes the error to report
                 if str(error) == reason:
                     return turn
         return len(messages) - 1
 
 
 def prompt_text(template: ChatTemplate, messages: Sequence[Message]) -> str:
-    """A prompt as generation reads it: open for an assistant's turn, or in the middle of the one it ends with.
+    """A prompt as generation reads it: it ends with the header of an assistant's turn, or inside its last such turn.
 
     Raises:
         DataError: The prompt cannot be rendered.
@@ -137,10 +137,9 @@ def prompt_text(template: ChatTemplate, messages: Sequence[Message]) -> str:
 
 
 def join_prompt(prompt: Sequence[Message], completion: Sequence[Message]) -> list[Message]:
-    """One conversation of a prompt and its completion.
+    """Join a prompt and its completion into one conversation.
 
-    A prompt that ends with an assistant's turn is one that generation continues: the completion's first message goes
-    on in that same turn.
+    If the prompt ends with an assistant's turn, the first message of the completion continues that turn.
 
     Raises:
         DataError: The completion does not start with an assistant's turn, or cannot continue the prompt's last one.
@@ -172,7 +171,7 @@ def completion_start(
         conversation: Prompt and completion, as `join_prompt` makes it.
         text: The rendered conversation.
     Raises:
-        DataError: Neither the rendered prompt nor the turn's own content tells; names the turn.
+        DataError: Neither the rendered prompt nor the turn's own content shows where; names the turn.
     """
     continues = prompt[-1]["role"] == "assistant"
     opening = prompt_text(template, prompt)
@@ -187,13 +186,13 @@ def completion_start(
 def assistant_spans(
     template: ChatTemplate, conversation: Sequence[Message], text: str, *, first_turn: int = 0
 ) -> list[Span]:
-    """Where the assistant's turns stand in a rendered conversation: what it writes, with the token that ends a turn.
+    """The spans of a rendered conversation that the assistant writes, each with the token that ends the turn.
 
     Args:
         template: Rendered the text.
         conversation: All messages.
         text: The rendered conversation.
-        first_turn: Earlier messages are left out.
+        first_turn: Number of the first message to consider.
     Raises:
         DataError: A turn cannot be found; names it.
     """
@@ -208,27 +207,27 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def trim_after_end_token(span: Span, text: str, special_tokens: tuple[str, ...]) -> Span:
-    """The span without white space after a special token at its end: generation stops before writing it."""
+    """Cut white space that follows a special token at the end of a span: generation stops before writing it."""
     stripped = text[span.start : span.stop].rstrip()
     return Span(span.start, span.start + len(stripped)) if stripped.endswith(special_tokens) else span
 
 
 def encode(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> EncodedText:
-    """Tokenise a text once, without adding special tokens, and mark the tokens of some spans.
+    """Tokenize a text once, without adding special tokens, and mark the tokens of some spans.
 
-    A token across a span's start is marked, because no other holds the span's first characters; a token across its
-    end is not.
+    A token that crosses the start of a span is marked, because no other token holds the span's first characters. A
+    token that crosses its end is not.
 
     Args:
         text: All of it.
         spans: Characters of `text`.
-        tokenizer: Fast tokenizers say where a token stands; slow ones encode the text up to each border again.
+        tokenizer: Fast tokenizers return character offsets; with slow ones, the text up to each border is encoded.
     """
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         token_ids = list(encoded["input_ids"])
         stops = [stop for _, stop in encoded["offset_mapping"]]
-        # A token that stands for no character, as a dummy prefix at 0, belongs to a span that starts there.
+        # A token without characters, such as a dummy prefix at 0, belongs to a span that starts there.
         borders = [(span.start or -1, span.stop) for span in spans]
         in_span = [any(start < stop <= end for start, end in borders) for stop in stops]
         return EncodedText(token_ids, in_span)
@@ -246,7 +245,7 @@ def _turn_span(template: ChatTemplate, conversation: Sequence[Message], turn: in
 
 
 def _turn_start(template: ChatTemplate, conversation: Sequence[Message], turn: int, text: str) -> int | None:
-    """Where generation would begin to write the turn, or else where the text that the turn brings begins."""
+    """Where generation would start to write the turn; if unknown, where the text that the turn adds starts."""
     opening = template.try_render(conversation[:turn], add_generation_prompt=True)
     if opening is not None and text.startswith(opening):
         return len(opening)
@@ -255,7 +254,7 @@ def _turn_start(template: ChatTemplate, conversation: Sequence[Message], turn: i
 
 
 def _turn_stop(template: ChatTemplate, conversation: Sequence[Message], turn: int, text: str) -> int | None:
-    """Where the conversation up to the turn stops; behind the turn's content and end token; or behind its tail."""
+    """Where the conversation up to the turn stops; else after its content and end token; else after its tail."""
     through = template.try_render(conversation[: turn + 1])
     if through is not None and text.startswith(through):
         return len(through)
@@ -268,7 +267,7 @@ def _turn_stop(template: ChatTemplate, conversation: Sequence[Message], turn: in
     if through is None or start is None:
         return None
     tail = _overlap(through, text[start:])
-    # Anything shorter than the turn's end token may be alike by chance.
+    # Anything shorter than the turn's end token may match by chance.
     ending = through.rstrip()
     ends = [len(token) for token in template.special_tokens if ending.endswith(token)]
     return start + tail if ends and tail >= max(ends) + len(through) - len(ending) else None
@@ -291,8 +290,8 @@ def _overlap(first: str, second: str) -> int:
 def _end_of_turn(ending: str, special_tokens: tuple[str, ...]) -> int:
     """The length of a turn's end token.
 
-    `ending` follows the turn's content whether or not the conversation goes on. It may hold first characters that the
-    next header shares with an end of text, as `<|` of `<|user|>` and `<|endoftext|>`.
+    `ending` is what follows the turn's content whether or not the conversation goes on. It may include characters that
+    the next header happens to share with an end-of-text token, such as `<|` of `<|user|>` and `<|endoftext|>`.
     """
     ends = [ending.rfind(token) + len(token) for token in special_tokens if token in ending]
     return max(ends, default=len(ending))
@@ -309,12 +308,12 @@ def _not_found_message(template: ChatTemplate, conversation: Sequence[Message], 
 
 
 def _token_at(character: int, text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number of tokens that the text up to a character shares with all of it."""
+    """The number of leading tokens that the text up to a character has in common with the whole text."""
     head = tokenizer(text[:character], add_special_tokens=False, verbose=False)["input_ids"]
     return common_length(head, token_ids)
 
 
 def common_length(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many first items two sequences share."""
+    """The number of leading items that two sequences have in common."""
     shortest = min(len(a), len(b))
     return next((i for i in range(shortest) if a[i] != b[i]), shortest)

@@ -1,4 +1,4 @@
-"""Token lists to flat batches. Pure functions: no random state, no padding."""
+"""Make flat batches of lists of tokens. The functions are pure: there is no random state and no padding."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def flat_batch(
     trainable: Sequence[Sequence[bool]] | None = None,
     groups: Sequence[int] | None = None,
 ) -> TokenBatch:
-    """Lay rows end to end; rows of a group that have the same prompt share it, wherever in the batch they stand.
+    """Lay rows end to end. Rows of a group with equal prompts share the prompt, wherever in the batch they are.
 
     Args:
         prompts: B lists of ids, none empty.
         responses: B lists of ids, none empty.
-        trainable: B lists of flags, one for each response token. None: all have a loss.
-        groups: B numbers. None: each row is a group of its own.
+        trainable: B lists of flags, one for each response token. None: all tokens have a loss.
+        groups: B numbers. None: each row is its own group.
     Raises:
         DataError: Numbers of rows differ, a prompt or response is empty, or flags and tokens differ in length.
     """
@@ -66,10 +66,10 @@ def flat_batch(
 
 
 def sft_batch(rows: Sequence[Row]) -> TokenBatch:
-    """Rows of a prepared SFT dataset as a batch: what stands before the first token with a loss is the prompt.
+    """Make a batch of rows of a prepared SFT dataset. The tokens before the first one with a loss are the prompt.
 
-    Tokens after the last one with a loss are left out: nothing depends on them. A packed row gives one row for each of
-    its sequences that has a loss.
+    Tokens after the last one with a loss are dropped, because nothing depends on them. A packed row gives one row for
+    each of its sequences that has a loss.
 
     Args:
         rows: `input_ids`, `trainable`, and for packed rows `seq_lengths`.
@@ -88,15 +88,15 @@ def sft_batch(rows: Sequence[Row]) -> TokenBatch:
 
 
 def preference_batch(rows: Sequence[Row]) -> TokenBatch:
-    """Pairs of a prepared preference dataset: batch rows 2k and 2k+1 are the chosen and the rejected side of pair k.
+    """Make a batch of pairs: its rows 2k and 2k+1 are the chosen and the rejected side of pair k.
 
-    The sides share their prompt and are group k.
+    The two sides share their prompt and form group k.
 
     Args:
         rows: `prompt_ids`, `chosen_ids`, `rejected_ids`; and, in all rows or in none, `ref_chosen_logprobs` and
-            `ref_rejected_logprobs`, the nats of each token of a side.
+            `ref_rejected_logprobs`, the reference's log-prob of each token of a side, in nats.
     Raises:
-        DataError: A column is missing in a row, has no tokens, or not one log-prob for each token.
+        DataError: A row lacks a column, a column has no tokens, or not one log-prob for each token.
     """
     sides = ("chosen", "rejected")
     has_ref = any(_has_column(rows, f"ref_{side}_logprobs") for side in sides)
@@ -110,18 +110,19 @@ def preference_batch(rows: Sequence[Row]) -> TokenBatch:
 
 
 def unpaired_batch(rows: Sequence[Row]) -> TokenBatch:
-    """Labelled completions, each followed by its KL completion, if any: another prompt's, behind its own prompt.
+    """Make a batch of labeled completions, each followed by its KL completion, if it has one.
 
-    Group k is dataset row k. A KL completion only estimates a divergence, so it has no side and weight 0: sides and
-    weights count labelled completions alone. Its tokens are trainable, as all are whose log-probs a loss sums.
+    A KL completion is the completion of another prompt, appended to this row's prompt. Group k is dataset row k. The
+    KL completion only serves to estimate a divergence, so it has no side and weight 0: sides and weights count labeled
+    completions only. Its tokens are trainable, like all tokens whose log-probs a loss sums.
 
     Args:
-        rows: `prompt_ids`, `completion_ids`, `label`: True for desirable ones; optional `KL_completion_ids`, which may
-            be empty; and, in all rows or in none, `weight`, and `ref_logprobs` with `ref_KL_logprobs` where there is
-            a KL completion: the nats of each token.
+        rows: `prompt_ids`, `completion_ids`, `label` (True for desirable completions); optionally `KL_completion_ids`,
+            which may be empty; and, in all rows or in none, `weight`, and `ref_logprobs`, with `ref_KL_logprobs` where
+            there is a KL completion: the reference's log-prob of each token, in nats.
     Raises:
-        DataError: A column is missing in a row, has no tokens, or not one log-prob for each token; a label is not a
-            bool, or a weight not a finite number.
+        DataError: A row lacks a column, a column has no tokens, or not one log-prob for each token; a label is not a
+            bool, or a weight is not a finite number.
     """
     has_ref, weights = _has_column(rows, "ref_logprobs"), _numbers(rows, "weight")
     sequences = []
@@ -139,19 +140,20 @@ def unpaired_batch(rows: Sequence[Row]) -> TokenBatch:
 
 
 def reward_batch(rows: Sequence[Row], *, padding_id: int) -> TokenBatch:
-    """Pairs of whole sequences for a model that scores a sequence at its last token; rows as in `preference_batch`.
+    """Make a batch of pairs of whole sequences for a model that scores a sequence at its last token.
 
-    Padding at a sequence's end is left out: transformers' classifiers score the last token that is not padding, and
-    where a tokenizer pads with its end token that is the token before the end. The tokens that both sequences start
-    with are their prompt, at least one: two sequences that differ in the first have a prompt each. A response ends
-    with an extra token, which alone is trainable. No forward pass feeds the last token of a response, so that the
-    place where the extra one would be predicted is the sequence's true last token.
+    The rows are in the order of `preference_batch`. Padding tokens at the end of a sequence are removed, because
+    transformers' classifiers score the last token that is not padding; if a tokenizer pads with its end token, that is
+    the token before the end token. The common start of both sequences is their shared prompt, of at least one token;
+    if they already differ in the first token, each has its own prompt. Each response ends with an extra token, which
+    is the only trainable one. A forward pass never reads the last token of a response, so the position that would
+    predict the extra token is the true last token of the sequence.
 
     Args:
         rows: `chosen_ids`, `rejected_ids`; and, in all rows or in none, `margin`.
-        padding_id: The padding token, and the extra one.
+        padding_id: The padding token, which also serves as the extra token.
     Raises:
-        DataError: A column is missing in a row or has no tokens, or a margin is not a finite number.
+        DataError: A row lacks a column, a column has no tokens, or a margin is not a finite number.
     """
     margins = _numbers(rows, "margin")
     prompts, responses, groups = [], [], []
@@ -171,7 +173,7 @@ def reward_batch(rows: Sequence[Row], *, padding_id: int) -> TokenBatch:
 
 
 def _without_padding(token_ids: list[int], padding_id: int) -> list[int]:
-    """The sequence up to its last token that is not padding; a sequence of nothing else keeps one token."""
+    """The sequence up to its last token that is not padding. If all tokens are padding, one of them is kept."""
     length = len(token_ids)
     while length > 1 and token_ids[length - 1] == padding_id:
         length -= 1

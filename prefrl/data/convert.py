@@ -1,6 +1,6 @@
-"""Preference data in other forms: the common start of two sides as a prompt, and each side as a labelled completion.
+"""Convert preference data: extract the common start of both sides as a prompt, or turn each side into a labeled row.
 
-Both work on rows as they are published, before tokenisation, and read streams lazily.
+Both functions work on raw rows, before tokenization, and read streams lazily.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _UNPAIRED = ("completion", "label")
 
 
 def extract_prompt(data: AnyData | Mapping[str, Any], num_proc: int | None = None) -> Any:
-    """Take the prompt out of `chosen` and `rejected` where it is only what both start with.
+    """Make an implicit prompt explicit: move the common start of `chosen` and `rejected` into `prompt`.
 
     - Text: the prompt stops where the sides begin to differ, or at the start of the word in which they do. A space
-      before that goes to the completions, because tokenizers take it for the start of a word.
-    - Conversations: the messages that both sides start with, up to one that an assistant answers.
+      before that word goes to the completions, because tokenizers treat it as the start of the word.
+    - Conversations: the prompt is the common messages, up to one that an assistant answers.
 
-    What has a prompt already, of the same type as the sides, is returned as it is. A prompt in text beside
-    conversations repeats what they say, and is replaced.
+    Data that already has a prompt of the same type as the sides is returned unchanged. A text prompt beside
+    conversations only repeats their start, and is replaced.
 
     Args:
         data: A preference dataset, its splits, or one row.
-        num_proc: Processes that read a map-style dataset.
+        num_proc: Number of processes for a map-style dataset.
     Returns:
-        The same kind of thing with columns `prompt`, `chosen`, `rejected`, and all others; of a row these three.
+        The same kind of object with columns `prompt`, `chosen`, `rejected` and all others; for a row only these three.
     Raises:
         ConfigError: `num_proc` for a stream or a row.
         DataError: Not preference data, or two sides with no common start; names the row.
@@ -64,25 +64,25 @@ def extract_prompt(data: AnyData | Mapping[str, Any], num_proc: int | None = Non
 
 
 def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None) -> AnyData:
-    """Make of each pair two rows: the chosen completion with label True, and the rejected one with label False.
+    """Turn each pair into two rows: the chosen completion with label True, and the rejected one with label False.
 
-    Neighbours answer different prompts and labels alternate: KTO can take a neighbour's completion as one that does
-    not fit a prompt, and micro-batches have both labels, without shuffling too. For that, of each 1000 pairs first one
-    side comes, of even ones the chosen and of odd ones the rejected, and then the other. The order is the same for any
-    number of processes.
+    Neighboring rows answer different prompts, and labels alternate. Even without shuffling, KTO can therefore use a
+    neighbor's completion as one that does not belong to a prompt, and micro-batches contain both labels. To achieve
+    this, each block of 1000 pairs first gives one side of each pair (chosen for even pairs, rejected for odd ones) and
+    then the other sides. The order does not depend on the number of processes.
 
-    Other columns are repeated for both rows, except those about the pair: `margin`, and names with "chosen" or
+    Other columns are repeated for both rows, except those about the pair: `margin`, and names that contain "chosen" or
     "rejected".
 
     Args:
-        dataset: Preference data, or its splits, with `prompt` or what `extract_prompt` makes one of.
-        num_proc: Processes that make prompts of a map-style dataset without any.
+        dataset: Preference data, or its splits, with a `prompt` or with an implicit one (see `extract_prompt`).
+        num_proc: Number of processes that extract the prompts of a map-style dataset.
     Returns:
-        Columns `prompt`, `completion`, `label: bool`, and others.
+        The columns `prompt`, `completion`, `label: bool`, and the others.
     Raises:
         ConfigError: `num_proc` for a stream.
-        DataError: Not preference data, two sides with no common start and no prompt, or a column has one of the names
-            above already.
+        DataError: Not preference data, two sides with no common start and no prompt, or a column that already has one
+            of the names above.
     """
     if isinstance(dataset, _Splits):
         return type(dataset)({name: unpair_preference_dataset(d, num_proc) for name, d in dataset.items()})
@@ -107,7 +107,7 @@ def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None) -> 
 
 
 def common_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Message]:
-    """The messages that two conversations start with, up to one that an assistant answers.
+    """The common messages at the start of two conversations, up to one that an assistant answers.
 
     Raises:
         DataError: There is none, or a side does not go on with an assistant's message.
@@ -145,7 +145,7 @@ def _with_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_length(chosen: str, rejected: str) -> int:
-    """Characters of the prompt that two texts start with."""
+    """The number of characters of the common prompt of two texts."""
     differ = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     stop = differ
     while stop and any(_is_inside_word(side, stop) for side in (chosen, rejected)):
@@ -160,7 +160,7 @@ def _prompt_length(chosen: str, rejected: str) -> int:
 
 
 def _is_inside_word(text: str, position: int) -> bool:
-    """Whether a word goes on across a position."""
+    """Whether a position is inside a word."""
     return all(character.isalnum() for character in text[position - 1 : position + 1])
 
 
@@ -183,7 +183,7 @@ def _unpair_batch(batch: Mapping[str, list[Any]], kept: Sequence[str]) -> dict[s
 
 
 def _unpaired_features(features: datasets.Features | None, kept: Sequence[str]) -> datasets.Features | None:
-    """The types of what `_unpair_batch` returns; None: not known, or the sides' messages have different keys."""
+    """The types of the columns of `_unpair_batch`; None: unknown, or the messages of the sides have different keys."""
     if features is None or features["chosen"] != features["rejected"]:
         return None
     types = {name: features[name] for name in kept}

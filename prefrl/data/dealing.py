@@ -1,4 +1,4 @@
-"""How the rows of an optimizer step are dealt over ranks, so that all of them have about as much to do."""
+"""Distribute the rows of an optimizer step over ranks, so that all ranks have about the same amount of work."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ __all__ = ["Dealing", "deal", "dealing_of", "forward_cost"]
 T = TypeVar("T")
 Lengths = TypeVar("Lengths", float, "NDArray[np.float64]")
 
-# Columns of prepared rows that hold tokens end like this; the others are forward passes of their own behind the first.
+# Columns of prepared rows that hold tokens have this suffix: the prompt, responses to it, or whole sequences.
 _PROMPT, _TOKENS = "prompt_ids", "_ids"
 
 
 def deal(costs: Sequence[float], num_parts: int, *, equal_counts: bool) -> list[list[int]]:
-    """Deal items into parts so that the costliest part costs little more than the others.
+    """Distribute items over parts so that the most expensive part costs little more than the others.
 
-    From the costliest on, each item goes to the part that costs least so far: the costliest part is then at most a
-    third above the best there is. Consecutive shares are taken instead where they are as good.
+    Starting with the most expensive, each item goes to the part with the lowest cost so far. The most expensive part
+    then costs at most a third more than in the best possible distribution. Consecutive shares are used instead if they
+    are as good.
 
     Args:
-        costs: Of each item, >= 0.
+        costs: Cost of each item, >= 0.
         num_parts: Number of parts.
-        equal_counts: Numbers of items in two parts differ by at most one.
+        equal_counts: The numbers of items of any two parts must differ by at most one.
 
     Returns:
-        The numbers of the items of each part, the costliest first.
+        The item numbers of each part, the most expensive first.
 
     Source: Graham 1969, SIAM Journal on Applied Mathematics 17(2) (longest processing time first)
     """
@@ -64,15 +65,15 @@ def _costliest_first(items: Sequence[int], costs: Sequence[float]) -> list[int]:
 
 
 def forward_cost(prompt: Lengths, responses: Sequence[Lengths], *, hidden_size: int) -> Lengths:
-    """What rows with a common prompt cost, in tokens whose attention is free:
+    """The cost of rows with a common prompt, in units of a token without attention:
 
         P + sum R_i + [P^2 + sum((P + R_i)^2 - P^2)] / (12 h)
 
-    This is the formula of `models.flops` for layers of 12 h^2 weights, without the head.
+    This is the formula of `models.flops` for layers with 12 h^2 weights, without the head.
 
     Args:
         prompt: P, tokens of the prompt; 0 if there is none.
-        responses: R_i, tokens of what follows it.
+        responses: R_i, tokens of each response.
         hidden_size: h.
     """
     tokens, pairs = prompt, prompt * prompt
@@ -84,28 +85,28 @@ def forward_cost(prompt: Lengths, responses: Sequence[Lengths], *, hidden_size: 
 
 @dataclass(frozen=True)
 class Dealing:
-    """What decides which rows of a step a rank takes.
+    """Decides which rows of a step a rank takes.
 
     Args:
-        cost_of: Cost of a row: of its number in a dataset, or of the row itself in a stream.
-        equal_counts: Ranks take equal numbers of rows, up to one; else as many as make equal costs.
+        cost_of: Cost of a row, given its number in a dataset, or the row itself in a stream.
+        equal_counts: Ranks take equal numbers of rows, up to one. Otherwise the numbers may differ to balance costs.
     """
 
     cost_of: Callable[[Any], float]
     equal_counts: bool
 
     def share(self, rows: Sequence[T], *, rank: int, world_size: int) -> list[T]:
-        """The rows of a rank, the costliest first."""
+        """The rows of a rank, the most expensive first."""
         costs = [self.cost_of(row) for row in rows]
         return [rows[item] for item in deal(costs, world_size, equal_counts=self.equal_counts)[rank]]
 
 
 def dealing_of(dataset: AnyDataset, *, hidden_size: int, equal_counts: bool) -> Dealing:
-    """How the prepared rows of a dataset or stream are dealt.
+    """The way in which the prepared rows of a dataset or stream are distributed.
 
     Args:
-        dataset: With `prompt_ids` and other columns of tokens behind it, or columns of whole sequences.
-        hidden_size: Of the model.
+        dataset: With `prompt_ids` and columns of responses to it, or with columns of whole sequences.
+        hidden_size: Hidden size of the model.
         equal_counts: See `Dealing`.
     """
     if isinstance(dataset, datasets.IterableDataset):

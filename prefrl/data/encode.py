@@ -1,4 +1,4 @@
-"""One row's text or messages to token ids: what all preparations share. Everything is tokenised once."""
+"""Encode the text or messages of a row as token ids. All dataset preparations use this; text is tokenized once."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 Truncation = Literal["left", "right", "error"]
 
-# `datasets` caches a map's result under the map's arguments and does not see a change of the code in this room:
-# raise this number when the same row gives other tokens than before.
+# `datasets` caches the result of a map under its arguments and does not notice changes to the code of this package.
+# Increase this number when a row gives other tokens than before.
 _CACHE_VERSION = 2
-# Rows tried for one that shows how a conversation ends.
+# How many rows are tried to find out how a conversation ends.
 _ROWS_LOOKED_AT = 10
 
 
 @dataclass(frozen=True)
 class EncodedPair:
-    """The tokens of a prompt and a completion, tokenised together; the completion's begin at `start`."""
+    """The tokens of a prompt and a completion, tokenized together. The completion begins at `start`."""
 
     token_ids: list[int]
     start: int
@@ -46,7 +46,7 @@ class EncodedPair:
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """All that the tokens of a text or conversation depend on besides itself."""
+    """Encodes texts and conversations; holds everything that the tokens depend on besides the text itself."""
 
     tokenizer: PreTrainedTokenizerBase
     is_conversational: bool
@@ -56,7 +56,7 @@ class RowEncoder:
     cache_version: int = _CACHE_VERSION
 
     def document(self, text: str, *, start: int = 0) -> EncodedText:
-        """Plain text with the tokenizer's prefix before and EOS behind it; marks the tokens from a character on."""
+        """Encode plain text between the tokenizer's prefix and EOS, and mark the tokens from a character on."""
         body = encode(text, [Span(start, len(text))], self.tokenizer)
         prefix = self.prefix(text)
         # Without an end-of-text token a model never learns to stop.
@@ -67,14 +67,14 @@ class RowEncoder:
         )
 
     def text_pair(self, prompt: str, completion: str) -> EncodedPair:
-        """Two plain texts that follow each other, with EOS. A token across the border is the completion's."""
+        """Encode a plain prompt and completion with EOS. A token that crosses the border belongs to the completion."""
         encoded = self.document(prompt + completion, start=len(prompt))
         return EncodedPair(encoded.token_ids, encoded.in_span.index(True))
 
     def chat_pair(
         self, template: ChatTemplate, prompt: Sequence[Message], conversation: Sequence[Message]
     ) -> EncodedPair:
-        """A conversation that begins with a prompt, up to the token that ends its last turn.
+        """Encode a conversation that begins with a prompt, up to the token that ends its last turn.
 
         Raises:
             DataError: The template fails, does not show where the completion starts, or gives it no tokens.
@@ -88,8 +88,8 @@ class RowEncoder:
         return EncodedPair(encoded.token_ids[:stop], encoded.in_span.index(True))
 
     def prefix(self, text: str) -> tuple[int, ...]:
-        """What the tokenizer puts before this text."""
-        # Text that a chat template has rendered before may have its BOS already; a second one would be wrong.
+        """The tokens that the tokenizer puts before this text."""
+        # Text that was already rendered with a chat template may contain its BOS; a second one would be wrong.
         bos = self.tokenizer.bos_token
         return () if bos and text.startswith(bos) else self.prefix_ids
 
@@ -115,11 +115,11 @@ class RowEncoder:
     def warn_without_end_token(
         self, dataset: AnyDataset, encode_row: Callable[[Mapping[str, Any]], list[int]]
     ) -> None:
-        """Look whether conversations end with a special token; plain text always does.
+        """Warn if conversations do not end with a special token, as plain text always does.
 
         Args:
-            dataset: Its first row that can be encoded is looked at.
-            encode_row: Gives a row's tokens without truncation.
+            dataset: Its first row that can be encoded is checked.
+            encode_row: Returns the tokens of a row without truncation.
         """
         if not self.is_conversational:
             return
@@ -185,7 +185,7 @@ def kept(length: int, max_length: int | None, truncation: Truncation) -> slice:
 
 
 def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that the tokenizer puts before a text; those that it puts behind belong to no prompt."""
+    """The ids that the tokenizer puts before a text. Ids that it appends are not part of a prompt."""
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     with_special = list(tokenizer("a")["input_ids"])
     starts = range(len(with_special) - len(plain) + 1)

@@ -9,8 +9,8 @@
 | preference, implicit prompt | `chosen`, `rejected`: str | `chosen`, `rejected`: lists of messages |
 | unpaired | `prompt`, `completion`: str; `label`: bool | `prompt`, `completion`: lists of messages; `label`: bool |
 
-With an implicit prompt, chosen and rejected are whole texts or conversations, and what both start with is the prompt.
-A `prompt` in text beside chosen and rejected conversations only repeats what they say, and is not read. A message is
+With an implicit prompt, chosen and rejected are whole texts or conversations, and their common start is the prompt. A
+text `prompt` beside chosen and rejected conversations only repeats their start, and is not read. A message is
 `{"role": ..., "content": ...}`; `{"from": ..., "value": ...}` is converted. Datasets are map-style or streams.
 """
 
@@ -49,7 +49,7 @@ Style = Literal["standard", "conversational"]
 AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 Message = dict[str, Any]
 
-# Names under which a message holds its thinking, besides a block in its content.
+# Keys under which a message may hold its thinking, other than as a block of its content.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
@@ -68,7 +68,7 @@ class Format:
 class _Layout:
     kind: Kind
     columns: tuple[str, ...]
-    style: Style | None  # None: the values tell
+    style: Style | None  # None: determined by the values
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ _LAYOUTS = (
     _Layout("unpaired", ("prompt", "completion", "label"), None),
 )
 
-# Names under which published datasets keep the column that we look for.
+# Names that published datasets use for the columns that prefrl needs.
 _SYNONYMS = {
     "text": ("content", "document", "body"),
     "messages": ("conversation", "dialog", "dialogue", "chat"),
@@ -105,19 +105,19 @@ _VALUE_TYPES: dict[Style | None, str] = {
     "conversational": "list of messages",
     None: "str | list of messages",
 }
-# Rows looked through for one that has a value in every column and so tells the style.
+# How many rows are searched for one that has a value in every column and so shows the style.
 _ROWS_LOOKED_AT = 100
-# A turn with one of these says something even if its content is empty.
+# A turn with one of these keys is not empty, even if its content is.
 _CONTENT_SUBSTITUTES = ("tool_calls", *REASONING_FIELDS)
 
 
 def detect_format(dataset: AnyDataset, kinds: Sequence[Kind], *, text_field: str = "text") -> Format:
-    """Tell a dataset's format from its column names and the values of its first row that has values.
+    """Detect the format of a dataset from its column names and from the values of its first row that has values.
 
     Args:
         dataset: Not empty. A stream is opened once, for its first rows.
-        kinds: The kinds that the caller can use.
-        text_field: The column that holds the text of standard language modelling.
+        kinds: The kinds that the caller accepts.
+        text_field: The column that holds the text of standard language modeling.
     Raises:
         DataError: Not a dataset, empty, a column is missing, the columns fit several formats, or a value of the first
             row is neither text nor messages.
@@ -132,7 +132,7 @@ def detect_format(dataset: AnyDataset, kinds: Sequence[Kind], *, text_field: str
     fitting = [layout for layout in layouts if set(layout.columns) <= set(names)]
     if not fitting:
         raise DataError(_missing_columns_message(names, layouts))
-    # prompt + completion also fits prompt alone: the layout that uses more columns is meant.
+    # prompt + completion also fits prompt alone: the layout with more columns is the intended one.
     largest = [a for a in fitting if not any(set(a.columns) < set(b.columns) for b in fitting)]
     if len(largest) > 1:
         raise DataError(
@@ -147,13 +147,13 @@ def detect_format(dataset: AnyDataset, kinds: Sequence[Kind], *, text_field: str
 
 
 def column_names(dataset: AnyDataset) -> list[str]:
-    """The columns of a dataset; those of its first row if a stream does not know them."""
+    """The columns of a dataset, or of its first row if it is a stream that does not know its columns."""
     names: list[str] = dataset.column_names or list(next(iter(dataset), {}))
     return names
 
 
 def check_not_reserved(dataset: AnyDataset, reserved: Sequence[str]) -> None:
-    """Refuse datasets that already have the columns that preparation adds.
+    """Refuse a dataset that already has a column of the names that preparation adds.
 
     Raises:
         DataError: A reserved column is present.
@@ -262,7 +262,7 @@ def _type_of(column: str, style: Style | None) -> str:
 
 def _missing_columns_message(columns: Sequence[str], layouts: Sequence[_Layout]) -> str:
     near = {name: _nearest(name, columns) for layout in layouts for name in layout.columns if name not in columns}
-    # The layout that was probably meant: the one with fewest columns that nothing present resembles.
+    # The layout that was probably intended: the one with the fewest columns that no present column resembles.
     meant = min(layouts, key=lambda layout: sum(name in near and near[name] is None for name in layout.columns))
     missing = [name for name in meant.columns if name in near]
     hints = [

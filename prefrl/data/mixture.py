@@ -1,4 +1,4 @@
-"""One dataset made of several."""
+"""Mix several datasets into one."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Stopping = Literal["first_exhausted", "all_exhausted"]
 def mix_datasets(
     parts: Mapping[str, AnyDataset], *, weights: Mapping[str, float] | None, seed: int, stopping: Stopping
 ) -> AnyDataset:
-    """Draw each row from one of several datasets at random, or lay them end to end.
+    """Draw each row at random from one of several datasets, or concatenate the datasets.
 
-    The rows of a dataset keep their order. The mix of streams is the same in each epoch, unless it is shuffled.
+    The rows of each dataset keep their order. A mixture of streams is the same in each epoch, unless it is shuffled.
 
     Args:
         parts: Datasets by name, all map-style or all streams, with the same columns.
-        weights: In proportion to which the datasets are drawn from; they need not sum to 1. None: one after the other,
-            each once, without regard to `seed` and `stopping`.
-        seed: Of the drawing.
-        stopping: "first_exhausted": stop when a dataset has no more rows, so that none is seen twice;
-            "all_exhausted": stop when all have been seen, and start those over that end before.
+        weights: The datasets are drawn from in proportion to these; they need not sum to 1. None: the datasets are
+            concatenated, and `seed` and `stopping` are not used.
+        seed: Seed of the draws.
+        stopping: "first_exhausted": stop when one dataset has no more rows, so that no row is seen twice.
+            "all_exhausted": stop when all rows have been seen, and restart datasets that end earlier.
     Raises:
         ConfigError: No datasets, or weights that are not positive or not one for each dataset.
-        DataError: A dataset is empty, or of another kind or with other columns than the first.
+        DataError: A dataset is empty, or differs from the first in its kind or its columns.
     """
     if not parts:
         raise ConfigError("a mixture of 0 datasets: give at least one")

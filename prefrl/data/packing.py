@@ -1,6 +1,6 @@
-"""Packing of tokenised rows into rows of up to `max_length` tokens. Deterministic.
+"""Pack tokenized rows into rows of up to `max_length` tokens. The result is deterministic.
 
-Over the whole of a map-style dataset; over windows of a stream.
+A map-style dataset is packed as a whole, a stream in windows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _WINDOW = 1000  # rows of a stream that are packed together
 
 
 def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: longest first, each into the fullest bin that has room. At most 11/9 OPT + 6/9 bins.
+    """Best-fit decreasing: each sequence, longest first, goes into the fullest bin that has room for it.
 
-    Time is O(n log n) with a bisection over the distinct amounts of room, of which there are at most `capacity`.
+    The result has at most 11/9 OPT + 6/9 bins.
+    The time is O(n log n), with a bisection over the distinct amounts of free room, of which there are at most
+    `capacity`.
 
     Args:
         lengths: Tokens of each sequence, each >= 1.
@@ -65,12 +67,12 @@ def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_dataset(dataset: AnyDataset, *, max_length: int, strategy: PackingStrategy = "bfd") -> AnyDataset:
-    """Put several tokenised rows into one. Of a stream, each window of 1000 rows is packed by itself.
+    """Put several tokenized rows into one. In a stream, each window of 1000 rows is packed separately.
 
-    - "bfd" keeps every row whole (`pack_bfd`); attention stays inside a row's sequence.
-    - "wrapped" lays all rows end to end and cuts every `max_length` tokens. A piece is one sequence, in which a
-      document sees the ones before it; no document's start has a loss, and neither has the first token of a piece.
-      Pieces without any loss are left out.
+    - "bfd" keeps every row whole (`pack_bfd`). Attention stays within each original row.
+    - "wrapped" lays all rows end to end and cuts them every `max_length` tokens. A piece is one sequence, in which a
+      document attends to the ones before it. The first token of a document or a piece has no loss. Pieces without any
+      loss are dropped.
 
     Args:
         dataset: `input_ids` and `trainable`, as `prepare_sft_dataset` gives them.
@@ -79,7 +81,7 @@ def pack_dataset(dataset: AnyDataset, *, max_length: int, strategy: PackingStrat
     Returns:
         Columns `input_ids`, `trainable` and `seq_lengths: list[int]`, the lengths of the sequences of a row.
     Raises:
-        ConfigError: `max_length` below 2: no token would have one before it.
+        ConfigError: `max_length` below 2: no token would have a predecessor.
         DataError: A row is longer than `max_length` ("bfd"), or no piece has a loss ("wrapped", not for streams).
     """
     if max_length < 2:
@@ -144,11 +146,11 @@ def _flat(column: pa.ChunkedArray) -> _Array:
 
 
 def _list_column(values: _Array, counts: _Array) -> pa.ChunkedArray:
-    """A column of lists in chunks, because Arrow counts the values of a chunk in 32 bits."""
+    """A column of lists, in chunks, because Arrow counts the values of a chunk with 32 bits."""
     rows_per_chunk = 10_000
     borders = np.concatenate([[0], np.cumsum(counts)])
     chunks = []
-    for row in range(0, max(len(counts), 1), rows_per_chunk):  # a chunk without rows tells the type
+    for row in range(0, max(len(counts), 1), rows_per_chunk):  # an empty column still needs one chunk, for its type
         part = borders[row : row + rows_per_chunk + 1]
         offsets = pa.array((part - part[0]).astype(np.int32))
         chunks.append(pa.ListArray.from_arrays(offsets, pa.array(values[part[0] : part[-1]])))

@@ -1,7 +1,7 @@
-"""Datasets of preferences to datasets of token ids: pairs, pairs for a reward model, and single rated completions.
+"""Tokenize preference datasets: pairs, pairs for a reward model, and single labeled completions.
 
-A prompt's tokens are the same for everything that follows it. Prompt and completion are tokenised together, and tokens
-of the prompt's end that depend on what follows belong to the completion.
+All completions of a prompt see the same prompt tokens. Prompt and completion are tokenized together; tokens at the end
+of the prompt that depend on what follows belong to the completion.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REWARD = datasets.Features(chosen_ids=_IDS, rejected_ids=_IDS)
 _UNPAIRED = datasets.Features(prompt_ids=_IDS, completion_ids=_IDS, label=datasets.Value("bool"))
 _MISMATCHED = "KL_completion_ids"
 
-_WINDOW = 1000  # rows among which a row looks for the completion of another prompt
+_WINDOW = 1000  # rows within which a row looks for the completion of another prompt
 
 
 def prepare_preference_dataset(
@@ -55,21 +55,21 @@ def prepare_preference_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
 ) -> AnyDataset:
-    """Tokenise pairs of a chosen and a rejected completion of one prompt.
+    """Tokenize pairs of a chosen and a rejected completion of one prompt.
 
-    Plain text gets an EOS token at its end unless it has one; conversations end with the token that ends the last
-    turn. An implicit prompt is what both sides start with: tokens of a text; messages of a conversation, up to the
-    assistant's first turn after which they differ.
+    EOS is appended to plain text unless it already ends with it; conversations end with the token that ends the last
+    turn. An implicit prompt is the common start of both sides: tokens of a text, or messages of a conversation, up to
+    one that an assistant answers.
 
     Args:
-        dataset: Preference format; a stream is tokenised while it is read.
+        dataset: Preference format; a stream is tokenized while it is read.
         tokenizer: With an EOS token, and for conversations with a chat template.
         max_length: Tokens of prompt and completion; None: no limit.
-        truncation: "right" cuts the ends of completions, "left" the start of the prompt so that the longer side fits,
-            "error": longer rows cannot be used.
+        truncation: "right" cuts off the ends of completions, "left" the start of the prompt so that the longer side
+            fits; with "error", longer rows cannot be used.
         invalid_rows: What happens to rows that cannot be used, see `prefrl.data.rows.map_rows`.
-        chat_template_kwargs: For the template of all rows; a row's own column of that name goes first.
-        num_proc: Processes that tokenise; None for a stream.
+        chat_template_kwargs: For the template of all rows; a row's own column of that name takes precedence.
+        num_proc: Number of processes that tokenize; None for a stream.
     Returns:
         Columns `prompt_ids`, `chosen_ids` and `rejected_ids`: lists of ids, none empty.
     Raises:
@@ -98,7 +98,7 @@ def prepare_reward_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
 ) -> AnyDataset:
-    """Tokenise pairs of whole sequences, prompt and completion, as a reward model scores them.
+    """Tokenize pairs of whole sequences, prompt and completion, as a reward model scores them.
 
     Nothing is truncated: a row with a sequence longer than `max_length` cannot be used.
 
@@ -140,21 +140,21 @@ def prepare_unpaired_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
 ) -> AnyDataset:
-    """Tokenise completions that are labelled desirable or undesirable one by one.
+    """Tokenize completions that are individually labeled desirable or undesirable.
 
     Args:
-        dataset: Unpaired format, or preference format, whose rows become a desirable and an undesirable one each.
+        dataset: Unpaired format; or preference format, whose rows each become a desirable and an undesirable row.
         tokenizer: As in `prepare_preference_dataset`.
         max_length: As in `prepare_preference_dataset`.
         truncation: As in `prepare_preference_dataset`.
         invalid_rows: As in `prepare_preference_dataset`.
         with_mismatched: Add to each row the completion of another prompt, from which KTO estimates its KL divergence:
-            that of the nearest row before it, among 1000 and around their end, whose prompt differs.
+            that of the nearest earlier row with a different prompt, within windows of 1000 rows that wrap around.
         chat_template_kwargs: As in `prepare_preference_dataset`.
         num_proc: As in `prepare_preference_dataset`.
     Returns:
-        Columns `prompt_ids` and `completion_ids`: lists of ids, none empty; `label: bool`; and, if asked for,
-        `KL_completion_ids`: at most as many ids as fit behind the prompt, none if there is no other prompt.
+        Columns `prompt_ids` and `completion_ids`: lists of ids, none empty; `label: bool`; and, with
+        `with_mismatched`, `KL_completion_ids`: as many ids as fit after the prompt, none if there is no other prompt.
     Raises:
         ConfigError: An option does not fit the dataset.
         DataError: A row cannot be used, no row is left, or none of a map-style dataset has a mismatched completion.
@@ -295,7 +295,7 @@ class _UnpairedRow:
 
 
 def _unpaired(dataset: AnyDataset, invalid_rows: InvalidRows, num_proc: int | None) -> AnyDataset:
-    """Each usable pair as two labelled rows."""
+    """Turn each usable pair into two labeled rows."""
     features = dataset.features or dict.fromkeys(column_names(dataset))
     pairs = map_rows(
         dataset,
@@ -311,7 +311,7 @@ def _unpaired(dataset: AnyDataset, invalid_rows: InvalidRows, num_proc: int | No
 def _fit(
     prompt: list[int], completions: Sequence[list[int]], max_length: int | None, truncation: Truncation
 ) -> list[list[int]]:
-    """The prompt and each completion, cut so that the prompt and any one of them are within the limit."""
+    """Cut the prompt and the completions so that the prompt and any one completion are within the limit."""
     if not prompt:
         raise DataError("the prompt has no token that does not depend on the completion")
     if not all(completions):
@@ -361,7 +361,7 @@ def _with_mismatched(rows: AnyDataset, max_length: int | None) -> AnyDataset:
     if isinstance(rows, datasets.IterableDataset):
         return rows.map(_mismatch, **options)
     features = datasets.Features({**rows.features, _MISMATCHED: _IDS})
-    # One process: the windows must not depend on how the rows are shared out.
+    # One process: the windows must not depend on how the rows are split over processes.
     rows = rows.map(_mismatch, features=features, desc="Pairing with other prompts", **options)
     if not any(rows[_MISMATCHED]):
         raise DataError(
@@ -374,7 +374,7 @@ def _with_mismatched(rows: AnyDataset, max_length: int | None) -> AnyDataset:
 def _mismatch(rows: Mapping[str, Sequence[list[int]]], max_length: int | None) -> dict[str, list[list[int]]]:
     prompts, completions = rows["prompt_ids"], rows["completion_ids"]
     other: list[int | None] = [None] * len(prompts)
-    for _ in range(2):  # the first round does not know yet what the last rows bring to the first ones
+    for _ in range(2):  # the first round does not yet know the last rows, which the first rows follow
         for row in range(len(prompts)):
             other[row] = row - 1 if prompts[row] != prompts[row - 1] else other[row - 1]
     return {

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: all are collected with their reasons, and then refused or dropped."""
+"""Collect the rows that cannot be used, with their reasons; then raise an error or drop them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 InvalidRows = Literal["error", "drop"]
 EncodeRow = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
-_PROBLEM = "prefrl_problem"  # a column beside the encoder's: why a row cannot be used, or None
-_SHOWN = 3  # problems that a message spells out
+_PROBLEM = "prefrl_problem"  # an extra column: why a row cannot be used, or None
+_SHOWN = 3  # how many problems a message lists
 REMEDY = "Correct them, or set invalid_rows='drop' to train without them"
 
 
@@ -39,20 +39,20 @@ def map_rows(
     desc: str,
     remedy: str = REMEDY,
 ) -> AnyDataset:
-    """Encode each row. Rows for which `encode_row` raises a DataError are collected, then refused or dropped.
+    """Encode each row. Rows for which `encode_row` raises a DataError are collected, then reported or dropped.
 
-    A stream is encoded while it is read: its unusable rows are met one by one, and it is not known how many there are.
+    A stream is encoded while it is read. Its unusable rows are found one by one, and their total number is unknown.
 
     Args:
         dataset: Not empty.
-        encode_row: Gives the values of `features`, or raises.
-        features: The columns that come out, with their types, which a stream does not need. Columns of the dataset
-            that are not among them are left out.
-        invalid_rows: "error": raise one error for all unusable rows of a dataset, or at a stream's first one. "drop":
-            leave them out with a warning.
-        num_proc: Processes that encode.
-        desc: Of the progress bar.
-        remedy: What the user can do about unusable rows, where they are an error.
+        encode_row: Returns the values of `features`, or raises.
+        features: The output columns with their types; a stream does not need the types. Other columns of the dataset
+            are dropped.
+        invalid_rows: "error": raise one error for all unusable rows of a dataset, or at the first one of a stream.
+            "drop": drop them with a warning.
+        num_proc: Number of processes that encode.
+        desc: Text of the progress bar.
+        remedy: What the user can do about unusable rows, if they are an error.
     Raises:
         ConfigError: `num_proc` for a stream.
         DataError: Rows cannot be used and are not to be dropped, or no row can be used.
@@ -76,11 +76,11 @@ def map_rows(
 
 
 def drop_rows(rows: datasets.Dataset, problems: Mapping[int, str], *, remedy: str) -> datasets.Dataset:
-    """Leave some rows out, with one warning.
+    """Drop some rows, with a single warning.
 
     Args:
         rows: Map-style.
-        problems: Why, by the number of the row.
+        problems: The reason for each row, by row number.
         remedy: What the user can do to keep them.
     Raises:
         DataError: No row is left.
@@ -95,7 +95,7 @@ def drop_rows(rows: datasets.Dataset, problems: Mapping[int, str], *, remedy: st
 
 @dataclass(frozen=True)
 class _CheckedRow:
-    """Encodes a row of a map-style dataset, or says in a column why it cannot."""
+    """Encodes a row of a map-style dataset, or writes into a column why it cannot be used."""
 
     encode_row: EncodeRow
     names: Sequence[str]
@@ -109,7 +109,7 @@ class _CheckedRow:
 
 @dataclass
 class _StreamedRow:
-    """Encodes a row of a stream, or raises or logs that it cannot."""
+    """Encodes a row of a stream. If it cannot be used, raises an error or logs the reason."""
 
     encode_row: EncodeRow
     names: Sequence[str]
@@ -147,7 +147,7 @@ def _check_no_processes(num_proc: int | None) -> None:
 
 
 def list_lengths(dataset: datasets.Dataset, column: str) -> NDArray[np.int64]:
-    """[rows] numbers of entries in the lists of a column; 0 for None."""
+    """[rows] lengths of the lists in a column; 0 for None."""
     tables = dataset.select_columns([column]).with_format("arrow").iter(10_000)
     return np.concatenate(
         [pc.list_value_length(table[column]).fill_null(0).to_numpy().astype(np.int64) for table in tables]

@@ -1,7 +1,7 @@
-"""Which rows a rank sees, micro-batch by micro-batch.
+"""Choose the rows of each micro-batch of each rank.
 
-The order of rows depends on (seed, epoch) alone; ranks and micro-batches only share them out. So the rows of an
-optimizer step are the same however the work is cut, and a group of completions stays on one rank.
+The order of rows depends only on (seed, epoch); ranks and micro-batches only divide it up. The rows of an optimizer
+step are therefore the same however the work is cut, and a group of completions stays on one rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _order(num_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
 
 
 def positions_of_rank(num_prompts: int, *, num_updates: int, rank: int, world_size: int) -> list[int]:
-    """Which prompts of a generation batch go to a rank, in the order in which the rank learns from them.
+    """The prompts of a generation batch that go to a rank, in the order in which the rank learns from them.
 
-    Each of the `num_updates` optimizer steps that the batch is cut into learns from the same prompts whatever the
-    number of ranks. Where groups do not divide like that, a rank takes prompts that are next to each other.
+    The batch is cut into `num_updates` optimizer steps, each of which learns from the same prompts whatever the number
+    of ranks. If the groups do not divide evenly for that, a rank takes consecutive prompts instead.
     """
     parts = num_updates if num_prompts % (num_updates * world_size) == 0 else 1
     share = num_prompts // (parts * world_size)
@@ -53,12 +53,12 @@ def cut_step(
 ) -> list[list[T]]:
     """The micro-batches of one rank for the rows of one optimizer step.
 
-    Every step has `micro_batches_per_step` micro-batches on every rank, because HuggingFace updates after that many;
-    in a shorter step some are not full or empty.
+    Every step has `micro_batches_per_step` micro-batches on every rank, because HuggingFace updates after that many.
+    In a shorter step, some of them are empty or not full.
 
     Args:
-        rows: Of all ranks; at most `micro_batch_size * micro_batches_per_step * world_size`.
-        micro_batch_size: Rows of a full micro-batch, or more where ranks do not take equal numbers of rows.
+        rows: Rows of all ranks; at most `micro_batch_size * micro_batches_per_step * world_size`.
+        micro_batch_size: Rows of a full micro-batch; more if ranks take different numbers of rows.
         micro_batches_per_step: Gradient accumulation steps.
         rank: This process's number.
         world_size: Number of processes.
@@ -76,8 +76,8 @@ def cut_step(
 class StepBatchSampler(Sampler[list[int]]):
     """Micro-batches of dataset rows. Each optimizer step takes the next rows of one global order.
 
-    The rows left over at the end of an epoch make a shorter step: none is seen twice and, unless `drop_last`, none is
-    left out. All steps of all ranks have the same number of micro-batches; in the shorter one, some may be empty.
+    The rows left over at the end of an epoch make a shorter step: no row is seen twice and, unless `drop_last`, none
+    is skipped. All steps of all ranks have the same number of micro-batches; in the shorter one, some may be empty.
 
     Args:
         num_rows: Size of the dataset.
@@ -87,8 +87,8 @@ class StepBatchSampler(Sampler[list[int]]):
         world_size: Number of processes.
         dealing: Which rows of a step a rank takes, see `cut_step`.
         shuffle: A new order each epoch, or the dataset's own.
-        seed: Of the order.
-        drop_last: Leave the shorter step out.
+        seed: Seed of the order.
+        drop_last: Skip the shorter step.
     """
 
     num_rows: int
@@ -132,21 +132,21 @@ class StepBatchSampler(Sampler[list[int]]):
 
 
 class GenerationBatchSampler(Sampler[list[int]]):
-    """Prompts for the generation batches of one rank, spread over the micro-batches that learn from them.
+    """Prompts for the generation batches of one rank, one item for each micro-batch that learns from them.
 
-    The first item of each window of `items_per_window` micro-batches has the rank's prompts and the others are empty:
-    so HuggingFace's count of steps and its skipping on resume hold, and no prompt is delivered twice. Prompts that do
-    not fill a last window are left out of the epoch.
+    In each window of `items_per_window` micro-batches, the first item has the rank's prompts and the others are empty.
+    HuggingFace's step count and its skipping of data on resume therefore stay correct, and no prompt is delivered
+    twice. Prompts that do not fill a last window are skipped in the epoch.
 
     Args:
         num_rows: Number of prompts in the dataset.
         prompts_per_window: Prompts of a generation batch over all ranks; a multiple of `world_size`.
-        items_per_window: Micro-batches that learn from a generation batch, repeated iterations included.
+        items_per_window: Micro-batches that learn from a generation batch, including repeated iterations.
         num_updates: Optimizer steps that a generation batch is cut into, see `positions_of_rank`.
         rank: This process's number.
         world_size: Number of processes.
         shuffle: A new order each epoch, or the dataset's own.
-        seed: Of the order.
+        seed: Seed of the order.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class GenerationBatchSampler(Sampler[list[int]]):
                 yield []
 
     def rows_of_generation(self, number: int) -> list[int]:
-        """The prompts of all ranks in the generation batch of this number, counted from the start of training."""
+        """The prompts of all ranks in the generation batch with this number, counted from the start of training."""
         epoch, window = divmod(number, self._num_windows)
         return self._window(epoch, window)
 
@@ -203,7 +203,7 @@ class GenerationBatchSampler(Sampler[list[int]]):
 
 
 class EpochDataLoader(DataLoader[Any]):
-    """A DataLoader that hands `set_epoch` on to its batch sampler and leaves torch's global generator alone."""
+    """A DataLoader that passes `set_epoch` on to its batch sampler and does not use torch's global generator."""
 
     def __init__(self, dataset: Any, batch_sampler: StepBatchSampler | GenerationBatchSampler, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=batch_sampler, generator=torch.Generator(), **options)

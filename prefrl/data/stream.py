@@ -1,4 +1,4 @@
-"""Micro-batches of a dataset that is read as a stream, as `StepBatchSampler` cuts them of one that is not.
+"""Micro-batches of a stream, cut in the same way as `StepBatchSampler` cuts a map-style dataset.
 
 Every rank reads the whole stream and takes its share of each step, so that the rows of an optimizer step are the same
 however the work is cut.
@@ -70,9 +70,9 @@ class StreamLoader(DataLoader[Any]):
     Each step takes the next rows of the stream and is cut as `StepBatchSampler` cuts it. The loader has no length, so
     HuggingFace asks for `max_steps`. Rows of other ranks are read but not collated.
 
-    HuggingFace takes a whole run over a stream for one epoch: to resume it skips the items of all steps so far, and
-    those of the first pass only are not enough if the stream was read more than once. With `repeat` one iteration goes
-    through the stream again and again, so that every step can be resumed.
+    HuggingFace treats a whole run over a stream as one epoch. On resume it skips the items of all earlier steps, which
+    may be more than one pass over the stream has. With `repeat`, a single iteration goes through the stream again and
+    again, so that a run can resume after any step.
 
     Args:
         dataset: Prepared rows.
@@ -81,16 +81,16 @@ class StreamLoader(DataLoader[Any]):
         rank: This process's number.
         world_size: Number of processes.
         dealing: Which rows of a step a rank takes, see `cut_step`.
-        drop_last: Leave the shorter step at the end of the stream out.
-        collate_fn: Makes an item of the rows of a micro-batch; `[]` may come in.
-        repeat: Start over at the end, each time with the stream's next epoch, and never stop.
+        drop_last: Skip the shorter step at the end of the stream.
+        collate_fn: Turns the rows of a micro-batch into an item; it may be called with `[]`.
+        repeat: At the end, start again with the stream's next epoch, and never stop.
     Raises:
         DataError: When read: the stream has no rows, or no full step and `drop_last`.
     """
 
     dataset: _MicroBatches
 
-    def __init__(  # noqa: PLR0913 - those of StepBatchSampler that a stream has, and what becomes of the rows
+    def __init__(  # noqa: PLR0913 - the arguments of StepBatchSampler that apply to a stream, and three more
         self,
         dataset: datasets.IterableDataset,
         *,
@@ -115,7 +115,7 @@ class StreamLoader(DataLoader[Any]):
         micro_batches = _MicroBatches(
             dataset, cut=cut, rows_per_step=rows_per_step, drop_last=drop_last, repeat=repeat
         )
-        # A generator of its own, so that torch's global one is left alone.
+        # Its own generator, so that torch's global one is not used.
         super().__init__(micro_batches, batch_size=None, collate_fn=collate_fn, generator=torch.Generator())
 
     def set_epoch(self, epoch: int) -> None:

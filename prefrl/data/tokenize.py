@@ -1,6 +1,6 @@
-"""Datasets of text to datasets of token ids, for supervised fine-tuning and for generation from prompts.
+"""Tokenize text datasets for supervised fine-tuning, and prompts for generation.
 
-Text is tokenised once; nothing is decoded and encoded again later.
+Text is tokenized once; nothing is decoded and encoded again later.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROMPT_COLUMNS = ("prompt_ids",)
 
 @dataclass(frozen=True)
 class _SFTRow:
-    """Tokens of a row, and which of them have a loss."""
+    """The tokens of a row, and flags for those that have a loss."""
 
     encoder: RowEncoder
     columns: tuple[str, ...]
@@ -100,7 +100,7 @@ class _SFTRow:
 
 @dataclass(frozen=True)
 class _PromptRow:
-    """Tokens of a prompt as generation reads it."""
+    """The tokens of a prompt as generation reads it."""
 
     encoder: RowEncoder
     column: str
@@ -134,25 +134,25 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
 ) -> AnyDataset:
-    """Tokenise a language-modelling or prompt-completion dataset and mark the tokens that have a loss.
+    """Tokenize a language-modeling or prompt-completion dataset and mark the tokens that have a loss.
 
-    Plain text gets an EOS token at its end unless it has one; conversations end as the chat template ends them. The
-    columns `tools` and `chat_template_kwargs` of a row are given to the template. A row without a token to train on
+    EOS is appended to plain text unless it already ends with it; conversations end as the chat template ends them. The
+    columns `tools` and `chat_template_kwargs` of a row are passed to the template. A row without a token to train on
     cannot be used.
 
     Args:
-        dataset: With one of the formats of `prefrl.data.formats`; a stream is tokenised while it is read.
+        dataset: In one of these formats of `prefrl.data.formats`; a stream is tokenized while it is read.
         tokenizer: With an EOS token, and for conversations with a chat template.
         max_length: Tokens of a row; None: no limit.
-        truncation: Side that is cut off, or "error": longer rows cannot be used.
+        truncation: The side that is cut off; with "error", longer rows cannot be used.
         invalid_rows: What happens to rows that cannot be used, see `prefrl.data.rows.map_rows`.
-        completion_only_loss: Only the completion has a loss. None: exactly if the dataset is prompt-completion.
+        completion_only_loss: Only the completion has a loss. None: True exactly for the prompt-completion format.
         assistant_only_loss: Only what the assistant writes has a loss (in the completion, if both are set).
-        text_field: Column of standard language modelling.
-        chat_template_kwargs: For the template of all rows; a row's own column of that name goes first.
-        num_proc: Processes that tokenise; None for a stream.
+        text_field: Column of standard language modeling.
+        chat_template_kwargs: For the template of all rows; a row's own column of that name takes precedence.
+        num_proc: Number of processes that tokenize; None for a stream.
     Returns:
-        Columns `input_ids: list[int]` and `trainable: list[bool]`, equally long; the first flag of a row is False.
+        Columns `input_ids: list[int]` and `trainable: list[bool]`, of equal length; the first flag of a row is False.
     Raises:
         ConfigError: An option does not fit the dataset.
         DataError: A row cannot be used, or no row is left.
@@ -189,19 +189,19 @@ def prepare_prompt_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
 ) -> datasets.Dataset:
-    """Tokenise the column `prompt` as generation reads it.
+    """Tokenize the column `prompt` as generation reads it.
 
-    A conversational prompt ends with the header of an assistant's turn, or, if its last message is an assistant's, in
-    the middle of that turn.
+    A conversational prompt ends with the header of an assistant's turn. If its last message is an assistant's, it ends
+    inside that turn instead.
 
     Args:
         dataset: Map-style, with text or messages in `prompt`, and any other columns.
         tokenizer: For conversations with a chat template.
         max_prompt_length: Tokens of a prompt; None: no limit.
-        truncation: Side of longer prompts that is cut off, or "error".
+        truncation: The side of longer prompts that is cut off, or "error".
         filter_overlong: Drop longer prompts with a warning instead of truncating them.
-        chat_template_kwargs: For the template of all rows; a row's own column of that name goes first.
-        num_proc: Processes that tokenise.
+        chat_template_kwargs: For the template of all rows; a row's own column of that name takes precedence.
+        num_proc: Number of processes that tokenize.
     Returns:
         All columns, and `prompt_ids: list[int]`.
     Raises:

@@ -1,4 +1,4 @@
-"""The one room that knows how processes work together: alone, DDP, DeepSpeed ZeRO-1, 2 and 3, FSDP2."""
+"""The only package that knows about backends: a single process, DDP, DeepSpeed ZeRO-1, 2 and 3, and FSDP2."""
 
 from prefrl.distributed.backend import (
     announce_backward,

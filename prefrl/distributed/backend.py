@@ -1,4 +1,4 @@
-"""What differs between DDP, DeepSpeed and FSDP2 in a training step, and for models beside the one that is trained."""
+"""Differences between DDP, DeepSpeed and FSDP2 in a training step, and for models other than the trained one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from prefrl.distributed.processes import is_distributed, num_processes
 from prefrl.errors import ConfigError
 from prefrl.optional import require
 
-# Where a model that is not trained has its DeepSpeed engine.
+# Attribute of a frozen model that holds its DeepSpeed engine.
 _ENGINE = "_prefrl_engine"
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Backward passes inside add to gradients locally; the next one outside synchronizes them."""
+    """Inside, backward passes accumulate gradients locally; the next one outside synchronizes them."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def announce_backward(accelerator: Any, *, is_last: bool) -> None:
-    """Tell the back-end whether the next backward pass is the last of an optimizer step: DeepSpeed updates in it."""
+    """Tell the backend whether the next backward pass is the last of an optimizer step: DeepSpeed updates in it."""
     accelerator.gradient_state._set_sync_gradients(is_last)
 
 
@@ -38,7 +38,7 @@ def updates_in_backward(accelerator: Any) -> bool:
 
 
 def tell_deepspeed() -> None:
-    """Let ZeRO-3 know the processes before a model is loaded: on CPUs accelerate makes their group without it."""
+    """Initialize DeepSpeed for ZeRO-3 before a model is loaded: on CPUs accelerate creates the group without it."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     if is_deepspeed_zero3_enabled() and is_distributed():
@@ -49,12 +49,12 @@ def tell_deepspeed() -> None:
 
 @contextmanager
 def divided_update(accelerator: Any, model: nn.Module, divisor: float) -> Iterator[None]:
-    """The update of an optimizer step will be that of all its gradients divided by `divisor`.
+    """Divide all gradients of an optimizer step by `divisor` before the update.
 
-    Inside is the step's last backward pass, if there is one more; its loss must be 0.
+    Run the step's last backward pass inside, if there is one left; its loss must be 0.
 
     Raises:
-        ConfigError: The back-end scales losses by itself.
+        ConfigError: The backend scales losses by itself.
     """
     announce_backward(accelerator, is_last=True)
     if not updates_in_backward(accelerator):
@@ -63,7 +63,7 @@ def divided_update(accelerator: Any, model: nn.Module, divisor: float) -> Iterat
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
         return
-    # DeepSpeed divides gradients by the scale of the loss before it clips them and updates.
+    # DeepSpeed divides gradients by the loss scale before clipping and the update.
     optimizer = accelerator.deepspeed_engine_wrapped.engine.optimizer
     if not hasattr(optimizer, "override_loss_scale") or accelerator.mixed_precision == "fp16":
         raise ConfigError(
@@ -78,7 +78,7 @@ def divided_update(accelerator: Any, model: nn.Module, divisor: float) -> Iterat
 
 
 def keep_outputs_exact(accelerator: Any) -> None:
-    """FSDP2 would round what a model returns to the dtype of its parameters: log-probs and values are float32."""
+    """Keep FSDP2 from rounding a model's outputs to the dtype of its parameters: log-probs and values are float32."""
     if not accelerator.is_fsdp2:
         return
     plugin = accelerator.state.fsdp_plugin
@@ -87,14 +87,14 @@ def keep_outputs_exact(accelerator: Any) -> None:
 
 
 def prepare_frozen(accelerator: Any, model: nn.Module) -> None:
-    """Partition a model that is not trained, in place, where the back-end partitions weights; once."""
+    """Partition a frozen model in place, if the backend partitions weights. A second call changes nothing."""
     if _ENGINE in vars(model) or isinstance(model, FSDPModule):
         return
     if accelerator.distributed_type == "DEEPSPEED":
         config = _inference_config(accelerator.state.deepspeed_plugin.deepspeed_config, model)
         engine, *_ = sys.modules["deepspeed"].initialize(model=model, config=config)
         engine.eval()
-        vars(model)[_ENGINE] = engine  # lives as long as the model, and is none of its modules
+        vars(model)[_ENGINE] = engine  # lives as long as the model, without being registered as a submodule
     elif accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -102,7 +102,7 @@ def prepare_frozen(accelerator: Any, model: nn.Module) -> None:
 
 
 def _inference_config(training: dict[str, Any], model: Any) -> dict[str, Any]:
-    """DeepSpeed's settings for a model without an optimizer: partitioned by ZeRO-3, whole in lower stages."""
+    """DeepSpeed's config for a model without an optimizer: partitioned with ZeRO-3, whole in lower stages."""
     config = copy.deepcopy(training)
     zero = config["zero_optimization"]
     if zero["stage"] != 3:
@@ -110,7 +110,7 @@ def _inference_config(training: dict[str, Any], model: Any) -> dict[str, Any]:
     for name in ("optimizer", "scheduler"):
         config.pop(name, None)
     zero.pop("offload_optimizer", None)
-    # What transformers puts in the place of "auto" for the model that is trained.
+    # The values that transformers substitutes for "auto" for the trained model.
     hidden = model.config.get_text_config().hidden_size
     sizes = {
         "reduce_bucket_size": hidden * hidden,

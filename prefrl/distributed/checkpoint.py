@@ -1,4 +1,4 @@
-"""Checkpoints: whole weights of partitioned models, and who can go on from what a back-end wrote."""
+"""Checkpoints: whole weights of partitioned models, and which runs can resume from a backend's checkpoint."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _UNSHARDED = "no sharding"
 
 @dataclass(frozen=True)
 class Writer:
-    """The processes that wrote a checkpoint."""
+    """The backend and number of processes that wrote a checkpoint."""
 
-    backend: str  # what cut the optimizer's state, and how
+    backend: str  # what partitioned the optimizer state, and how
     num_processes: int
 
     def __str__(self) -> str:
@@ -32,15 +32,15 @@ class Writer:
 
 
 def sign_checkpoint(accelerator: Any, folder: Path) -> None:
-    """Note in a checkpoint by which processes it was written."""
+    """Record in a checkpoint which backend and how many processes wrote it."""
     (folder / _FILE).write_text(json.dumps(asdict(_this_run(accelerator))), encoding="utf-8")
 
 
 def writer_of(folder: Path) -> Writer:
-    """Who wrote a checkpoint.
+    """The backend and number of processes that wrote a checkpoint.
 
     Raises:
-        ConfigError: It holds no state of a training.
+        ConfigError: The folder holds no training state.
     """
     path = folder / _FILE
     if not path.exists():
@@ -53,14 +53,14 @@ def writer_of(folder: Path) -> Writer:
 
 
 def check_resumable(accelerator: Any, folder: Path) -> None:
-    """See that this run can read the optimizer's state of a checkpoint.
+    """Check that this run can read the optimizer state of a checkpoint.
 
-    The state of one process and of DDP is whole, and FSDP2 cuts its own anew. ZeRO-1 and 2 do so for what the tool
-    `ds_to_universal` has made of a checkpoint, which `load_universal` in DeepSpeed's configuration says; what ZeRO-3
-    makes of it was seen to differ.
+    The state of a single process and of DDP is whole, and FSDP2 reshards its own state. ZeRO-1 and 2 can reshard a
+    checkpoint that the tool `ds_to_universal` has converted, which `load_universal` in DeepSpeed's config announces;
+    with ZeRO-3 the result was seen to differ.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: It cannot be read.
     """
     saved, now = writer_of(folder), _this_run(accelerator)
     if saved == now:
@@ -77,14 +77,14 @@ def check_resumable(accelerator: Any, folder: Path) -> None:
 
 
 def check_first_training(accelerator: Any, model: nn.Module) -> None:
-    """Refuse a second training with one trainer where the back-end can train a model once.
+    """Reject a second `train()` of a trainer if the backend can train a model only once.
 
     Args:
-        accelerator: Of the trainer.
-        model: With what the first training put around it.
+        accelerator: The trainer's accelerator.
+        model: The model, with the wrappers of the first training.
 
     Raises:
-        ConfigError: It was trained before, under DeepSpeed.
+        ConfigError: It has already been trained with DeepSpeed.
     """
     if _is_deepspeed(accelerator) and unwrap(model) is not model:
         raise ConfigError(
@@ -94,7 +94,7 @@ def check_first_training(accelerator: Any, model: nn.Module) -> None:
 
 
 def keeps_checkpoints_partitioned(accelerator: Any) -> bool:
-    """Whether the back-end's settings ask for checkpoints without whole weights."""
+    """Whether the backend's config asks for checkpoints without whole weights."""
     if accelerator.is_fsdp2:
         return _state_dict_type(accelerator) != "FULL_STATE_DICT"
     if not _is_deepspeed(accelerator):
@@ -104,13 +104,13 @@ def keeps_checkpoints_partitioned(accelerator: Any) -> bool:
 
 
 def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole values on the host of tensors that may be partitioned. All ranks must call it, with the same names.
+    """Whole copies on the host of tensors that may be partitioned. All ranks must call it, with the same names.
 
-    One tensor at a time is whole on every rank. One that has several names is gathered once, and stays one.
+    Only one tensor at a time is whole on every rank. A tensor with several names is gathered once and stays shared.
 
     Args:
-        tensors: Themselves: a detached ZeRO-3 parameter does not know how it is partitioned.
-        keep: False: this rank only takes part, and gets {}.
+        tensors: Not detached: a detached ZeRO-3 parameter does not know how it is partitioned.
+        keep: False: this rank only takes part and gets {}.
     """
     kept: dict[str, torch.Tensor] = {}
     first_names: dict[int, str] = {}
@@ -120,7 +120,7 @@ def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
             value = whole(tensor).detach()
             if keep:
                 kept[name] = value.cpu()
-            del value  # before the next is whole
+            del value  # free it before the next tensor is gathered
         elif keep:
             kept[name] = kept[first]
     return kept

@@ -1,7 +1,7 @@
-"""Ranks that need different numbers of forward passes of models whose weights are partitioned over them.
+"""Coordinate ranks that need different numbers of forward passes of models with partitioned weights.
 
-Each of them has to take part in every pass of the others: in as many as each other where all begin together, see
-`missing_passes`; in turns where they do not, see `in_company`.
+Every rank has to take part in every pass of the others. If all ranks start together, they pad to the same number of
+passes, see `missing_passes`; otherwise they take turns, see `in_company`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import nn
 from prefrl.distributed.processes import max_over_ranks, min_over_ranks, world_size
 from prefrl.distributed.shards import is_sharded, release, unwrap
 
-# A model, and what runs one pass of it without a result.
+# A model, and a function that runs one idle pass of it, without a result.
 Scorer = tuple[nn.Module, Callable[[], object]]
 
 
 def missing_passes(model: nn.Module, num_passes: int, device: torch.device) -> int:
-    """Passes of a partitioned model that this rank has to run besides its own; 0 for any other model.
+    """Number of extra passes of a partitioned model that this rank has to run; 0 for any other model.
 
-    All ranks must call it before the first of these passes, each with its own number.
+    All ranks must call it before the first pass, each with its own number of passes.
     """
     if world_size() == 1 or not is_sharded(unwrap(model)):
         return 0
@@ -31,18 +31,20 @@ def missing_passes(model: nn.Module, num_passes: int, device: torch.device) -> i
 
 @contextmanager
 def in_company(models: Sequence[Scorer], device: torch.device) -> Iterator[None]:
-    """Ranks may run different numbers of forward passes of partitioned models inside, without gradients.
+    """Inside, ranks may run different numbers of no-grad forward passes of partitioned models.
 
     All ranks must enter.
 
-    Before each pass the ranks agree whose turn it is: of the models that are asked for, the first. A rank that did not
-    ask for it runs its idle pass, without a result, and asks again. A rank that is done does so until all are.
+    Before each pass the ranks agree which model runs: the first in `models` that any rank requests. A rank that did
+    not request it runs the model's idle pass, without a result, and requests again. A rank that has finished runs idle
+    passes until all ranks have finished.
 
-    A rank that raises inside ends its process, and the launcher ends the others: what they wait for, it cannot know.
+    If a rank raises inside, its process must end, and the launcher ends the others: the failing rank cannot know which
+    passes they wait for.
 
     Args:
-        models: Each with its idle pass, in the same order on all ranks. Those that are not partitioned are left out.
-        device: Where the ranks' questions travel.
+        models: Each with its idle pass, in the same order on all ranks. Models that are not partitioned are ignored.
+        device: Device for the communication between ranks.
     """
     sharded = [(unwrap(model), idle) for model, idle in models if is_sharded(unwrap(model))]
     if world_size() == 1 or not sharded:
@@ -64,7 +66,7 @@ def in_company(models: Sequence[Scorer], device: torch.device) -> Iterator[None]
 
 
 class _Turns:
-    """Agrees over ranks which model runs next: the smallest number that a rank asks for."""
+    """Lets ranks agree on the model that runs next: the smallest number that any rank requests."""
 
     def __init__(self, idle_passes: Sequence[Callable[[], object]], device: torch.device) -> None:
         self._idle_passes = idle_passes
@@ -72,7 +74,7 @@ class _Turns:
         self._is_idle = False
 
     def hook_of(self, number: int) -> Callable[..., None]:
-        """Waits for the turn of a model before each of its passes."""
+        """A hook that waits for the model's turn before each of its passes."""
 
         def hook(*_: object) -> None:
             if not self._is_idle:
@@ -81,7 +83,7 @@ class _Turns:
         return hook
 
     def wait_for(self, wanted: int) -> None:
-        """Take part in the passes of others until it is the turn of `wanted`; one more than there are: to the end."""
+        """Take part in passes of others until it is `wanted`'s turn; the number of models means until all finish."""
         while (turn := int(min_over_ranks([wanted], self._device)[0])) != wanted:
             self._is_idle = True
             try:

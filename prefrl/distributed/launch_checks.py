@@ -1,4 +1,4 @@
-"""Refuses launches that would train something else than was asked for: copies of a run, or plain data parallelism."""
+"""Reject launches that would not do what was asked for: independent copies of a run, or plain data parallelism."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NUM_PROCESSES = "PREFRL_NUM_PROCESSES"
 
 
 def check_processes(args: Any, environment: Mapping[str, str]) -> None:
-    """Refuse a process that is one of several and would train by itself, into the folder of all of them.
+    """Reject a process that is one of several but would train by itself, into their common output folder.
 
     Args:
-        args: `TrainingArguments`, with the processes that train together as this one sees it.
+        args: `TrainingArguments`, which hold the world size that this process sees.
         environment: Environment variables, among them those of `accelerate launch`, torchrun and `prefrl launch`.
 
     Raises:
-        ConfigError: Says what to change.
+        ConfigError: The message says what to change.
     """
     started, world_size = int(environment.get("WORLD_SIZE") or 1), args.world_size
     if started > world_size:
@@ -51,13 +51,13 @@ def check_processes(args: Any, environment: Mapping[str, str]) -> None:
 
 
 def check_devices(num_gpus: int) -> None:
-    """Refuse one process that sees several GPUs: torch would copy the model to all of them in threads.
+    """Reject one process that sees several GPUs: torch would replicate the model to all of them in threads.
 
     Args:
-        num_gpus: That this process sees.
+        num_gpus: Number of GPUs that this process sees.
 
     Raises:
-        ConfigError: More than one.
+        ConfigError: There is more than one.
     """
     if num_gpus > 1:
         raise ConfigError(
@@ -67,15 +67,15 @@ def check_devices(num_gpus: int) -> None:
 
 
 def check_back_end(args: Any, environment: Mapping[str, str], accelerator: Any) -> None:
-    """Refuse a run whose model would not be sharded as was asked for.
+    """Reject a run whose model would not be sharded as requested.
 
     Args:
-        args: `TrainingArguments`, which may ask for FSDP or DeepSpeed.
-        environment: Environment variables, which may ask for them, too.
-        accelerator: The trainer's, which knows what came of it.
+        args: `TrainingArguments`, which may request FSDP or DeepSpeed.
+        environment: Environment variables, which may request them, too.
+        accelerator: The trainer's accelerator, which knows the resulting backend.
 
     Raises:
-        ConfigError: Says what to change.
+        ConfigError: The message says what to change.
     """
     found = accelerator.distributed_type.value
     words = {"NO": "one process", "MULTI_CPU": "plain data parallelism on CPUs"}.get(found, f"of type {found}")

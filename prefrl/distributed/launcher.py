@@ -1,4 +1,4 @@
-"""Both ends of a launch: `accelerate launch` with one message for a failure, and what a worker does when it fails."""
+"""Both ends of a launch: `accelerate launch` with one message per failure, and a worker's reaction to its failure."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["as_worker", "first_failure", "main", "words_of"]
 
 T = TypeVar("T")
 
-# The file in which torchrun expects the error of a worker, in the worker's environment.
+# Environment variable with the file in which torchrun expects a worker's error.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-# So long a worker that failed may take to end: threads and process groups may wait for others that wait for it.
+# Seconds that a failed worker has to exit: its threads and process groups may wait for workers that wait for it.
 _LAST_SECONDS = 10.0
 _NO_FILE = "<N/A>"
 
 
 def as_worker(run: Callable[[], T]) -> T:
-    """Run what this process is for. If it fails, and torchrun started it, leave word for the launcher and end soon.
+    """Call `run`. If it raises and torchrun started this process, record the error for the launcher and exit soon.
 
     Args:
-        run: Raises what goes wrong.
+        run: The work of this process.
     """
     if _ERROR_FILE not in os.environ:
         return run()
@@ -41,25 +41,25 @@ def as_worker(run: Callable[[], T]) -> T:
         return run()
     except Exception as error:
         handler.record_exception(error)
-        # A thread without the interpreter's lock: it also ends a process that hangs while it is torn down.
+        # This timer runs without the GIL, so it also ends a process that hangs during shutdown.
         faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True)
         raise
 
 
 def main(argv: Sequence[str]) -> int:
-    """`accelerate launch`, without its own traceback for a failure of a worker.
+    """`accelerate launch` without the launcher's own traceback when a worker fails.
 
     Args:
-        argv: Its options, then the script and the script's.
+        argv: Options of `accelerate launch`, then the script and its arguments.
 
     Returns:
-        The exit code of the worker that failed first, 128 + the signal if one ended it, or 0.
+        The exit code of the worker that failed first, 128 + the signal number if a signal ended it, or 0.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with tempfile.TemporaryDirectory(prefix="prefrl-launch-") as folder:  # for the errors of workers
+    with tempfile.TemporaryDirectory(prefix="prefrl-launch-") as folder:  # for the workers' errors
         arguments = launch_command_parser().parse_args(["--log_dir", folder, *argv])
         try:
             launch_command(arguments)
@@ -70,22 +70,22 @@ def main(argv: Sequence[str]) -> int:
         except subprocess.CalledProcessError as error:  # one process, without torchrun
             _say(f"the process {_how(error.returncode)}.")
             return _code(error.returncode)
-        except SignalException as error:  # the launcher, or the user, ended it
+        except SignalException as error:  # ended by the launcher or the user
             return 128 + error.sigval
     return 0
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Rank and failure of the worker that failed by itself; others fail because it is gone.
+    """Rank and failure of the worker that failed first; the others fail because it is gone.
 
-    torchrun goes by whole seconds, in which the others have lost their connections to it, too.
+    torchrun's timestamps have a resolution of a second, by which time the others have lost their connections, too.
     """
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         failure = item[1]
-        if failure.exitcode == -signal.SIGTERM:  # torchrun's, for the others
+        if failure.exitcode == -signal.SIGTERM:  # sent by torchrun to the other workers
             return 3, 0.0
-        if failure.exitcode == -signal.SIGABRT:  # a process group's, when it waited for too long
+        if failure.exitcode == -signal.SIGABRT:  # raised by a process group on a timeout
             return 2, 0.0
         if failure.error_file == _NO_FILE:
             return 0, 0.0
@@ -95,7 +95,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def words_of(failure: ProcessFailure) -> str:
-    """How a worker ended, and its error if it left one."""
+    """How a worker ended, and its error if it recorded one."""
     message = failure.error_file_data["message"]
     said = f" {message['message']}" if isinstance(message, dict) else ""
     return f"{_how(failure.exitcode)}; the others were ended, too.{said}"

@@ -1,4 +1,4 @@
-"""What accelerate's `parallelism_config` asks for beside data parallelism: refused, or done by us."""
+"""Parallelism beyond data parallelism in accelerate's `parallelism_config`: rejected, or implemented by prefrl."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _SAVE_MEMORY = (
 
 
 def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool) -> Any:
-    """Check what the run asks for, and form its teams. All processes must call it.
+    """Check the requested parallelism and form the teams. All processes must call it.
 
     Args:
-        given: `TrainingArguments.parallelism_config`; None: what `accelerate launch` has read from its file, if any.
-        trainer: The name of the trainer's class.
-        splits_rows: Whether processes can share its rows.
+        given: `TrainingArguments.parallelism_config`; None: the one that `accelerate launch` read from a file, if any.
+        trainer: Name of the trainer's class.
+        splits_rows: Whether the trainer's processes can share rows.
 
     Returns:
-        What accelerate is told. It would split rows in a way of its own, so to it those processes only share weights.
+        The config for accelerate. accelerate would split rows in its own way, so it is only told that the processes of
+        a team share weights.
 
     Raises:
         ConfigError: See `check_parallelism`.
@@ -48,16 +49,16 @@ def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool) -> Any:
 
 
 def check_parallelism(config: Any, *, trainer: str, splits_rows: bool, num_processes: int) -> None:
-    """Refuse what a trainer cannot do.
+    """Reject parallelism that the trainer does not support.
 
     Args:
         config: Accelerate's `ParallelismConfig`.
-        trainer: The name of its class.
-        splits_rows: Whether processes can share its rows.
-        num_processes: Of the run.
+        trainer: Name of the trainer's class.
+        splits_rows: Whether the trainer's processes can share rows.
+        num_processes: Number of processes of the run.
 
     Raises:
-        ConfigError: Context or tensor parallelism is asked for, or sequence parallelism that cannot work.
+        ConfigError: Context or tensor parallelism is requested, or sequence parallelism that cannot work.
     """
     if config.tp_size > 1:
         raise _no_tensor_parallelism(f"parallelism_config.tp_size={config.tp_size}", trainer)
@@ -102,14 +103,15 @@ def _check_sequence_parallelism(config: Any, num_processes: int) -> None:
 
 
 def check_model(model: Any, *, trainer: str) -> None:
-    """Refuse a model that cannot be trained in the way that is asked for.
+    """Reject a model that cannot be trained with the requested parallelism.
 
     Args:
-        model: A transformers model, with an adapter around it or not.
-        trainer: The name of the trainer's class.
+        model: A transformers model, with or without an adapter.
+        trainer: Name of the trainer's class.
 
     Raises:
-        ConfigError: It was loaded with `tp_plan` or a `distributed_config`, or its heads cannot be shared out.
+        ConfigError: It was loaded with `tp_plan` or a `distributed_config`, or the team size does not divide its
+            number of attention heads.
     """
     cut = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
     if cut is not None:
@@ -125,10 +127,10 @@ def check_model(model: Any, *, trainer: str) -> None:
 
 
 def check_deepspeed(accelerator: Any, *, trainer: str) -> None:
-    """Refuse what a DeepSpeed config asks for beside data parallelism.
+    """Reject a DeepSpeed config that requests more than data parallelism.
 
     Raises:
-        ConfigError: Tensor or sequence parallelism.
+        ConfigError: It requests tensor or sequence parallelism.
     """
     plugin = accelerator.state.deepspeed_plugin
     config = {} if plugin is None else plugin.deepspeed_config

@@ -1,7 +1,7 @@
-"""Processes, the ranks that they form, and what they tell each other.
+"""Processes, the ranks that they form, and the communication between them.
 
-A rank has rows of its own. It is one process or, where sequences are split, a team of consecutive processes that have
-the same rows and compute a part of their tokens each. What is gathered or summed over ranks counts every row once.
+Each rank has its own rows. A rank is one process or, with sequence parallelism, a team of consecutive processes that
+have the same rows and each compute a part of their tokens. Gathering or summing over ranks counts every row once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Teams:
     """The teams of a run, as one process sees them."""
 
     size: int
-    own: dist.ProcessGroup | None  # of this process's team; None: it is alone in it
+    own: dist.ProcessGroup | None  # this process's team; None: the process is alone in it
     peers: dist.ProcessGroup | None  # one process of each team, in rank order; None: all processes
 
 
@@ -31,10 +31,10 @@ _teams = _ALONE
 
 
 def form_teams(size: int) -> None:
-    """Let each `size` consecutive processes be a team from now on. All processes must call it.
+    """Group every `size` consecutive processes into a team from now on. All processes must call it.
 
     Args:
-        size: Divides the number of processes; 1: every process is a rank of its own.
+        size: Must divide the number of processes; 1: every process is its own rank.
     """
     global _teams
     if size == _teams.size:
@@ -49,12 +49,12 @@ def form_teams(size: int) -> None:
 
 
 def team_size() -> int:
-    """Processes of a team."""
+    """Number of processes in a team."""
     return _teams.size
 
 
 def team_group() -> dist.ProcessGroup | None:
-    """The processes of this one's team."""
+    """The process group of this process's team."""
     return _teams.own
 
 
@@ -74,7 +74,7 @@ def num_processes() -> int:
 
 
 def rank() -> int:
-    """The number of this process's rank, 0 if there is one."""
+    """This process's rank; 0 if there is only one."""
     return dist.get_rank() // _teams.size if is_distributed() else 0
 
 
@@ -89,7 +89,7 @@ def is_main() -> bool:
 
 
 def gather_objects(value: T) -> list[T]:
-    """[world_size] every rank's host value, in rank order, on every process. All ranks must call it."""
+    """[world_size] the host values of all ranks, in rank order, on every process. All ranks must call it."""
     if world_size() == 1:
         return [value]
     gathered: list[T | None] = [None] * world_size()
@@ -98,7 +98,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def from_main(value: T) -> T:
-    """The host value of the main process, on every process. All must call it."""
+    """The main process's host value, on every process. All processes must call it."""
     if num_processes() == 1:
         return value
     values = [value]
@@ -107,17 +107,17 @@ def from_main(value: T) -> T:
 
 
 def wait_for_all() -> None:
-    """Return once every process has called it."""
+    """Barrier: return once every process has called it."""
     if num_processes() > 1:
         dist.all_gather_object([None] * num_processes(), None)
 
 
 def gather_rows(rows: list[T], *, over_ranks: bool = True) -> tuple[list[T], int]:
-    """Host rows of all ranks, in rank order, and where this rank's begin. All ranks must call it.
+    """Host rows of all ranks, in rank order, and the index of this rank's first row. All ranks must call it.
 
     Args:
-        rows: This rank's.
-        over_ranks: False: there are no others, and no other rank calls.
+        rows: This rank's rows.
+        over_ranks: False: use this rank's rows only; other ranks then need not call it.
     """
     parts = gather_objects(rows) if over_ranks else [rows]
     start = sum(len(part) for part in parts[: rank()]) if over_ranks else 0
@@ -125,11 +125,11 @@ def gather_rows(rows: list[T], *, over_ranks: bool = True) -> tuple[list[T], int
 
 
 def exchange(parts: list[T], device: torch.device) -> list[T]:
-    """[world_size] what each rank has for this one, in rank order. All ranks must call it.
+    """All-to-all: [world_size] the values that each rank has for this one, in rank order. All ranks must call it.
 
     Args:
-        parts: [world_size] host values for each rank. That for this rank itself comes back as it is.
-        device: Where the values travel.
+        parts: [world_size] a host value for each rank. The one for this rank itself is returned as it is.
+        device: Device for the communication.
     """
     if world_size() == 1:
         return parts
@@ -153,17 +153,17 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
 
 
 def team_totals(values: list[float], device: torch.device) -> list[float]:
-    """Sums of host numbers over the processes of this one's team, in float64. All of them must call it."""
+    """Sums of host numbers over the processes of this process's team, in float64. All of them must call it."""
     return values if team_size() == 1 else _reduce(values, device, dist.ReduceOp.SUM, _teams.own)
 
 
 def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The largest of each host number over all processes. All must call it."""
+    """Element-wise maximum of host numbers over all processes. All must call it."""
     return values if num_processes() == 1 else _reduce(values, device, dist.ReduceOp.MAX, None)
 
 
 def min_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The smallest of each host number over all processes. All must call it."""
+    """Element-wise minimum of host numbers over all processes. All must call it."""
     return values if num_processes() == 1 else _reduce(values, device, dist.ReduceOp.MIN, None)
 
 

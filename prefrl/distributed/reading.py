@@ -1,4 +1,4 @@
-"""Weights that rank 0 reads alone, while the other ranks have parts of them."""
+"""Read partitioned weights on rank 0, while the other ranks contribute their parts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Reader"]
 
-# In the place of a parameter's number: rank 0 reads no more.
+# Sent in place of a parameter's number when rank 0 has finished reading.
 _DONE = -1
 
 
 class Reader:
-    """Makes the parameters of a model whole, one at a time.
+    """Gathers the parameters of a model, one at a time.
 
-    In a task of `lead`, rank 0 decides which and when, and may break off after any of them: ranks agree on each alone.
-    Elsewhere all ranks have to read the same parameters in the same order.
+    In a task of `lead`, rank 0 decides which parameters to read and when, and may stop after any of them, because the
+    ranks coordinate each read separately. Outside of it, all ranks must read the same parameters in the same order.
 
     Args:
         model: Its weights may be partitioned, now or later.
@@ -35,7 +35,7 @@ class Reader:
         self._is_reading = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or a whole copy of a partitioned one, which the caller owns."""
+        """The tensor itself, or for a partitioned tensor a whole copy, which the caller owns."""
         number = self._numbers.get(id(tensor))
         if number is None:
             return whole(tensor)
@@ -46,13 +46,13 @@ class Reader:
         return copy
 
     def lead(self, task: Callable[[], None]) -> None:
-        """Run `task` on rank 0, while the other ranks take part in what it reads. All ranks must call it.
+        """Run `task` on rank 0, while the other ranks take part in its reads. All ranks must call it.
 
-        What the task raises is raised on rank 0 alone. The other ranks hold one whole parameter at a time.
+        Errors of the task are raised on rank 0 only. The other ranks hold one whole parameter at a time.
 
         Raises:
-            RuntimeError: A parameter could not be made whole, whatever the task made of that. Ranks are out of step
-                then, and the process has to end: its launcher ends the others.
+            RuntimeError: A parameter could not be gathered, even if the task caught that error. The ranks are then out
+                of step, and the process must end; its launcher ends the others.
         """
         if not is_sharded(self._model):
             if is_main():
@@ -74,9 +74,9 @@ class Reader:
 
 
 def _parameters(model: nn.Module) -> list[nn.Parameter]:
-    """All parameters, in an order that ranks share."""
+    """All parameters, in the same order on all ranks."""
     inner = unwrap(model)
     for module in inner.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a pass without a backward pass, some are whole, and rounded for mixed precision
+            module.reshard()  # after a forward-only pass some are whole, and rounded for mixed precision
     return list(inner.parameters())

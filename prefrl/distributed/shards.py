@@ -1,7 +1,8 @@
 """Weights that are partitioned over ranks: DeepSpeed ZeRO-3's parameters and FSDP2's DTensors.
 
-A ZeRO-3 parameter is empty between the passes that use it; DeepSpeed keeps this rank's part in `ds_tensor` and says in
-`ds_status` whether the whole is there. An FSDP2 parameter is a DTensor, whose `to_local()` is this rank's part.
+A ZeRO-3 parameter is empty between the passes that use it. DeepSpeed keeps this rank's part in `ds_tensor`, and
+`ds_status` tells whether the whole parameter is available. An FSDP2 parameter is a DTensor, whose `to_local()` is this
+rank's part.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model that the user gave, without what a back-end put around it."""
+    """The model that the user passed, without a backend's wrappers."""
     deepspeed = sys.modules.get("deepspeed")
     engines = (DistributedDataParallel,) if deepspeed is None else (DistributedDataParallel, deepspeed.DeepSpeedEngine)
     return model.module if isinstance(model, engines) else model
 
 
 def _zero3(tensor: torch.Tensor) -> Any:
-    """The tensor, if it is a ZeRO-3 parameter, with the attributes that DeepSpeed has given it; else None."""
+    """The tensor if it is a ZeRO-3 parameter, with the attributes that DeepSpeed adds; else None."""
     return tensor if hasattr(tensor, "ds_id") else None
 
 
@@ -41,14 +42,14 @@ def _is_zero3(tensor: torch.Tensor) -> bool:
 
 
 def _is_absent(tensor: torch.Tensor) -> bool:
-    """Whether it is a ZeRO-3 parameter that is empty now. Persistent ones and those not yet released are whole."""
+    """Whether it is a ZeRO-3 parameter that is empty now. Persistent and not yet released parameters are whole."""
     parameter = _zero3(tensor)
     return parameter is not None and parameter.ds_status.name == "NOT_AVAILABLE"
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether its parameters are partitioned over ranks, so that all ranks have to take part in each forward pass."""
-    # FSDP2 may leave weights whole after a pass, and partition them again later.
+    # FSDP2 may leave weights whole after a pass and reshard them later.
     has_shards = any(isinstance(module, FSDPModule) for module in model.modules())
     return has_shards or any(_is_zero3(p) or isinstance(p, DTensor) for p in model.parameters())
 
@@ -61,7 +62,7 @@ def shape_of(tensor: torch.Tensor) -> torch.Size:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[str, int]:
-    """What tells whether two tensors share their memory, also where this rank has none of it."""
+    """An identifier that is equal for tensors that share memory, even if this rank holds none of it."""
     parameter = _zero3(tensor)
     if parameter is not None:
         return "zero3", parameter.ds_id
@@ -70,7 +71,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def num_local_elements(tensor: torch.Tensor) -> int:
-    """Elements of the parameter that this rank keeps between passes."""
+    """Number of elements of the parameter that this rank keeps between passes."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().numel()
     parameter = _zero3(tensor)
@@ -78,7 +79,7 @@ def num_local_elements(tensor: torch.Tensor) -> int:
 
 
 def is_backend_hook(hook: Callable[..., Any]) -> bool:
-    """Whether a back-end registered it, to gather and release weights."""
+    """Whether a backend registered the hook, to gather and release weights."""
     return (getattr(hook, "__module__", None) or "").startswith(("deepspeed.", "torch.distributed."))
 
 
@@ -87,13 +88,13 @@ def is_backend_hook(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def gathered(parameters: Iterable[torch.Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
-    """Of ZeRO-3's parameters these are whole on every rank inside. All ranks must enter.
+    """Inside, the ZeRO-3 parameters among these are whole on every rank. All ranks must enter.
 
-    FSDP2's stay as they are: see `whole`.
+    FSDP2 parameters are not gathered: see `whole`.
 
     Args:
-        parameters: Any parameters; those that are whole or not ZeRO-3's are left as they are.
-        modifier_rank: The rank whose changes to them all ranks get at the end; None: nothing is changed.
+        parameters: Any parameters; those that are whole already or not ZeRO-3's are ignored.
+        modifier_rank: The rank whose changes to the parameters all ranks receive at the end; None: no changes.
     """
     absent = [p for p in parameters if _is_absent(p)]
     if not absent:
@@ -104,10 +105,10 @@ def gathered(parameters: Iterable[torch.Tensor], *, modifier_rank: int | None = 
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a whole copy made of all ranks' parts. All ranks must call it, in the same order."""
+    """The tensor itself, or a whole copy gathered from all ranks. All ranks must call it, in the same order."""
     if isinstance(tensor, DTensor):
         full: torch.Tensor = tensor.full_tensor()
-        is_copy = full.data_ptr() != tensor.to_local().data_ptr()  # not where one rank has all of it
+        is_copy = full.data_ptr() != tensor.to_local().data_ptr()  # False if one rank holds the whole tensor
         return full if is_copy else full.clone()
     if _is_absent(tensor):
         with gathered([tensor]):
@@ -116,7 +117,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load_whole(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole tensor into one that may be partitioned. All ranks must call it with the same."""
+    """Copy a whole tensor into one that may be partitioned. All ranks must call it with the same values."""
     parameter = _zero3(target)
     with torch.no_grad():
         if isinstance(target, DTensor):
@@ -127,7 +128,7 @@ def load_whole(target: torch.Tensor, value: torch.Tensor) -> None:
         elif _is_absent(target):
             with gathered([target], modifier_rank=0):
                 target.data.copy_(value)
-        else:  # persistent, or not released since the last pass: the part has to change, too
+        else:  # persistent, or not released since the last pass: the rank's part must be updated, too
             target.data.copy_(value)
             parameter.partition(has_been_updated=True)
             if parameter.ds_persist:
@@ -139,7 +140,7 @@ def mix(weight: torch.Tensor, other: torch.Tensor, alpha: float) -> None:
 
     Args:
         weight: Changed in place.
-        other: Of the same whole shape; if both are DTensors, partitioned in the same way.
+        other: Has the same whole shape; if both are DTensors, they are partitioned in the same way.
         alpha: Between 0 and 1.
     """
     if isinstance(weight, DTensor) and isinstance(other, DTensor):
@@ -157,7 +158,7 @@ def mix(weight: torch.Tensor, other: torch.Tensor, alpha: float) -> None:
 
 @contextmanager
 def unpartitioned() -> Iterator[None]:
-    """Models that transformers makes inside are whole, also where it would partition them for ZeRO-3."""
+    """Models that transformers creates inside are whole, even if it would partition them for ZeRO-3."""
     import transformers.integrations.deepspeed as settings
 
     before = settings._hf_deepspeed_config_weak_ref
@@ -169,11 +170,11 @@ def unpartitioned() -> Iterator[None]:
 
 
 def bare_copy(module: nn.Module, read: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A copy that is no back-end's: with whole parameters of its own, and without hooks.
+    """A copy that is independent of the backend: with its own whole parameters, and without hooks.
 
     Args:
         module: Its parameters may be partitioned.
-        read: Gives a parameter itself if it is whole, or else a whole copy.
+        read: Returns a parameter itself if it is whole, else a whole copy.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -187,7 +188,7 @@ def bare_copy(module: nn.Module, read: Callable[[torch.Tensor], torch.Tensor]) -
 def _bare_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     if id(module) in memo:
         return memo[id(module)]
-    # FSDP2 gives modules classes of its own, which refuse to be copied.
+    # FSDP2 replaces the classes of modules by its own, which cannot be copied.
     kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     own: Any = kind.__new__(kind)
     nn.Module.__init__(own)
@@ -203,14 +204,14 @@ def _bare_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def copy_of(model: M) -> M:
-    """A copy with weights of its own, made one weight at a time. All ranks must call it.
+    """A copy with its own weights, made one weight at a time. All ranks must call it.
 
-    It is partitioned if the model is.
+    The copy is partitioned if the model is.
     """
     clone = copy.deepcopy(model)
     for weight, own in zip(model.parameters(), clone.parameters(), strict=True):
         parameter = _zero3(weight)
-        if parameter is not None:  # its copy is empty
+        if parameter is not None:  # deepcopy made an empty copy
             own.data = whole(weight).detach().clone()
             parameter.convert_to_zero_parameters(param_list=[own])
     return clone
@@ -218,13 +219,13 @@ def copy_of(model: M) -> M:
 
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[nn.Module]:
-    """The model with all its parameters whole on this rank. All ranks must enter; inside, each may do as it likes."""
+    """The model with all parameters whole on this rank. All ranks must enter; inside, each may run different code."""
     inner = unwrap(model)
     with ExitStack() as stack:
         parameters = [p for p in inner.parameters() if _is_zero3(p)]
         if parameters:
             stack.enter_context(gathered(parameters))
-            # They release weights, and have ranks agree on each pass.
+            # These hooks would release weights, and coordinate the ranks in each pass.
             stack.enter_context(_without_backend_hooks(inner))
         for module in inner.modules():
             if isinstance(module, FSDPModule):
@@ -263,14 +264,14 @@ def _unsharded(module: FSDPModule) -> Iterator[None]:
 
 
 def release(model: nn.Module) -> None:
-    """Give back what passes without a backward pass have left whole: FSDP2 keeps its last layers for one."""
+    """Reshard weights that forward-only passes left whole: FSDP2 keeps its last layers whole for a backward pass."""
     for module in unwrap(model).modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def usable(model: nn.Module) -> AbstractContextManager[object]:
-    """Forward passes work inside, also before training begins, when nothing yet gathers a ZeRO-3 model's weights."""
+    """Make forward passes work inside, even before training starts, when no hooks gather a ZeRO-3 model's weights."""
     inner = unwrap(model)
     is_hooked = any("pre_bwd_fn" in vars(module) for module in inner.modules())
     needs_all = not is_hooked and any(_is_zero3(p) for p in inner.parameters())

@@ -1,4 +1,4 @@
-"""What the processes of a team exchange of a row whose tokens they share (Ulysses).
+"""Communication between the processes of a team, which share the tokens of a row (Ulysses).
 
 Source: Jacobs et al. 2023, arXiv 2309.14509.
 """
@@ -15,9 +15,9 @@ from prefrl.distributed.processes import team_group, team_size
 
 
 def exchange_in_team(tensor: torch.Tensor, *, split: int, join: int) -> torch.Tensor:
-    """Each process of the team gets an equal part of dimension `split` of all, and joins them along `join`.
+    """All-to-all in the team: split dimension `split` evenly over the processes, and join the parts along `join`.
 
-    From its tokens of all heads to all tokens of its heads, and back. All processes of the team must call it.
+    It converts some tokens of all heads to all tokens of some heads, and back. All processes of the team must call it.
     """
     output: torch.Tensor = _Exchange.apply(tensor, split, join)  # type: ignore[no-untyped-call]
     return output
@@ -43,7 +43,7 @@ def _exchanged(tensor: torch.Tensor, split: int, join: int) -> torch.Tensor:
 
 
 def sum_over_team(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over the processes of the team, with gradients. All of them must call it, and go on alike."""
+    """Sum over the processes of the team, with gradients. All of them must call it and compute the same from it."""
     output: torch.Tensor = _SumOverTeam.apply(tensor)  # type: ignore[no-untyped-call]
     return output
 
@@ -58,6 +58,6 @@ class _SumOverTeam(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        # Every process computes the same loss of the sum, and back-ends average gradients over all processes: the
-        # gradient is the sum of as many equal ones.
+        # Every process of the team computes the same loss from the sum, and backends average gradients over all
+        # processes. The gradient is therefore the sum of team_size equal gradients.
         return grad * team_size()

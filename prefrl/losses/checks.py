@@ -11,7 +11,7 @@ __all__ = ["check_same_shape"]
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Refuse tensors that would broadcast against each other.
+    """Reject tensors of different shapes, which might broadcast silently.
 
     Raises:
         ValueError: Shapes differ.

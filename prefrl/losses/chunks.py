@@ -1,4 +1,4 @@
-"""Logits of a linear head for a chunk of tokens at a time, in buffers that all chunks share."""
+"""Logits of a linear head, one chunk of tokens at a time, in buffers that all chunks share."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Head:
 
 
 def slices_of(num_rows: int, chunk_size: int) -> list[slice]:
-    """Rows 0 .. num_rows-1 in pieces."""
+    """Rows 0 .. num_rows-1 cut into slices of at most `chunk_size` rows."""
     return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]
 
 
 def score_dtype(tensor: Tensor) -> torch.dtype:
-    """What is computed after the product with the head: float32, or float64 for float64."""
+    """Dtype of everything after the product with the head: float32, or float64 for float64 input."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def product_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """That of autocast, if it is on, else the wider one of the two."""
+    """Dtype of the product with the head: autocast's if autocast is on, else the wider dtype of the two."""
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
@@ -55,7 +55,7 @@ def product_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """How logits are made; see `Head` and `chunked_logprobs`."""
+    """How logits are computed; see `Head` and `chunked_logprobs`."""
 
     scale: float
     softcap: float | None
@@ -67,14 +67,14 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows and their logits."""
+    """A slice of rows and their logits."""
 
     rows: slice
     hidden: Tensor  # [c, h] in the dtype of the product
-    product: Tensor  # [c, V] in the dtype of the product; the memory of `logits` if that is the same dtype
-    logits: Tensor  # [c, V] in the dtype of scores, after `_transform`; whoever reads it may overwrite it
-    scratch: Tensor  # [c, V] in the dtype of scores; the memory of `logits` unless asked for
-    probs: Tensor | None  # [c, V] softmax(logits) if it was kept: `logits` is not filled then
+    product: Tensor  # [c, V] in the dtype of the product; shares memory with `logits` if the dtypes are equal
+    logits: Tensor  # [c, V] in the dtype of scores, after `_transform`; the consumer may overwrite it
+    scratch: Tensor  # [c, V] in the dtype of scores; shares memory with `logits` unless `with_scratch`
+    probs: Tensor | None  # [c, V] softmax(logits) if it was kept from forward; `logits` is then not filled
 
 
 def chunks(
@@ -86,7 +86,7 @@ def chunks(
     with_scratch: bool,
     kept: Tensor | None = None,
 ) -> Iterator[Chunk]:
-    """Chunks in order, all in the same buffers. `weight` and `bias` are in the dtype of the product."""
+    """Yield the chunks in order, all in the same buffers. `weight` and `bias` are in the dtype of the product."""
     dtype = score_dtype(hidden)
     logits = hidden.new_empty(min(plan.chunk_size, hidden.shape[0]), weight.shape[0], dtype=dtype)
     product = logits if plan.product_dtype == dtype else torch.empty_like(logits, dtype=plan.product_dtype)
@@ -101,7 +101,7 @@ def chunks(
 
 
 def _fill(chunk: Chunk, weight: Tensor, bias: Tensor | None, plan: ChunkPlan) -> None:
-    """Make the chunk's logits."""
+    """Compute the chunk's logits."""
     if bias is None:
         torch.mm(chunk.hidden, weight.t(), out=chunk.product)
     else:
@@ -112,7 +112,10 @@ def _fill(chunk: Chunk, weight: Tensor, bias: Tensor | None, plan: ChunkPlan) ->
 
 
 def room_for_probs(hidden: Tensor, weight: Tensor, plan: ChunkPlan) -> Tensor | None:
-    """[M, V] if that is small. The gradient of a capped logit is not made of its probability alone."""
+    """A buffer [M, V] to keep probabilities for backward, or None if it would be too large or logits are capped.
+
+    The gradient of a capped logit needs more than its probability.
+    """
     dtype = score_dtype(hidden)
     if plan.softcap is not None or len(hidden) * len(weight) * dtype.itemsize > plan.keep_bytes:
         return None
@@ -128,12 +131,12 @@ def _transform(logits: Tensor, plan: ChunkPlan) -> None:
 
 
 def in_product_dtype(weight: Tensor, bias: Tensor | None, plan: ChunkPlan) -> tuple[Tensor, Tensor | None]:
-    """What `chunks` multiplies with."""
+    """Weight and bias cast to the dtype of the product, as `chunks` needs them."""
     return weight.to(plan.product_dtype), None if bias is None else bias.to(plan.product_dtype)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to a total that may have a wider dtype."""
+    """Add left @ right to `total`, which may have a wider dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

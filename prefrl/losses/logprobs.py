@@ -1,7 +1,7 @@
-"""Log-probs of tokens from hidden states and the output head, without logits for more than a chunk of tokens.
+"""Log-probs of tokens from hidden states and the output head, with the logits of only one chunk of tokens in memory.
 
-Logits are made chunk by chunk in one buffer and made again in backward, so memory does not grow with the number of
-tokens; where the probabilities of all tokens are small beside any model, they are kept for backward instead.
+Logits are computed chunk by chunk in one buffer and recomputed in backward, so memory does not grow with the number of
+tokens. If the probabilities of all tokens take little memory (`KEPT_BYTES`), they are kept for backward instead.
 `chunked_logprobs` is for a head that is a matrix; `module_logprobs` takes any head, at the price of a few more buffers
 of one chunk.
 """
@@ -50,15 +50,16 @@ __all__ = [
 # The other field, `full_kl`, needs a reference.
 WantName = Literal["entropy", "entropy_gradient", "correct", "mean_logit", "log_collision", "hidden"]
 
-# Bytes of probabilities that may be kept for backward: little beside a model, and a quarter of the head's work.
+# Largest size in bytes of the probabilities kept for backward. It is small beside a model, and keeping them saves a
+# quarter of the head's work.
 KEPT_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What is known about each token; in float32, or float64 if the hidden states are. What is not wanted is None.
+    """Scores of each token, in float32, or in float64 if the hidden states are. A score that is not wanted is None.
 
-    p is the distribution that is scored: softmax(logits / temperature).
+    p is the scored distribution: softmax(logits / temperature).
     """
 
     logprobs: Tensor  # [M] nats, gradient flows
@@ -67,7 +68,7 @@ class TokenScores:
     mean_logit: Tensor | None = None  # [M] mean over the vocabulary of the logits before temperature, constant
     log_collision: Tensor | None = None  # [M] nats, log sum p^2, constant
     hidden: Tensor | None = None  # [M, h] last hidden states that predict the token, gradient flows
-    full_kl: Tensor | None = None  # [M] nats, KL(p || p of the reference) over the vocabulary, gradient flows
+    full_kl: Tensor | None = None  # [M] nats, KL(p || reference's p) over the vocabulary, gradient flows
 
     def to(self, device: torch.device) -> TokenScores:
         """A copy on `device`."""
@@ -76,12 +77,12 @@ class TokenScores:
 
 
 def default_chunk_size(device: torch.device) -> int:
-    """Rows of logits that are held at once: 128 on CPU; 512 elsewhere, where each chunk reads the whole head again."""
+    """Rows of logits held at once: 128 on CPU; 512 elsewhere, since each chunk reads the whole head again."""
     return 128 if device.type == "cpu" else 512
 
 
 def num_chunks_of(hidden: Tensor) -> int:
-    """Calls of the head that `module_logprobs` makes for [M, h]."""
+    """How often `module_logprobs` calls the head for hidden states [M, h]."""
     return max(len(slices_of(hidden.shape[0], default_chunk_size(hidden.device))), 1)
 
 
@@ -98,26 +99,26 @@ def chunked_logprobs(
 ) -> TokenScores:
     """Log-probs of `targets` under softmax(logits / temperature).
 
-    The product with the head runs in the dtype of autocast, if it is on, else in the wider one of hidden states and
-    weight; all that follows runs in float32, or float64 for float64. Gradients are computed for those of `hidden`, the
-    weight and the bias that want one.
+    The product with the head runs in autocast's dtype if autocast is on, else in the wider dtype of hidden states and
+    weight. Everything after it runs in float32, or in float64 for float64 input. Gradients are computed for `hidden`,
+    the weight and the bias, where they require one.
 
     Args:
         hidden: [M, h], gradient flows.
         targets: [M] int64, token ids in 0 .. V-1.
         head: Output head, gradient flows.
         temperature: Logits are divided by it.
-        want: What to compute beside log-probs, by its name in `TokenScores`.
-        reference: What `full_kl` is the divergence from; None: it is not computed.
+        want: What to compute besides log-probs, by its name in `TokenScores`.
+        reference: The reference that `full_kl` is the divergence from; None: `full_kl` is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
-        keep_bytes: If the probabilities of all tokens are at most so large, they are kept for backward, instead of
-            logits being made again; None: `KEPT_BYTES`. Of no use to `full_kl`.
+        keep_bytes: If the probabilities of all tokens take at most this many bytes, they are kept for backward instead
+            of recomputing the logits; None: `KEPT_BYTES`. Not used with `full_kl`.
 
     Returns:
         Scores of each token.
 
     Raises:
-        ValueError: Shapes that do not fit, a number that is not positive, or an unknown name in `want`.
+        ValueError: Shapes do not match, a number is not positive, or `want` has an unknown name.
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     keep_bytes = KEPT_BYTES if keep_bytes is None else keep_bytes
@@ -131,7 +132,7 @@ def chunked_logprobs(
         softcap=head.softcap,
         temperature=temperature,
         chunk_size=chunk_size,
-        # Other gradients than that of log-probs read the logits.
+        # The gradient of full_kl needs the logits, so kept probabilities would be of no use.
         keep_bytes=keep_bytes if torch.is_grad_enabled() and reference is None else 0,
         product_dtype=product_dtype_of(hidden, head.weight),
     )
@@ -162,25 +163,25 @@ def module_logprobs(
     chunk_size: int | None = None,
     min_chunks: int = 1,
 ) -> TokenScores:
-    """`chunked_logprobs` for a head that is no plain matrix: with LoRA, quantised, or of a user's own making.
+    """`chunked_logprobs` for a head that is not a plain matrix: with LoRA, quantized, or a custom module.
 
-    Each chunk is checkpointed: its logits are made again in backward, and autograd differentiates through `head_fn`.
+    Each chunk is checkpointed: its logits are recomputed in backward, and autograd differentiates through `head_fn`.
 
     Args:
         hidden: [M, h], gradient flows.
         targets: [M] int64, token ids in 0 .. V-1.
-        head_fn: [m, h] -> [m, V] logits as the model's own forward makes them; gradient flows to its parameters.
+        head_fn: [m, h] -> [m, V] logits as the model's own forward computes them; gradient flows to its parameters.
         temperature: Logits are divided by it.
-        want: What to compute beside log-probs, by its name in `TokenScores`.
-        reference: What `full_kl` is the divergence from; None: it is not computed.
+        want: What to compute besides log-probs, by its name in `TokenScores`.
+        reference: The reference that `full_kl` is the divergence from; None: `full_kl` is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
-        min_chunks: Call the head as often at least.
+        min_chunks: Call the head at least this many times, on empty chunks if need be.
 
     Returns:
         Scores of each token.
 
     Raises:
-        ValueError: Shapes that do not fit, a number that is not positive, or an unknown name in `want`.
+        ValueError: Shapes do not match, a number is not positive, or `want` has an unknown name.
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     _check(hidden, targets, temperature, want, chunk_size)
@@ -201,7 +202,7 @@ def module_logprobs(
             None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows)),
         )
 
-    # Empty chunks call the head, too, and its parameters get a gradient, of zeros.
+    # Empty chunks call the head too, so that its parameters get a gradient of zeros.
     slices = slices_of(hidden.shape[0], chunk_size)
     slices += [slice(0, 0)] * (min_chunks - len(slices))
     columns = zip(*(checkpoint(score, rows, use_reentrant=False) for rows in slices), strict=True)
@@ -217,7 +218,7 @@ def _entropy(log_probs: Tensor) -> Tensor:
 
 
 def _log_sum_of_squares(probs: Tensor) -> Tensor:
-    """[c] log sum p^2 from [c, V], without another tensor of that size. The sum is at least 1 / V: no underflow."""
+    """[c] log sum p^2 from [c, V], without another [c, V] tensor. The sum is >= 1 / V, so it cannot underflow."""
     norms: Tensor = torch.linalg.vector_norm(probs, dim=1)
     return norms.log() * 2
 
@@ -255,7 +256,7 @@ class _Wanted:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z), t the target and q the reference's p, in each row:
+    """Formulas for each row, with z = logits / temperature, p = softmax(z), t the target and q the reference's p:
 
     log p_t = z_t - log sum exp z        d log p_t / d z_j = [j = t] - p_j
     H = log sum exp z - sum p z          d H / d z_j = -p_j (log p_j + H) = p_j (sum p z - z_j)
@@ -277,7 +278,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         kept = room_for_probs(hidden, weight, plan)
         with torch.autocast(hidden.device.type, enabled=False):
             product_weight, product_bias = in_product_dtype(weight, bias, plan)
-            # The divergence reads logits beside probabilities, as the entropy does.
+            # Divergence and entropy need the logits and the probabilities at the same time.
             with_scratch = kept is None and (columns.entropy is not None or columns.full_kl is not None)
             for chunk in chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch):
                 columns.fill(
@@ -312,7 +313,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         wanted: _Wanted = ctx.wanted
         dtype = score_dtype(hidden)
         grad_hidden, grad_weight, grad_bias = (
-            # Sums over tokens: kept in the dtype of scores however many chunks there are.
+            # Sums over tokens are accumulated in the dtype of scores, so that the number of chunks does not matter.
             torch.zeros_like(tensor, dtype=dtype) if is_needed else None
             for tensor, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
         )
@@ -325,7 +326,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             product_weight, product_bias = in_product_dtype(weight, bias, plan)
             with_scratch = grads.logits is not None
             if with_scratch:
-                kept = None  # that gradient reads the logits
+                kept = None  # gradients of entropy and full_kl need the logits
             for chunk in chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch, kept=kept):
                 rows = chunk.rows
                 _logits_to_grad(chunk, targets[rows], grads[rows], plan, wanted)
@@ -349,7 +350,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """[M] results, filled chunk by chunk; None: not wanted."""
+    """[M] results, filled chunk by chunk; None if not wanted."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -380,7 +381,7 @@ class _Columns:
         )
 
     def fill(self, chunk: Chunk, targets: Tensor, room: Tensor, plan: ChunkPlan, wanted: _Wanted) -> None:
-        """The rows of a chunk, whose probabilities go to `room`; its logits are overwritten."""
+        """Fill the rows of a chunk. Its probabilities are written to `room`; its logits are overwritten."""
         rows, logits = chunk.rows, chunk.logits
         target_logits = logits.gather(1, targets[:, None]).squeeze(1)
         if self.correct is not None:
@@ -389,7 +390,7 @@ class _Columns:
             self.mean_logit[rows] = logits.mean(1) * plan.temperature
         largest = logits.amax(1)
         probs = torch.softmax(logits, 1, out=room)
-        # p = exp(z - log sum exp z) at the largest logit, where it cannot underflow: p >= 1 / V.
+        # From p = exp(z - log sum exp z) at the largest logit, where p >= 1 / V cannot underflow.
         log_normalizers = largest - probs.amax(1).log()
         self.logprobs[rows] = target_logits - log_normalizers
         if self.log_collision is not None:
@@ -397,7 +398,7 @@ class _Columns:
         if self.full_kl is not None and self.expected_differences is not None and wanted.ref_log_probs is not None:
             log_ref = wanted.ref_log_probs(rows)
             check_same_shape(logits=logits, reference_logits=log_ref)
-            # log p - log q before the sum: small where the two are close, so that no digits are lost.
+            # Subtract log p - log q before summing: where the two are close the terms are small and stay precise.
             differences = log_ref.neg_().add_(logits).sub_(log_normalizers[:, None])
             self.full_kl[rows] = differences.mul_(probs).sum(1)
             self.expected_differences[rows] = self.full_kl[rows] + log_normalizers
@@ -408,7 +409,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _RowGrads:
-    """Gradients of some rows; that of z_j: p_j (logits z_j - differences log q_j + offsets) + [j = t] logprobs."""
+    """Coefficients of the gradient of z_j: p_j (logits z_j - differences log q_j + offsets) + [j = t] logprobs."""
 
     logprobs: Tensor  # [c]
     offsets: Tensor  # [c]
@@ -419,7 +420,7 @@ class _RowGrads:
     def of(
         cls, logprobs: Tensor, entropy: tuple[Tensor | None, Tensor], full_kl: tuple[Tensor | None, Tensor]
     ) -> Self:
-        """From the gradients of the results, and what those of the last two need; see `_ChunkedLogprobs`."""
+        """From the gradients of the results; entropy and full_kl come with the expectation in their formula."""
         (grad_entropy, expected_logits), (grad_kl, expected_differences) = entropy, full_kl
         offsets, logits = -logprobs, None
         if grad_entropy is not None:
@@ -439,7 +440,7 @@ class _RowGrads:
 
 
 def _logits_to_grad(chunk: Chunk, targets: Tensor, grads: _RowGrads, plan: ChunkPlan, wanted: _Wanted) -> None:
-    """Replace the chunk's logits by the gradient of what they were before `_transform`."""
+    """Replace the chunk's logits by the gradient with respect to the logits before `_transform`."""
     logits = chunk.logits
     slope = None if plan.softcap is None else 1 - (logits * (plan.temperature / plan.softcap)).square_()
     probs = torch.softmax(logits, 1, out=chunk.scratch) if chunk.probs is None else chunk.probs

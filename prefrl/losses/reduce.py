@@ -1,9 +1,9 @@
-"""From token losses to one number: weights of tokens, and what their sum is divided by.
+"""Reduce token losses to one number: token weights, and the item count that their sum is divided by.
 
     total = (token_weights * token_loss).sum()
     loss  = (sum of totals) / (sum of item_counts), both over all micro-batches and ranks of an optimizer step
 
-so that the loss does not depend on how a step is cut.
+so that the loss does not depend on how a step is split.
 
 | reduction | loss |
 |---|---|
@@ -51,7 +51,7 @@ def row_sums(values: Tensor, trainable: Tensor, row_index: Tensor, num_rows: int
     """Sum of a per-token quantity over the trainable tokens of each row.
 
     Args:
-        values: [N], gradient flows; read at trainable tokens alone.
+        values: [N], gradient flows; read at trainable tokens only.
         trainable: [N] bool, tokens that have a loss.
         row_index: [N] int64, row of each token, in 0 .. B-1.
         num_rows: B.
@@ -74,7 +74,7 @@ def token_weights(
     reduction: Reduction,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What each token's loss is multiplied by before summing; 0 where a token is not trainable.
+    """Weight of each token's loss in the sum; 0 where a token is not trainable.
 
     Args:
         trainable: [N] bool, tokens that have a loss.
@@ -98,20 +98,21 @@ def token_weights(
 def item_count(
     trainable: Tensor, row_index: Tensor, num_rows: int, *, reduction: Reduction, constant: float | None
 ) -> Tensor:
-    """What the weighted sum of these rows is divided by; adds up over micro-batches and ranks.
+    """Number of items that the weighted sum of these rows is divided by, added over micro-batches and ranks.
 
     Args:
         trainable: [N] bool, tokens that have a loss.
         row_index: [N] int64, row of each token, in 0 .. B-1.
         num_rows: B.
         reduction: See the table of this module.
-        constant: Tokens that each row counts as, for `constant` alone: the longest completion, in Dr. GRPO.
+        constant: For reduction `constant` only: how many tokens each row counts as. Dr. GRPO uses the maximum
+            completion length.
 
     Returns:
         Scalar float32.
 
     Raises:
-        ValueError: Shapes differ; or `constant` is missing, not positive, or given where it has no effect.
+        ValueError: Shapes differ, or `constant` is missing, not positive, or given where it has no effect.
 
     Source: Liu et al. 2025, arXiv 2503.20783, section 3.2 (constant)
     """

@@ -1,4 +1,4 @@
-"""Losses of tokens that are given, not sampled."""
+"""Supervised losses: the tokens are given, not sampled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nll(logprobs: Tensor) -> Tensor:
 def dft(logprobs: Tensor) -> Tensor:
     """Dynamic fine-tuning: -sg(p) * log p, so that a token's gradient is that of -p.
 
-    The weight sg(p) takes away the factor 1/p that makes unlikely tokens dominate the gradient of `nll`.
+    sg(p) is p as a constant. It cancels the factor 1/p that lets unlikely tokens dominate the gradient of `nll`.
 
     Args:
         logprobs: [N] nats, gradient flows.

@@ -1,4 +1,4 @@
-"""What a row of a table of losses says."""
+"""Rows of the loss tables."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["LossRow", "keyword_names"]
 
 
 def keyword_names(function: Callable[..., object]) -> frozenset[str]:
-    """Names of the keyword arguments that a loss needs: its hyper-parameters."""
+    """Names of the keyword-only arguments of a loss: its hyper-parameters."""
     parameters = inspect.signature(function).parameters.values()
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
 class LossRow:
-    """A loss and where it comes from; what the function takes and returns stands with its table."""
+    """A loss and its source. Each table documents what its functions take and return."""
 
     function: Callable[..., Tensor]
     source: str

@@ -1,4 +1,4 @@
-"""The loss of a critic for each token."""
+"""The value loss of a critic, for each token."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ __all__ = ["value_loss"]
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float | None) -> TokenLoss:
-    """Squared error with a bound on how far it moves a value: 0.5 * max((v - R)^2, (v' - R)^2).
+    """Clipped squared error: 0.5 * max((v - R)^2, (v' - R)^2) with v' = clip(v, v_old - c, v_old + c).
 
-    v' = clip(v, v_old - c, v_old + c). Where the clipped value has the larger error, v has left the range on the side
-    of R: there is no gradient, and v goes no further. Elsewhere, also where v left the range away from R, the gradient
-    is v - R.
+    Where the clipped value has the larger error, v has left the range towards R: there is no gradient, and v moves no
+    further. Everywhere else, including where v left the range away from R, the gradient is v - R.
 
     Args:
         values: [N] v, in the unit of the rewards; gradient flows.
         old_values: [N] v_old, of the critic before this generation's first update, treated as constant.
-        returns: [N] R, what the critic learns, treated as constant.
-        cliprange_value: c > 0, in the unit of the rewards; None: the plain squared error, and nothing is clipped.
+        returns: [N] R, the critic's targets, treated as constant.
+        cliprange_value: c > 0, in the unit of the rewards; None: the plain squared error, without clipping.
 
     Returns:
-        loss [N], and the 0/1 indicator `val/clipfrac` of tokens without gradient; no indicator without a range.
+        loss [N], and the 0/1 indicator `val/clipfrac` of tokens without gradient; no indicator without clipping.
 
     Raises:
         ValueError: Shapes differ, or the range is not positive.
@@ -45,7 +44,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange
         return TokenLoss(loss=0.5 * error, stats={})
     clipped = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     clipped_error = (clipped - returns).square()
-    # Not torch.maximum, which halves the gradient where the two are equal and only one of them has one.
+    # torch.maximum would halve the gradient where the two errors are equal, although only one of them has a gradient.
     is_clipped = clipped_error > error
     loss = 0.5 * torch.where(is_clipped, clipped_error, error)
     return TokenLoss(loss=loss, stats={"val/clipfrac": is_clipped.float()})

@@ -1,4 +1,4 @@
-"""Adapters as peft describes them, and the quantised models that only adapters can train."""
+"""Adapters from peft configs, and quantized models, which can only be trained through adapters."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def lora_config(*, target_modules: Sequence[str] | None = None, **options: Any) -> PeftConfig:
-    """A `peft.LoraConfig`; its `task_type` is left to the loader of the model that it is for.
+    """A `peft.LoraConfig` without a `task_type`, which the model's loader sets.
 
     Args:
-        target_modules: Names of the layers that get adapters; ["all-linear"]: all; None: peft's choice.
-        options: Other arguments of `peft.LoraConfig`, by peft's names.
+        target_modules: Names of the layers that get adapters; ["all-linear"]: all linear layers; None: peft's choice.
+        options: Other arguments of `peft.LoraConfig`, under peft's names.
 
     Raises:
         ConfigError: peft refuses the options.
@@ -54,13 +54,13 @@ def lora_config(*, target_modules: Sequence[str] | None = None, **options: Any) 
 def add_adapter(
     model: PreTrainedModel, peft_config: PeftConfig, *, task_type: TaskType, seed: int | None
 ) -> PreTrainedModel:
-    """Put a new adapter around the model, whose own weights are then not trained.
+    """Put a new adapter around the model and freeze the model's own weights.
 
     Args:
         model: Changed in place.
-        peft_config: Not changed; a `task_type` of None stands for the one that fits.
+        peft_config: Not changed; a `task_type` of None means `task_type`.
         task_type: peft's name for what the model does.
-        seed: Of the adapter's weights.
+        seed: For the adapter's initial weights.
 
     Raises:
         ConfigError: peft cannot put the adapter around this model, or a part of `peft_config` has no effect.
@@ -104,11 +104,11 @@ def _check_init(peft_config: PeftConfig) -> None:
 
 
 def _check_every_name_is_found(peft_config: PeftConfig, model: PreTrainedModel) -> None:
-    """Names of which peft finds none are ignored by it as long as it finds another."""
+    """Reject names that match no layer: peft ignores them silently as long as another name matches."""
     given = peft_config.to_dict()
     for field in ("target_modules", "rank_pattern", "alpha_pattern", "modules_to_save"):
         names = given.get(field) or ()
-        if isinstance(names, str):  # an expression, of which peft says itself that it matches nothing
+        if isinstance(names, str):  # a regular expression: peft itself raises if it matches nothing
             continue
         for name in names:
             if field == "modules_to_save":
@@ -127,18 +127,18 @@ def _check_every_name_is_found(peft_config: PeftConfig, model: PreTrainedModel) 
 
 
 def prepare_quantized(model: PreTrainedModel) -> None:
-    """Make a quantised model ready for training an adapter; an adapter that is there stays as it is.
+    """Prepare a quantized model for training an adapter; an adapter that is already there is left unchanged.
 
-    Nothing else in the model is trained, and what is not quantised becomes float32: norms in half precision would lose
-    what the adapter learns through them. Gradient checkpointing needs nothing here: transformers lets the output of
-    the embeddings require a gradient when it is switched on.
+    Nothing else in the model is trained. Weights that are not quantized become float32, because norms in half
+    precision would lose what the adapter learns through them. Gradient checkpointing needs no preparation here: when
+    it is switched on, transformers makes the output of the embeddings require a gradient.
     """
     if not is_peft_model(model):
         peft = require("peft", extra="peft", feature="a quantised model")
         peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     for module in model.modules():
-        # On some CPUs bitsandbytes packs weights at the first pass in eval mode, for good; through packed ones flow
-        # no gradients.
+        # On some CPUs bitsandbytes packs weights at the first pass in eval mode and keeps them packed. No gradients
+        # flow through packed weights.
         if "support_avx512bf16_for_cpu" in vars(module):
             module.support_avx512bf16_for_cpu = False
 
@@ -146,7 +146,7 @@ def prepare_quantized(model: PreTrainedModel) -> None:
 def bitsandbytes_config(
     *, bits: Literal[4, 8], quant_type: Literal["nf4", "fp4"], nested: bool, compute_dtype: torch.dtype
 ) -> BitsAndBytesConfig:
-    """How bitsandbytes quantises a model when it is loaded.
+    """The bitsandbytes config for quantizing a model when it is loaded.
 
     Args:
         bits: 4 or 8. The other options are for 4.

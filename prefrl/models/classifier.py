@@ -1,4 +1,4 @@
-"""Scores of sequences: a reward model reads a flat batch as a policy does, and its head the last token of each row."""
+"""Sequence scores: a reward model reads a flat batch like a policy, and its head reads the last token of each row."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["sequence_scores"]
 def sequence_scores(model: nn.Module, batch: TokenBatch, *, plan: Plan = "auto") -> Tensor:
     """The scores that a sequence classifier, such as a reward model, gives to each row, with gradients.
 
-    The last response token of each row is a marker: it is not read, whatever its id, and the row ends before it. So a
-    row that is a prompt alone has the marker as its response. Rows that share a prompt, such as the two sides of a
-    pair, share its computation as in `token_logprobs`, and plans are chosen and checked as there. A model whose
+    The last response token of each row is an end marker: it is not read, whatever its id, and the row ends before it.
+    A row that consists of a prompt only has the marker as its response. Rows that share a prompt, such as the two
+    sides of a pair, share its computation, and plans are chosen and checked, as in `token_logprobs`. A model whose
     pooling we cannot reproduce (an encoder, a head with dropout) runs its own forward on padded rows.
 
     Args:
-        model: A `*ForSequenceClassification` model with L labels, with PEFT or DDP around it if wanted; see
+        model: A `*ForSequenceClassification` model with L labels, optionally wrapped in PEFT or DDP; see
             `prepare_for_scoring`.
         batch: On the model's device, B rows, at least one. `trainable` is not read.
         plan: How the rows are laid out.
     Returns:
-        [B, L] float32, as the model's own forward gives them for each row without its marker.
+        [B, L] float32, as the model's own forward returns them for each row without its marker.
     Raises:
-        ConfigError: The plan asked for does not work for this model, or the model is no sequence classifier.
+        ConfigError: The requested plan does not work for this model, or the model is not a sequence classifier.
         ValueError: The batch has no rows.
     """
     if not is_classifier(inner_model(model)):

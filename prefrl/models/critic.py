@@ -1,8 +1,8 @@
-"""PPO's critic: the reward that is to be expected before a token is chosen.
+"""PPO's critic: the expected reward before a token is chosen.
 
-The value at a response token is read from the hidden state that predicts it, which has seen what stands before the
-token and not the token: it does not depend on the action, as a baseline must not. There are two kinds of critic: a
-head on the policy's hidden states, and a model of its own. Both begin at 0 unless they were trained before: the first
+The value at a response token is read from the hidden state that predicts the token. That state has seen everything
+before the token but not the token itself, so the value does not depend on the action, as a baseline requires. There
+are two kinds of critic: a head on the policy's hidden states, and a separate model. A new head starts at 0. The first
 advantages are then the rewards themselves, without the noise of a random head, and the head still learns from the
 first step on, because the gradient of its weights is the error times the hidden state.
 """
@@ -51,20 +51,20 @@ _HEAD_FILE = "value_head.safetensors"
 
 
 class Critic(Protocol):
-    """Gives each response token the value of the state in which it was chosen."""
+    """Estimates, for each response token, the value of the state in which it was chosen."""
 
     @property
     def module(self) -> nn.Module:
-        """What is trained, on the device that the policy had at construction."""
+        """The trained module, on the device that the policy had at construction."""
         ...
 
     @property
     def wants(self) -> tuple[WantName, ...]:
-        """What the policy's pass has to compute for `values`."""
+        """What the policy's forward pass has to compute for `values`."""
         ...
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained; none of them is the policy's."""
+        """The trained parameters; none of them belongs to the policy."""
         ...
 
     def values(self, batch: TokenBatch, *, hidden: Tensor | None) -> Tensor:
@@ -80,24 +80,24 @@ class Critic(Protocol):
         ...
 
     def frozen_values(self, batch: TokenBatch, *, max_tokens: int | None) -> Tensor:
-        """`values` without gradient or dropout, from a pass of its own, see `in_pieces`."""
+        """`values` without gradients or dropout, from a separate pass, see `in_pieces`."""
         ...
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write every bit of the module's whole weights into `folder`, which is made if it is missing."""
+        """Write the module's whole weights, bit-exact, into `folder`, which is created if it is missing."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote into the parameters that are there.
+        """Load what `save` wrote into the existing parameters.
 
         Raises:
-            ConfigError: There is nothing, or the critic of another model.
+            ConfigError: The folder has no critic, or that of another model.
         """
         ...
 
 
 class ValueHead(nn.Module):
-    """One number from a hidden state: w . x + b, in float32 whatever the trunk computes in. Begins at 0."""
+    """One number from a hidden state: w . x + b, in float32 whatever the trunk's dtype. Starts at 0."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class ValueHead(nn.Module):
 
 
 class HeadCritic:
-    """A `ValueHead` on the hidden states of the policy: next to no memory, and no forward pass while training."""
+    """A `ValueHead` on the policy's hidden states: needs almost no memory, and no extra forward pass in training."""
 
     wants: tuple[WantName, ...] = ("hidden",)
 
@@ -117,8 +117,8 @@ class HeadCritic:
         """A new head.
 
         Args:
-            policy: The model that is trained, an adapter included, without what a back-end puts around it.
-            detach_trunk: Let the value loss train the head alone, and not the policy through its hidden states.
+            policy: The trained model, including an adapter, without a backend's wrappers.
+            detach_trunk: Let the value loss train the head only, not the policy through its hidden states.
             plan: How a pass of `frozen_values` lays out its rows.
         """
         inner = inner_model(policy)
@@ -141,7 +141,7 @@ class HeadCritic:
         return values.where(batch.trainable, 0.0)
 
     def frozen_values(self, batch: TokenBatch, *, max_tokens: int | None) -> Tensor:
-        """See `Critic`; the policy's logits are not made."""
+        """See `Critic`; the policy's logits are not computed."""
 
         def score(piece: TokenBatch) -> Tensor:
             return _scored(self._policy, piece, self._plan, self.module.score)
@@ -162,12 +162,12 @@ class HeadCritic:
 
 
 class ModelCritic:
-    """A model of its own with a scalar head, which `value_model` gives. It saves and loads as transformers do."""
+    """A separate model with a scalar head, from `value_model`. It is saved and loaded like any transformers model."""
 
     wants: tuple[WantName, ...] = ()
 
     def __init__(self, model: PreTrainedModel, *, plan: Plan = "auto") -> None:
-        """Train `model` in place. `plan`: how a pass lays out its rows."""
+        """Use `model`, which is trained in place. `plan`: how a pass lays out its rows."""
         self.module = model
         self._head: nn.Linear = model.score
         self._plan = plan
@@ -177,7 +177,7 @@ class ModelCritic:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def values(self, batch: TokenBatch, *, hidden: Tensor | None = None) -> Tensor:
-        """See `Critic`; runs the model, in the mode that it is in, and reads no hidden states of the policy."""
+        """See `Critic`. Runs the model in its current mode; the policy's hidden states are not used."""
         return _scored(self.module, batch, self._plan, self._head)
 
     def frozen_values(self, batch: TokenBatch, *, max_tokens: int | None) -> Tensor:
@@ -186,7 +186,7 @@ class ModelCritic:
             return in_pieces(self.module, self.values, batch, max_tokens=max_tokens)
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """See `Critic`; `value_model` reads the folder too."""
+        """See `Critic`; `value_model` can load the folder, too."""
         self.module.save_pretrained(folder, state_dict=dict(state))
 
     def load(self, folder: Path) -> None:
@@ -203,28 +203,28 @@ def value_model(
     *,
     model_init_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """The model of a `ModelCritic`: a sequence classifier with one label, every token of which gets a score.
+    """The model of a `ModelCritic`: a sequence classifier with one label, used to score every token.
 
     | given | model |
     |---|---|
-    | nothing | the policy's body as it computes now, adapter merged, with a new head |
-    | name or path of a reward model, or of a LoRA adapter that is one (merged) | that model with its head |
+    | nothing | a copy of the policy's current body, with its adapter merged, and a new head |
+    | name or path of a reward model, or of its LoRA adapter, which is merged | that model with its head |
     | name or path of a language model | its body with a new head |
     | a sequence classifier with one label | that instance, which is trained in place |
 
-    A reward model's score of a text that ends here is a first guess of the value (InstructGPT). A new head is 0.
+    A reward model's score of the text so far is a first estimate of the value (InstructGPT). A new head starts at 0.
 
     Args:
-        policy: The model that is trained, an adapter included, without what a back-end puts around it; not changed.
+        policy: The trained model, including an adapter, without a backend's wrappers; not changed.
         given: Name, path or instance; None: a copy of the policy's body.
-        model_init_kwargs: For `from_pretrained`; weights are float32 unless there is a `dtype`.
+        model_init_kwargs: For `from_pretrained`; weights are float32 unless it has a `dtype`.
 
     Returns:
         The model, on the policy's device, in training mode and prepared for scoring.
 
     Raises:
-        ConfigError: The model cannot be loaded or cannot give values, has another vocabulary than the policy or shares
-            parameters with it, or an argument has no effect.
+        ConfigError: The model cannot be loaded or cannot compute values, its vocabulary differs from the policy's, it
+            shares parameters with the policy, or an argument has no effect.
         ImportError: An adapter is given and peft is not installed.
 
     Source: Ouyang et al. 2022 (InstructGPT), arXiv 2203.02155, section 3.5 (from the reward model)
@@ -244,7 +244,7 @@ def value_model(
 
 
 def _new_head(size: int, *, bias: bool, dtype: torch.dtype) -> nn.Linear:
-    """A layer of zeros, for which no random numbers are drawn."""
+    """A linear layer of zeros, created without drawing random numbers."""
     head = nn.Linear(size, 1, bias=bias, dtype=dtype, device="meta").to_empty(device="cpu")
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
@@ -254,7 +254,7 @@ def _new_head(size: int, *, bias: bool, dtype: torch.dtype) -> nn.Linear:
 def _head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
     """[...] from [..., h], at least in float32.
 
-    Not in the dtype of autocast: advantages are made of differences of values, which are small beside them.
+    Not in autocast's dtype: advantages are differences of values, and small compared with the values themselves.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1)
@@ -262,7 +262,7 @@ def _head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def _scored(model: PreTrainedModel, batch: TokenBatch, plan: Plan, head: nn.Linear) -> Tensor:
-    """[N] what `head` makes of the hidden states that predict trainable tokens; 0 at the others."""
+    """[N] the output of `head` for the hidden states that predict trainable tokens; 0 at all other tokens."""
     verdict = verdict_of(model)
     if verdict.own_logits:
         reason = next(iter(verdict.reasons.values()), "it differs from its own forward")
@@ -295,7 +295,7 @@ def _copy_with_head(policy: PreTrainedModel) -> PreTrainedModel:
         body = copy_of(policy).merge_and_unload().base_model
     body.config.num_labels = 1
     try:
-        with unpartitioned(), torch.device("meta"):  # the body is there already
+        with unpartitioned(), torch.device("meta"):  # no memory: the body already exists
             model: PreTrainedModel = AutoModelForSequenceClassification.from_config(body.config)
     except ValueError as error:
         raise ConfigError(
@@ -336,7 +336,7 @@ def _merged_adapter(name: str | os.PathLike[str], arguments: Mapping[str, Any]) 
 def _from_pretrained(
     kind: Any, folder: str | os.PathLike[str], arguments: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model, and the names of weights that are new because there are none in the folder."""
+    """The model, and the names of weights that are newly initialized because the folder does not have them."""
     with _loading(folder):
         model, info = kind.from_pretrained(folder, output_loading_info=True, **arguments)
     lost = [key for key in info["unexpected_keys"] if key.startswith("score.")]
@@ -351,7 +351,7 @@ def _from_pretrained(
 @contextmanager
 def _loading(name: str | os.PathLike[str]) -> Iterator[None]:
     try:
-        with seeded(0):  # new weights are drawn, and then not used
+        with seeded(0):  # new weights are drawn but not used
             yield
     except (OSError, ValueError, RuntimeError) as error:
         hint = " A critic has num_labels=1." if "ignore_mismatched_sizes" in str(error) else ""
@@ -375,7 +375,7 @@ def _shape(tensor: Tensor | None) -> torch.Size | None:
 
 
 def _check(model: nn.Module, policy: PreTrainedModel) -> None:
-    """See that the model can be the critic of this policy.
+    """Check that the model can be the critic of this policy.
 
     Raises:
         ConfigError: It cannot.

@@ -1,4 +1,4 @@
-"""The policy's weights as a checkpoint has them, for engines that load checkpoints."""
+"""The policy's weights in checkpoint format, for engines that load checkpoints."""
 
 from __future__ import annotations
 
@@ -25,45 +25,44 @@ __all__ = ["CRITIC", "PolicyWeights", "whole_state"]
 
 # The name under which a critic is a part of the model that is trained.
 CRITIC = "prefrl_critic"
-# The layer of peft's that stands in the place of a layer of the model -> a layer with weights to export.
+# Maps a peft layer that wraps a layer of the model to a layer with the weights to export.
 Resolve = Callable[["nn.Module"], "nn.Module"]
 
 
 class PolicyWeights:
     """The weights of a policy in training, under the names and shapes that `save_pretrained` gives them.
 
-    Weights that are tied are there once; buffers that no checkpoint has, and a critic, are left out. Nothing is
-    changed: adapters are merged by peft on a copy of one layer at a time, and weights that are partitioned over ranks
-    are made whole for one layer (or an embedding) at a time, so that beyond the policy there is memory for one.
-    Weights that are stored as they are trained are not copied: copy what has to outlive the next update.
+    Tied weights appear once; non-persistent buffers and a critic are left out. The model is not changed: peft merges
+    adapters into a copy of one layer at a time, and partitioned weights are gathered one layer (or embedding) at a
+    time, so that the extra memory is that of one layer. Weights that are exported exactly as they are trained are not
+    copied: copy what has to outlive the next update.
 
-    Where weights are partitioned, they are read in a task of `lead`, or by all ranks in the same order.
+    Partitioned weights must be read in a task of `lead`, or by all ranks in the same order.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """The weights of `model`, a `PreTrainedModel` or a `PeftModel`, as they are at each iteration."""
+        """Export `model`, a `PreTrainedModel` or a `PeftModel`; each iteration reads its current weights."""
         self._model = model
         self._read = distributed.Reader(model)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, detached, layer by layer; adapters are merged into the layers that they are on.
+        """Every weight, detached, layer by layer, with adapters merged into their layers.
 
         Raises:
-            ConfigError: The model is quantised, or no checkpoint of its architecture can hold what the adapter makes
-                of it.
+            ConfigError: The model is quantized, or no checkpoint of its architecture can hold the merged weights.
         """
         return iter(_Checkpoint(self._model, self._read, merges=True))
 
     def lead(self, task: Callable[[], None]) -> None:
-        """Run `task` on the main process, which may read the weights in it; the others take part in that.
+        """Run `task` on the main process. It may read the weights, and the other processes take part in that.
 
-        All processes must call it. What the task raises is raised on the main process alone.
+        All processes must call it. Errors of the task are raised on the main process only.
         """
         self._read.lead(task)
 
     @property
     def has_adapter(self) -> bool:
-        """Whether there is an adapter, and nothing else is trained."""
+        """Whether there is an adapter and nothing else is trained."""
         if not is_peft_model(self._model):
             return False
         base = _base_model(self._model)
@@ -71,25 +70,24 @@ class PolicyWeights:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weights are rounded to few bits, so that only an adapter on them can be exported."""
+        """Whether the weights are quantized, so that only an adapter on them can be exported."""
         return bool(getattr(_base_model(self._model), "is_quantized", False))
 
     def base(self) -> _Checkpoint:
-        """As the policy itself, without its adapter: to be iterated any number of times.
+        """The weights of the policy without its adapter; can be iterated any number of times.
 
         Raises:
-            ConfigError: The model is quantised.
+            ConfigError: The model is quantized.
         """
         return _Checkpoint(self._model, self._read, merges=False)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the active adapter into `folder` as peft does: `adapter_model.safetensors`, `adapter_config.json`.
 
-        Weights of the model under the adapter are neither written nor gathered, also if the adapter is on its
-        embeddings.
+        The base model's weights are neither written nor gathered, even if the adapter is on its embeddings.
 
         Raises:
-            ConfigError: There is no adapter of layers, or several are active.
+            ConfigError: There is no adapter, it does not change layers, or several are active.
         """
         if not is_peft_model(self._model):
             raise ConfigError(
@@ -101,14 +99,14 @@ class PolicyWeights:
         names: list[str] = model.active_adapters
         if len(names) != 1:
             raise ConfigError(f"{len(names)} adapters are active: {names}. Call model.set_adapter with one of them.")
-        # "auto" for the embeddings would ask the Hub whether they were resized.
+        # "auto" would ask the Hub whether the embeddings were resized.
         options: dict[str, Any] = {"save_embedding_layers": False}
         state: dict[str, Tensor] = model.state_dict(keep_vars=True)
         chosen = sys.modules["peft"].get_peft_model_state_dict(model, state, adapter_name=names[0], **options)
         own = {id(tensor) for tensor in chosen.values()}
         state = {name: self._read(tensor).detach() if id(tensor) in own else tensor for name, tensor in state.items()}
         model.save_pretrained(str(folder), selected_adapters=names, state_dict=state, **options)
-        if names != ["default"]:  # then peft makes a folder of its own
+        if names != ["default"]:  # peft then writes into a subfolder
             for file in (folder / names[0]).iterdir():
                 file.replace(folder / file.name)
             (folder / names[0]).rmdir()
@@ -116,14 +114,14 @@ class PolicyWeights:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A model's weights as a checkpoint has them, with its adapter merged or without it."""
+    """A model's weights in checkpoint format, with its adapter merged or left out."""
 
     model: nn.Module
     read: distributed.Reader
     merges: bool
 
     def __post_init__(self) -> None:
-        """Refuse weights that no checkpoint could have."""
+        """Reject weights that no checkpoint could hold."""
         if getattr(_base_model(self.model), "is_quantized", False):
             raise ConfigError(
                 "the policy is quantised: its weights cannot be sent, because an adapter cannot be merged into them "
@@ -134,23 +132,23 @@ class _Checkpoint:
             _check_merge(self.model)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Layer by layer in the order of the model."""
+        """Yield the weights layer by layer, in the order of the model."""
         model = _base_model(self.model)
         saved = _saved_names(model)
         order = [name for name, _ in _tensors(model, _original, only=saved)]
         for _, names in itertools.groupby(order, key=_unit_of):
-            # What a layer is held by ends with its own iterator, before the next layer is read.
+            # The layer's own iterator holds the gathered weights, so they are freed before the next layer is read.
             yield from self._layer(model, set(names))
 
     def _layer(self, model: PreTrainedModel, names: Set[str]) -> Iterator[tuple[str, Tensor]]:
-        """One layer; where a weight of the checkpoint is made from several, they are of one."""
+        """One layer. If a checkpoint weight is combined from several weights, all of these are in the same layer."""
         resolve = self._merged if self.merges else _original
         layer = {name: self.read(tensor) for name, tensor in _tensors(model, resolve, only=names)}
         for name, tensor in revert_weight_conversion(model, layer).items():
             yield name, tensor.detach()
 
     def _merged(self, layer: nn.Module) -> nn.Module:
-        """A layer that computes what the layer with its active adapter does; the layer itself stays as it is.
+        """A layer that computes the same as the layer with its active adapter; the layer itself is not changed.
 
         Raises:
             ConfigError: peft cannot merge this kind of adapter.
@@ -174,7 +172,7 @@ class _Checkpoint:
 
 
 def _unit_of(name: str) -> str:
-    """What is gathered together: the layer, or the module of what is in no layer."""
+    """The unit that a weight is gathered with: its layer, or its module if it is outside all layers."""
     return _layer_of(name) or name.rpartition(".")[0]
 
 
@@ -184,13 +182,13 @@ def _base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _layer_of(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `model.layers.3`; "" for what is in no layer."""
+    """`model.layers.3.mlp.up_proj.weight` -> `model.layers.3`; "" for a weight outside all layers."""
     match = re.match(r".*?\.\d+(?=\.)", name)
     return match[0] if match else ""
 
 
 def _saved_names(model: PreTrainedModel) -> set[str]:
-    """The model's own names for what a checkpoint has: of tied weights, one."""
+    """The model's own names of the weights in a checkpoint; tied weights appear under one of their names."""
     memory = {name: distributed.memory_of(tensor) for name, tensor in _tensors(model, _original)}
     ignored = model._keys_to_ignore_on_save or ()
     tied = {one for one, other in model.all_tied_weights_keys.items() if memory.get(one) == memory.get(other)}
@@ -200,17 +198,17 @@ def _saved_names(model: PreTrainedModel) -> set[str]:
 def _tensors(
     module: nn.Module, resolve: Resolve, *, prefix: str = "", only: Set[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers under the model's own names, as if peft had changed no layer.
+    """Parameters and persistent buffers under the model's own names, as if peft had not wrapped any layer.
 
     Args:
-        module: The model, or what stands in it under `prefix`.
-        resolve: Gives the layer to read in the place of one of peft's.
-        prefix: Of the names.
-        only: Names to give; None: all. A layer without any is not resolved.
+        module: The model, or its submodule under `prefix`.
+        resolve: Returns the layer to read in place of a peft layer.
+        prefix: Prefix of the names.
+        only: Names to yield; None: all. A layer without any of them is not resolved.
     """
     state = module.state_dict(prefix=prefix, keep_vars=True)
     layers = _peft_layers(module, prefix)
-    # A layer of peft's stands for all names below it.
+    # A peft layer represents all names below it.
     for name in dict.fromkeys(next((p for p in _parents(name) if p in layers), name) for name in state):
         if name not in layers:
             if only is None or name in only:
@@ -225,7 +223,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _is_peft_layer(module: nn.Module) -> bool:
-    """Whether peft has put it in the place of a module of the model."""
+    """Whether it is a peft layer that replaced a module of the model."""
     peft = sys.modules.get("peft")
     if peft is None:
         return False
@@ -233,12 +231,12 @@ def _is_peft_layer(module: nn.Module) -> bool:
 
 
 def _peft_layers(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    """What peft has put in the place of modules below `module`, by name."""
+    """The peft layers below `module`, by name."""
     return {f"{prefix}{name}": child for name, child in module.named_modules() if name and _is_peft_layer(child)}
 
 
 def _original(layer: nn.Module) -> nn.Module:
-    """The model's own layer below those of peft."""
+    """The model's own layer inside peft's wrappers."""
     while _is_peft_layer(layer):
         below: Any = layer
         layer = below.get_base_layer() if hasattr(layer, "get_base_layer") else below.original_module
@@ -246,7 +244,7 @@ def _original(layer: nn.Module) -> nn.Module:
 
 
 def _check_is_of_layers(model: nn.Module) -> None:
-    """Refuse adapters that are no change of layers."""
+    """Reject adapters that do not change layers."""
     peft = sys.modules["peft"]
     if not isinstance(model.base_model, peft.tuners.tuners_utils.BaseTuner):
         raise ConfigError(
@@ -256,7 +254,7 @@ def _check_is_of_layers(model: nn.Module) -> None:
 
 
 def _check_merge(model: nn.Module) -> None:
-    """Refuse adapters that are no change of weights, or that change one of two tied weights alone."""
+    """Reject adapters that cannot be merged into weights, or that change only one of two tied weights."""
     _check_is_of_layers(model)
     base = _base_model(model)
     layers = _peft_layers(base, "")
@@ -270,24 +268,24 @@ def _check_merge(model: nn.Module) -> None:
 
 
 def _made_from(name: str, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[tuple[str, int]]:
-    """Where in memory the tensors are that a weight of the policy is made from."""
+    """Memory locations of the tensors that a weight of the policy is computed from."""
     layer = next((layers[parent] for parent in _parents(name) if parent in layers), None)
     tensors = list(layer.parameters()) if layer is not None else [model.get_parameter(name)]
     return {distributed.memory_of(tensor) for tensor in tensors}
 
 
 def whole_state(model: PreTrainedModel, *, keep: bool) -> dict[str, Tensor] | None:
-    """Whole weights for `save_pretrained`, under the model's own names, tied ones under each of theirs.
+    """Whole weights for `save_pretrained`, under the model's own names; tied weights under all of their names.
 
-    Of a model with an adapter, those of the base model that are not trained are left out; its embeddings are not,
-    because peft may save them, too. All ranks must call it; see `distributed.whole_on_host` for memory.
+    For a model with an adapter, the frozen weights of the base model are left out, except its embeddings, because peft
+    may save these, too. All ranks must call it; see `distributed.whole_on_host` for memory.
 
     Args:
-        model: What is trained, without what a back-end puts around it.
+        model: The trained model, without a backend's wrappers.
         keep: Whether this rank writes; the others get {}.
 
     Returns:
-        None if the model is not partitioned: `save_pretrained` needs nothing then.
+        The weights, or None if the model is not partitioned: `save_pretrained` does not need them then.
     """
     if not distributed.is_sharded(model):
         return None

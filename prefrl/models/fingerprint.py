@@ -1,6 +1,6 @@
 """Digests of weights and rows: equal for equal values, whatever object holds them.
 
-They tell whether values computed before are still those of this model and this dataset.
+They tell whether stored values still belong to this model and this dataset.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ __all__ = ["combined", "is_neutral_adapter", "rows_fingerprint", "weights_finger
 _BYTES_PER_PIECE = 1 << 26
 _ROWS_PER_PIECE = 10_000
 
-# What peft puts into the names of a base model's weights.
+# Parts that peft inserts into the names of a base model's weights.
 _PEFT_NAMES = ("base_layer", "original_module")
-# Where an adapter comes from, not what it does.
+# Config fields about where an adapter comes from, not what it computes.
 _PEFT_ORIGIN = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """Digest of the names, dtypes, shapes and bytes of everything that decides the model's function now.
+    """Digest of the names, dtypes, shapes and bytes of everything that determines what the model computes now.
 
-    Parameters and buffers; around a base model also the active adapters with their configs. Adapters that are not
-    active, switched off or change nothing yet do not count: then it is the digest of the base model alone.
+    This covers parameters and buffers and, for a PEFT model, the active adapters with their configs. Adapters that are
+    inactive, switched off or do not change anything yet are ignored: the digest is then that of the base model.
 
     Args:
-        model: Of transformers or peft, also with DDP around it; all weights whole on this process.
+        model: A transformers or PEFT model, also inside DDP; all weights are whole on this process.
 
     Raises:
         ConfigError: There is no such model inside.
@@ -66,8 +66,8 @@ def weights_fingerprint(model: nn.Module) -> str:
 def rows_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:
     """Digest of the numbers in some columns, row by row.
 
-    Equal rows in the same order give an equal digest, whichever way they came there (`select`, `shuffle`, flattening)
-    and however their memory is cut.
+    Equal rows in the same order have an equal digest, however they got there (`select`, `shuffle`, flattening) and
+    however their memory is chunked.
 
     Args:
         dataset: Map-style.
@@ -84,15 +84,15 @@ def rows_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:
 
 
 def combined(parts: Sequence[Any]) -> str:
-    """Digest of strings and numbers, and of lists and dictionaries of them."""
+    """Digest of strings, numbers, and lists and dictionaries of them."""
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
 def is_neutral_adapter(model: PreTrainedModel) -> bool:
-    """Whether switching the adapter off leaves the model's function as it is now, and nothing else can be trained.
+    """Whether switching the adapter off does not change what the model computes, and nothing else is trainable.
 
-    True for LoRA as peft starts it: one of the two matrices is 0, B of linear layers and A of embeddings.
-    Initialisations like PiSSA change the base model too, and have another B.
+    True for LoRA with peft's default initialization, where one of the two matrices is 0: B in linear layers, A in
+    embeddings. Initializations like PiSSA change the base model too, and have a nonzero B.
     """
     zeros, others = [], []
     for name, parameter in model.named_parameters():
@@ -107,7 +107,7 @@ def is_neutral_adapter(model: PreTrainedModel) -> bool:
 
 
 class _Digests:
-    """Digests of tensors by name; one that has several names is read once."""
+    """Digests of tensors by name; a tensor with several names is read once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], str] = {}
@@ -127,9 +127,9 @@ class _Digests:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers and what quantised layers keep beside them, under the names that they have without peft."""
+    """Parameters, buffers and the extra state of quantized layers, under the names that they have without peft."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    # A dynamic RoPE changes inv_freq with the lengths that it sees; original_inv_freq is what it starts from.
+    # Dynamic RoPE changes inv_freq with the sequence lengths that it sees; original_inv_freq is its initial value.
     moving = {name for name in buffers if name.replace("inv_freq", "original_inv_freq") in buffers.keys() - {name}}
     tensors = {**buffers, **model.state_dict(keep_vars=True)}
     return {
@@ -141,7 +141,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _adapter_tensors(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
     peft = require("peft", extra="peft", feature="an adapter")
-    # Without the embeddings of the base model: they are digested with it.
+    # Without the base model's embeddings, which are part of the base model's digest.
     state = model.state_dict(keep_vars=True)  # a detached ZeRO-3 parameter does not know how it is partitioned
     tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(
         model, state_dict=state, adapter_name=name, save_embedding_layers=False
@@ -157,7 +157,7 @@ def _deciding_adapters(model: PreTrainedModel) -> list[str]:
 
 
 def _config_digest(config: PeftConfig) -> str:
-    """Of what differs from peft's defaults, so that a newer peft with more fields gives the same."""
+    """Digest of the values that differ from peft's defaults, so that a newer peft with more fields gives the same."""
     values = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
@@ -171,12 +171,12 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _plain(value: object) -> object:
-    """What JSON has no type for."""
+    """A JSON-serializable substitute for values that JSON has no type for."""
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else type(value).__name__
 
 
 def _bytes_of(array: pa.Array) -> Any:
-    """The numbers of an array, without what lies beside them in its memory."""
-    if pa.types.is_boolean(array.type):  # packed 8 to a byte, from any bit on
+    """The numbers of an array, without other data in the same buffer."""
+    if pa.types.is_boolean(array.type):  # packed 8 to a byte, starting at any bit
         array = array.cast(pa.uint8())
     return array.to_numpy(zero_copy_only=True)

@@ -1,16 +1,16 @@
-"""Floating-point operations of a training step: the fewest that its rows need, and those that run.
+"""Floating-point operations (FLOPs) of a training step: the minimum that its rows need, and those executed.
 
-Both count matrix products, 2 operations for each multiplication with its addition; element-wise work is left out.
+Both count matrix products only, with 2 operations for each multiply-add; element-wise operations are left out.
 
-For one group of rows with a prompt of P tokens and responses of which T_i tokens are fed (all but the last, whose
-output nothing reads) and M_i scored, with n weights in the linear layers, hidden size h, vocabulary V, L layers and
-a = heads * head size, a forward pass needs at least
+Take a group of rows with a prompt of P tokens, and responses of which T_i tokens are fed to the model (all but the
+last, whose output is not needed) and M_i are scored. With n weights in the linear layers, hidden size h, vocabulary V,
+L layers and a = heads * head size, a forward pass needs at least
 
     F = 2 n (P + sum T_i) + 2 h V sum M_i + 2 a L [P^2 + sum((P + T_i)^2 - P^2)]
 
-because the prompt is run once for all its responses and a token attends to those before it alone, to at most the
-window's where the layer has one. The backward pass needs F once for the gradients of inputs and once for those of
-weights, where they are wanted: 3 F in all if everything is trained. A pass without gradients needs F.
+because the prompt is computed once for all its responses, and a token attends only to tokens before it, in layers with
+a sliding window only to those in the window. The backward pass needs F for the gradients of inputs and F for those of
+weights, where they are required: 3 F in total if everything is trained. A pass without gradients needs F.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["FlopCounter", "ModelCost", "Products", "floor_flops", "model_cost", 
 _ATTENTION = ("sdpa", "eager", "prefrl_sdpa", "prefrl_eager")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Tokens of the pass that shows which layers run, and which of them have gradients.
+# Tokens in the tracing pass, which shows which layers run and which of them have gradients.
 _TRACED_TOKENS = 2
 
 
@@ -52,33 +52,33 @@ class Products:
     """FLOPs of some matrix products."""
 
     forward: float
-    backward: float  # of the gradients that are wanted
-    recomputed: float = 0.0  # what activation checkpointing runs once more
+    backward: float  # for the gradients that are required
+    recomputed: float = 0.0  # run once more by activation checkpointing
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a model's matrix products cost at least."""
+    """The minimum cost of a model's matrix products."""
 
-    token: Products  # linear layers, for each token fed
-    position: Products  # the head, for each position scored
-    # Attention, for each pair of a query and a key that it may see, over all layers with that window; None: no window.
+    token: Products  # linear layers, per token fed
+    position: Products  # the head, per position scored
+    # Attention, per pair of a query and a key visible to it, over all layers with that window; None: no window.
     pair: Mapping[int | None, Products]
-    scores_rows: bool  # a row has one scored position, not one for each trainable token
+    scores_rows: bool  # a row has one scored position instead of one per trainable token
 
 
 def floor_flops(
     cost: ModelCost, batches: Sequence[TokenBatch], *, trains: bool, recomputed_share: float = 0.0
 ) -> float:
-    """FLOPs that one pass over some rows needs at least, see the module's formula.
+    """Minimum FLOPs of one pass over some rows, see the module's formula.
 
-    Rows of one group whose prompts are equally long have one prompt, also if the rows are in several batches.
+    Rows of one group with equally long prompts count as having the same prompt, even if they are in several batches.
 
     Args:
-        cost: Of the model.
-        batches: The rows, cut in any way. Idle ones need nothing.
-        trains: The pass has gradients.
-        recomputed_share: Share of the layers that activation checkpointing runs once more in backward. The head is not
+        cost: Cost of the model.
+        batches: The rows, split in any way. Idle batches need nothing.
+        trains: Whether the pass has gradients.
+        recomputed_share: Share of the layers that activation checkpointing recomputes in backward. The head is not
             counted again.
 
     Returns:
@@ -107,7 +107,7 @@ def floor_flops(
 
 
 def _pairs(length: int, window: int | None) -> float:
-    """Pairs of a query and a key before it in a sequence, up to half a pair for each query: length^2 / 2."""
+    """Visible query-key pairs in a sequence, to within half a pair per query; length^2 / 2 without a window."""
     inside = length if window is None else min(length, window)
     return (length - inside / 2) * inside
 
@@ -119,17 +119,17 @@ def recomputed_share(model: nn.Module) -> float:
 
 
 def model_cost(model: nn.Module, *, with_adapter: bool = True) -> ModelCost:
-    """Cost of a model's matrix products, from one pass over two tokens with gradients.
+    """Cost of a model's matrix products, determined from one pass over two tokens with gradients.
 
-    The pass shows which linear layers run, and which of their inputs have a gradient: below the lowest trained weight
-    none has. Parameters stay as they are and get no gradient.
+    The pass shows which linear layers run and which of their inputs have a gradient: none below the lowest trained
+    weight. Parameters are not changed and get no gradient.
 
     Args:
-        model: A causal language model or sequence classifier, with PEFT or DDP around it if wanted.
+        model: A causal language model or sequence classifier, optionally wrapped in PEFT or DDP.
         with_adapter: Count LoRA's products, too.
 
     Raises:
-        ConfigError: The formula does not hold for the model, or the counter would not see all that runs.
+        ConfigError: The formula does not hold for the model, or the counter would miss operations.
     """
     inner = inner_model(model)
     reason = _unknown(inner)
@@ -148,7 +148,7 @@ def model_cost(model: nn.Module, *, with_adapter: bool = True) -> ModelCost:
 
 
 def num_weights(model: PreTrainedModel) -> int:
-    """Weights outside embeddings, also where they are partitioned; of quantized ones as many as are stored."""
+    """Number of weights outside embeddings, partitioned ones included; for quantized weights, the stored elements."""
     embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     return sum(shape_of(parameter).numel() for parameter in model.parameters() if id(parameter) not in embedded)
 
@@ -177,7 +177,7 @@ def _unknown(model: PreTrainedModel) -> str | None:
 
 
 def _odd_part(model: nn.Module) -> str | None:
-    """What has weights that not every token is multiplied by, once; None if nothing has."""
+    """A module whose weights are not multiplied exactly once with every token; None if there is none."""
     for name, _ in model.named_modules():
         if "experts" in name:
             return f"{name} run for some tokens only"
@@ -194,12 +194,12 @@ def _layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 
 @dataclass
 class _Trace:
-    """What a pass ran, in order."""
+    """What the tracing pass ran, in order."""
 
     linear: list[tuple[nn.Module, Products]] = field(default_factory=list)
-    layers_with_gradient: list[bool] = field(default_factory=list)  # its input has one
-    last_of_layer: set[int] = field(default_factory=set)  # indices of `linear`
-    num_of_blocks: int = 0  # the rest is the head
+    layers_with_gradient: list[bool] = field(default_factory=list)  # whether the layer's input has a gradient
+    last_of_layer: set[int] = field(default_factory=set)  # indices into `linear`
+    num_of_blocks: int = 0  # entries of `linear` before the head
 
     def note_linear(self, module: nn.Module, arguments: tuple[Tensor, ...], _: object) -> None:
         weight: Tensor = module.weight  # type: ignore[assignment]
@@ -217,15 +217,15 @@ class _Trace:
 
     @property
     def blocks(self) -> Products:
-        """For each token."""
+        """Linear layers before the head, per token."""
         each = [products for _, products in self.linear[: self.num_of_blocks]]
-        # The backward pass reads the inputs of a layer's products: the output of the last one is not made again.
+        # The backward pass needs the inputs of a layer's products, so the output of the last one is not recomputed.
         again = [x.forward for i, x in enumerate(each) if i not in self.last_of_layer]
         return Products(sum(x.forward for x in each), sum(x.backward for x in each), sum(again))
 
     @property
     def head(self) -> Products:
-        """For each position."""
+        """The head, per position."""
         each = [products for _, products in self.linear[self.num_of_blocks :]]
         return Products(sum(x.forward for x in each), sum(x.backward for x in each))
 
@@ -255,7 +255,7 @@ def _traced(model: PreTrainedModel, *, with_adapter: bool) -> _Trace:
 
 
 def _attention(model: PreTrainedModel, has_gradient: Sequence[bool]) -> dict[int | None, Products]:
-    """Products of queries and keys, and of weights and values."""
+    """Attention's products of queries and keys, and of attention weights and values, by window."""
     config = model.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     forward = 4.0 * config.num_attention_heads * head_size
@@ -283,9 +283,9 @@ def _attention_formula(*, backward: bool) -> dict[Any, Callable[..., float]]:
         values = dict(zip(names, arguments, strict=False)) | options
         batch, heads, num_queries, size = values["query"]
         num_keys, value_size = values["value"][-2:]
-        # Queries are the last of the keys.
+        # Queries are the last positions of the keys.
         pairs = num_queries * num_keys - (num_queries**2 / 2 if values.get("is_causal") else 0)
-        # Backward makes the scores again, then the gradients of weights, values, queries and keys.
+        # Backward recomputes the scores, then computes the gradients of weights, values, queries and keys.
         sizes = 3 * size + 2 * value_size if backward else size + value_size
         return float(2 * batch * heads * pairs * sizes)
 
@@ -296,7 +296,7 @@ def _added_product(total: object, left: Sequence[int], right: Sequence[int], **_
     return 2 * left[0] * left[1] * right[1]
 
 
-# What torch's registry lacks.
+# Formulas that torch's registry lacks.
 _FORMULAS: dict[Any, Callable[..., float]] = {
     torch.ops.aten.addmm_: _added_product,
     **_attention_formula(backward=False),
@@ -305,11 +305,11 @@ _FORMULAS: dict[Any, Callable[..., float]] = {
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Counts the matrix products that run inside, those of gradients included, and changes none of them.
+    """Counts the matrix products that run inside, including those of gradients, without changing any of them.
 
-    The formulas are those of torch's `FlopCounterMode`, which takes some operators apart and so changes the last bits
-    of gradients, and of ours: a causal attention kernel skips what a token may not see, so that half of a square is
-    counted; with a mask it computes all of it.
+    It uses the formulas of torch's `FlopCounterMode`, but not that mode itself, which decomposes some operators and so
+    changes the last bits of gradients. Our own formulas are added: a causal attention kernel skips what a token may
+    not see, so only half of the square counts; with a mask it computes the full square.
     """
 
     def __init__(self) -> None:
@@ -325,7 +325,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Torch's hook, called for each operator."""
+        """Torch's hook, which is called for each operator."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         formula = self._formulas.get(func.overloadpacket)

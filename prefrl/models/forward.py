@@ -26,7 +26,7 @@ __all__ = ["Plan", "WantName", "choose_plan", "prepare_for_scoring", "token_logp
 
 logger = logging.getLogger(__name__)
 
-# Each plan is followed by the one that replaces it where it does not work.
+# If a plan does not work for a model, the next one replaces it.
 _PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed", "padded")
 
 
@@ -42,15 +42,15 @@ def token_logprobs(
     """Log softmax(logits / temperature) at every trainable response token, with gradients.
 
     All plans give equal numbers: "shared_prefix" computes each prompt once for all its responses, "packed" lays rows
-    end to end without padding, "padded" is the ordinary batch. "auto" takes the first that may gain and that
-    the first-use check found right for this model, and says so once where it falls back. While dropout is active,
-    "auto" does not share prefixes, since the responses of a prompt would share its dropout mask.
+    end to end without padding, "padded" is the ordinary batch. "auto" picks the fastest plan that passed the
+    self-check for this model, and logs one warning if it has to fall back. While dropout is active, "auto" does not
+    share prefixes, since all responses of a prompt would share its dropout mask.
 
     Args:
-        model: A causal language model, with PEFT or DDP around it if wanted; see `prepare_for_scoring`.
+        model: A causal language model, optionally wrapped in PEFT or DDP; see `prepare_for_scoring`.
         batch: On the model's device, at least one row.
         temperature: > 0, divides the logits.
-        want: What to compute beside log-probs, by its name in `TokenScores`.
+        want: What to compute besides log-probs, by its name in `TokenScores`.
         plan: How the rows are laid out.
         reference_logits: `Reference.logits`, for `full_kl` from the reference whose hidden states the batch carries.
     Returns:
@@ -58,7 +58,7 @@ def token_logprobs(
         False. Hidden states are [N, h] in the model's dtype. Connected to every parameter that the pass uses, even if
         nothing is trainable.
     Raises:
-        ConfigError: The plan asked for does not work for this model, the model is no causal language model, or its
+        ConfigError: The requested plan does not work for this model, the model is not a causal language model, or its
             hidden states are wanted and cannot be read.
         ValueError: The batch has no rows, or no `ref_hidden` that `reference_logits` could read.
     """
@@ -81,7 +81,7 @@ def token_logprobs(
 
 
 def _spread(scored: ScoredTokens, num_tokens: int) -> TokenScores:
-    """[N, ...] from [M, ...], with 0 or False at the other tokens."""
+    """Scatter [M, ...] to [N, ...], with 0 or False at tokens that are not trainable."""
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, scored.positions, values)
@@ -91,7 +91,7 @@ def _spread(scored: ScoredTokens, num_tokens: int) -> TokenScores:
 
 
 def verdict_of(model: nn.Module) -> Verdict:
-    """The model's verdict, from its first use or since its head, adapter or attention was exchanged."""
+    """The model's self-check verdict, computed at first use and again if its head, adapter or attention changed."""
     state = prepare_for_scoring(model)
     if state.verdict is None or state.verdict.fingerprint != fingerprint(model):
         state.verdict = check_plans(model)
@@ -118,11 +118,11 @@ def _working(plan: ForwardPlan, verdict: Verdict) -> ForwardPlan:
 
 
 def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ForwardPlan:
-    """The plan to lay a batch out by, where `plan` is asked for.
+    """The plan to lay out a batch with, if `plan` is requested.
 
     Raises:
-        ConfigError: It does not work for this model, there is no such plan, or processes share rows and this plan has
-            none that could be shared.
+        ConfigError: The plan does not work for this model or does not exist, or processes share rows but the plan
+            pads, so that its rows cannot be shared.
     """
     chosen = _chosen(model, batch, plan, verdict)
     if chosen == "padded" and team_size() > 1:

@@ -1,11 +1,12 @@
-"""Liger's fused Triton kernels in the place of a model's norms, rotary embeddings and MLPs.
+"""Liger's fused Triton kernels for a model's norms, rotary embeddings and MLPs.
 
-Liger binds its forwards to the modules of one model. Besides, it exchanges names in the architecture's code, for the
-whole process: the classes that later models are made of, and the rotary function, which attention looks up in every
-call. Here the classes are put back, so that a model has Liger's kernels only if it was asked for; the rotary function
-stays, and leaves tensors on the CPU to the original.
+Liger binds its forward methods to the modules of one model. In addition, it replaces names in the architecture's
+Python module for the whole process: the classes that later models are built from, and the rotary function, which
+attention looks up in every call. We restore the classes, so that a model has Liger's kernels only if this was
+requested. The rotary function stays replaced, but tensors on the CPU go to the original.
 
-Liger's losses are never used: they replace the forward that scores tokens, and need no logits, as ours do not either.
+Liger's losses are never used: they replace the forward that scores tokens, and their advantage, to avoid whole logits,
+our losses have as well.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ __all__ = ["apply_liger", "liger_options", "liger_options_of", "without_liger"]
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _OPTIONS = "_prefrl_liger_options"
 
-# What Liger exchanged in the code of architectures.
+# Originals of the names that Liger replaced in the modules of architectures.
 _ORIGINALS: dict[tuple[ModuleType, str], Any] = {}
 
 
 @dataclass(frozen=True)
 class _Rotary:
-    """Liger's rotary function, and the original for tensors on the CPU, where Triton programs do not run."""
+    """Liger's rotary function, with the original for tensors on the CPU, where Triton kernels do not run."""
 
     fused: Callable[..., Any]
     original: Callable[..., Any]
@@ -53,10 +54,10 @@ def liger_options(given: Mapping[str, bool] | None) -> dict[str, bool]:
     """Liger's options without its losses, which are on by default.
 
     Args:
-        given: `liger_kernel_config`, kernel -> whether it is used.
+        given: `liger_kernel_config`: kernel -> whether it is used.
 
     Raises:
-        ConfigError: A loss is switched on, or a value is no boolean.
+        ConfigError: A loss is switched on, or a value is not a boolean.
     """
     options = {**dict.fromkeys(_LOSSES, False), **(given or {})}
     for name, value in options.items():
@@ -73,15 +74,15 @@ def liger_options(given: Mapping[str, bool] | None) -> dict[str, bool]:
 def apply_liger(model: nn.Module, options: Mapping[str, bool]) -> None:
     """Put Liger's kernels into the model, in place; copies of the model have them, too.
 
-    A second call with the same options changes nothing, wherever Liger itself was called in between.
+    A second call with the same options changes nothing, even if Liger itself was called in between.
 
     Args:
-        model: A causal language model or sequence classifier, with PEFT around it if wanted.
-        options: What `liger_options` gives.
+        model: A causal language model or sequence classifier, optionally wrapped in PEFT.
+        options: The result of `liger_options`.
 
     Raises:
-        ConfigError: Liger does not know the model's type or one of the options, would do nothing, or the model has its
-            kernels with other options.
+        ConfigError: Liger does not know the model type or one of the options, no kernel would be used, or the model
+            already has Liger's kernels with other options.
         ImportError: liger-kernel or Triton is not installed.
     """
     inner = inner_model(model)
@@ -106,14 +107,14 @@ def apply_liger(model: nn.Module, options: Mapping[str, bool]) -> None:
 
 
 def liger_options_of(model: PreTrainedModel) -> dict[str, bool] | None:
-    """The options that a model was given Liger's kernels with; None: it has none."""
+    """The options with which Liger's kernels were put into the model; None if it has none."""
     options: dict[str, bool] | None = vars(model).get(_OPTIONS)
     return options
 
 
 @contextmanager
 def without_liger(model: PreTrainedModel) -> Iterator[None]:
-    """The model computes as transformers wrote it inside."""
+    """Inside, the model runs the original transformers code."""
     patched = [module for module in model.modules() if _is_ligers(vars(module).get("forward"))]
     forwards = [vars(module).pop("forward") for module in patched]
     rotary = [
@@ -134,7 +135,7 @@ def without_liger(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _patching_function(model: PreTrainedModel) -> Callable[..., None]:
-    """Liger's function for the model's type."""
+    """Liger's patching function for the model's type."""
     liger = require("liger_kernel.transformers.monkey_patch", extra="liger", feature="use_liger_kernel=True")
     known: dict[str, Callable[..., None]] = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
     model_type = model.config.model_type
@@ -169,12 +170,12 @@ def _check_options(
 
 
 def _code_of(model: nn.Module) -> set[ModuleType]:
-    """The files that the classes of the model's parts are in, where Liger exchanges names; for some in torch.nn."""
+    """The Python modules of the model's classes, where Liger replaces names, and torch.nn, where it replaces some."""
     return {sys.modules[type(module).__module__] for module in model.modules()} | {nn}
 
 
 def _put_back(before: Mapping[ModuleType, Mapping[str, Any]]) -> None:
-    """Undo in the architecture's code what Liger did for the whole process, but for the rotary function."""
+    """Undo Liger's process-wide replacements in the architecture's module, except for the rotary function."""
     for module, names in before.items():
         for name, value in list(vars(module).items()):
             if not _is_ligers(value) or name not in names:
@@ -182,7 +183,7 @@ def _put_back(before: Mapping[ModuleType, Mapping[str, Any]]) -> None:
             if not (_is_ligers(names[name]) or isinstance(names[name], _Rotary)):
                 _ORIGINALS[module, name] = names[name]
             original = _ORIGINALS.get((module, name))
-            if original is not None:  # else a user of Liger exchanged it before
+            if original is not None:  # else the user had applied Liger before
                 setattr(module, name, original if isinstance(value, type) else _Rotary(value, original))
 
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers, by name, path or instance."""
+"""Load models and tokenizers by name, path or instance."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ _PLACES = ("code_revision", "gguf_file", "revision", "subfolder", "variant")
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a model does, as transformers and peft say it."""
+    """A kind of model, in the terms of transformers and peft."""
 
     auto_class: Any
     task_type: TaskType
-    arguments: Mapping[str, Any]  # for from_pretrained, unless the caller gives others
-    if_shapes_differ: str  # what to say when the weights do not fit
+    arguments: Mapping[str, Any]  # defaults for from_pretrained
+    if_shapes_differ: str  # error hint for weights whose shapes do not match
 
 
-# An optimizer loses small updates of bfloat16 weights.
+# float32, because small optimizer updates of bfloat16 weights are lost in rounding.
 _CAUSAL = _Kind(
     AutoModelForCausalLM,
     "CAUSAL_LM",
@@ -89,15 +89,16 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model to train.
 
-    Weights are float32 unless `model_init_kwargs` has a `dtype`. What is not quantised in a quantised model always is.
+    Weights are float32 unless `model_init_kwargs` has a `dtype`. In a quantized model, the weights that are not
+    quantized are always float32.
 
     Args:
         model: Name on the Hub, path, or an instance, which is changed in place (adapter, `requires_grad`).
         model_init_kwargs: For `from_pretrained`; not changed.
         peft_config: A new adapter of this kind is put around the model; not changed.
-        freeze: Regular expressions; parameters in whose name one is found are not trained.
-        seed: Of all new weights; torch's global random state stays as it is. None: drawn from that state.
-        quantization_config: Quantise the model when it is loaded; also allowed in `model_init_kwargs`.
+        freeze: Regular expressions; parameters whose name contains a match are not trained.
+        seed: For all new weights; torch's global random state is not changed. None: drawn from that state.
+        quantization_config: Quantize the model when it is loaded; also allowed in `model_init_kwargs`.
 
     Returns:
         The model, a `peft.PeftModel` if there is an adapter.
@@ -121,22 +122,22 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """The reward model to train: a sequence classifier with one output. Otherwise like `load_model`.
 
-    A causal language model in `model` keeps its body and gets a new output layer. With an adapter, the output layer is
-    trained in full.
+    If `model` is a causal language model, its body is kept and gets a new output layer. With an adapter, the output
+    layer is trained in full.
 
     Args:
         model: Name on the Hub, path, or an instance, which is changed in place (adapter, `requires_grad`).
         model_init_kwargs: For `from_pretrained`; not changed.
         peft_config: A new adapter of this kind is put around the model; not changed.
-        freeze: Regular expressions; parameters in whose name one is found are not trained.
-        seed: Of all new weights; torch's global random state stays as it is. None: drawn from that state.
-        quantization_config: Quantise the model when it is loaded; also allowed in `model_init_kwargs`.
+        freeze: Regular expressions; parameters whose name contains a match are not trained.
+        seed: For all new weights; torch's global random state is not changed. None: drawn from that state.
+        quantization_config: Quantize the model when it is loaded; also allowed in `model_init_kwargs`.
 
     Returns:
         The model, a `peft.PeftModel` if there is an adapter.
 
     Raises:
-        ConfigError: As for `load_model`, or the model is no sequence classifier or has several outputs.
+        ConfigError: As for `load_model`, or the model is not a sequence classifier or has several outputs.
         ImportError: As for `load_model`.
     """
     loaded = _loaded(_REWARD, model, model_init_kwargs, quantization_config, seed)
@@ -150,15 +151,15 @@ def load_tokenizer(
     *,
     model_init_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The model's tokenizer: the one given, or that of the repository which the model is from.
+    """The model's tokenizer: the given one, or that of the model's repository.
 
-    A tokenizer without a padding token gets its end-of-sequence token for it, also if it is the caller's: prefrl pads
-    nothing, but the saved tokenizer is used by code that does.
+    If the tokenizer has no padding token, it is set to the end-of-sequence token, even on the caller's tokenizer.
+    prefrl does not need padding, but other code that uses the saved tokenizer does.
 
     Args:
         model: The loaded model.
         processing_class: The tokenizer, if there is one.
-        model_init_kwargs: What the model was loaded with; revision, token and the like hold for the tokenizer too.
+        model_init_kwargs: Those that the model was loaded with; revision, token and the like apply to the tokenizer.
 
     Raises:
         ConfigError: No tokenizer can be found, it has neither a padding nor an end-of-sequence token, or the model has
@@ -271,7 +272,7 @@ def _from_pretrained(
 
 def _check_one_output(model: PreTrainedModel) -> None:
     inner = model.get_base_model() if is_peft_model(model) else model
-    # transformers has no common class for them, only this name.
+    # transformers has no common base class for sequence classifiers, only this naming convention.
     if not type(inner).__name__.endswith("ForSequenceClassification"):
         raise ConfigError(
             f"model is a {type(inner).__name__}: a reward model is a sequence classifier with num_labels=1. Load it "
@@ -314,7 +315,7 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
         tokenizer = AutoTokenizer.from_pretrained(name, **given)
     except (OSError, ValueError) as error:
         raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
-    # For some architectures AutoTokenizer makes an empty tokenizer where there are no files.
+    # For some architectures AutoTokenizer returns an empty tokenizer if there are no tokenizer files.
     if len(tokenizer.get_added_vocab()) == len(tokenizer):
         raise ConfigError(
             f"processing_class=None: no tokenizer can be loaded from {name!r}: it has no tokenizer files. Give the "

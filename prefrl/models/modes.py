@@ -1,4 +1,4 @@
-"""A model's modes, changed for a moment and put back."""
+"""Change a model's modes temporarily, and its dropout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["disable_dropout", "dropout_rates", "eval_mode"]
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout and gradient checkpointing off inside; afterwards every module is in the mode that it was in."""
+    """Switch off dropout and gradient checkpointing inside, and restore every module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -23,7 +23,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Modules, each with the name of an attribute of it that is a dropout rate above 0."""
+    """Yield (module, attribute name) for every attribute that is a dropout rate above 0."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             names = ["p"]
@@ -33,6 +33,6 @@ def dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout rate of the model to 0, those of adapters too."""
+    """Set every dropout rate of the model to 0, including those of adapters."""
     for module, name in list(dropout_rates(model)):
         setattr(module, name, 0.0)

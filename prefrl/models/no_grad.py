@@ -1,7 +1,7 @@
-"""Passes without gradient over a batch that is cut into pieces, so that its size does not decide the memory.
+"""No-grad passes over a batch that is split into pieces, so that memory does not depend on the batch size.
 
-Ranks that have the weights of a model together run as many passes as each other: those with fewer pieces run an idle
-row for the rest, and so does a rank without any row.
+Ranks that share a model's partitioned weights must run equally many passes: ranks with fewer pieces run idle rows for
+the remaining passes, and so do ranks without any row.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ T = TypeVar("T")
 def score_pieces(
     model: nn.Module, score: Callable[[TokenBatch], T], batch: TokenBatch, *, max_tokens: int | None
 ) -> tuple[list[TokenBatch], list[T]]:
-    """The batch's rows in pieces of at most `max_tokens` forward tokens, and what `score` gives for each of them.
+    """Split the batch into pieces of at most `max_tokens` forward tokens and call `score` on each piece.
 
-    All ranks must call it where they have the model's weights together.
+    If the model's weights are partitioned over ranks, all ranks must call it.
 
     Args:
-        model: Whose passes `score` runs, one in each call.
-        score: Is called without gradient.
-        batch: B rows, perhaps none.
-        max_tokens: In one piece; a longer row is a piece of its own. None: one piece.
+        model: The model of which each call of `score` runs one pass.
+        score: Called without gradients.
+        batch: B rows, possibly none.
+        max_tokens: Limit per piece; a longer row becomes its own piece. None: one piece.
 
     Returns:
-        For `joined`: pieces in any order, whose `group_index` is the number of each row in `batch`; an idle row if
-        there are no others. And the results.
+        Pieces, in any order, and their results, for `joined`. `group_index` of a piece holds the row numbers in
+        `batch`. Without rows, the only piece is an idle row.
     """
     idle = TokenBatch.idle().to(batch.device)
     pieces = [batch.replace(group_index=tuple(range(batch.num_rows)))]
@@ -53,7 +53,7 @@ def score_pieces(
 
 
 def joined(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tensor]) -> Tensor:
-    """[N, ...] in the order of the batch, from what belongs to the tokens of each of its pieces."""
+    """[N, ...] in the order of the batch, from per-token results of its pieces."""
     rows: dict[int, Tensor] = {}
     for piece, part in zip(pieces, parts, strict=True):
         rows.update(zip(piece.group_index, torch.split(part, list(piece.response_lengths)), strict=True))
@@ -63,11 +63,11 @@ def joined(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tens
 def in_pieces(
     model: nn.Module, score: Callable[[TokenBatch], Tensor], batch: TokenBatch, *, max_tokens: int | None
 ) -> Tensor:
-    """What `score` gives for each token, without gradient.
+    """The per-token results of `score` for the whole batch, without gradients.
 
     Args:
         model: See `score_pieces`.
-        score: From a batch to [N, ...], aligned with its response tokens.
+        score: Maps a batch to [N, ...], aligned with its response tokens.
         batch: B rows, N response tokens.
         max_tokens: See `score_pieces`.
 

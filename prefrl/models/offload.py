@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in the memory of the host."""
+"""Offload activations to host memory until the backward pass."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 __all__ = ["OffloadActivations"]
 
-# A smaller tensor costs more to start a copy of than it frees.
+# For smaller tensors, starting a copy costs more than the freed memory is worth.
 _SMALLEST_BYTES = 2**16
 
 
 class OffloadActivations(saved_tensors_hooks):
-    """What a forward pass inside saves for backward goes to pinned memory of the host, and back when it is needed.
+    """Moves tensors that a forward pass inside saves for backward to pinned host memory, and back when needed.
 
-    The copies are those of `torch.autograd.graph.save_on_cpu`, which moves everything that is saved. Here, what gains
-    nothing stays on the device: weights and what autocast makes of them, which are there anyway; tensors without a
-    gradient, such as rotary tables and attention masks, which all layers share and each would copy again; and small
-    tensors. Of layers that are checkpointed, the input is all that is saved, and so all that is moved.
+    The copies are those of `torch.autograd.graph.save_on_cpu`, which moves every saved tensor. Here, tensors that are
+    not worth moving stay on the device: weights and their autocast copies, which are on the device anyway; tensors
+    without a gradient, such as rotary tables and attention masks, which all layers share and each layer would copy
+    again; and small tensors. Checkpointed layers save only their input, so only that is moved.
 
     Args:
-        device_type: Of the accelerator that the forward pass runs on.
+        device_type: Type of the accelerator that the forward pass runs on.
         smallest_bytes: Tensors below this size stay on the device.
     """
 
@@ -35,7 +35,7 @@ class OffloadActivations(saved_tensors_hooks):
         def pack(tensor: Tensor) -> Tensor | tuple[object, Tensor]:
             if tensor.requires_grad and tensor.nbytes >= smallest_bytes and not _is_weight(tensor):
                 return library.pack_hook(tensor)  # type: ignore[no-any-return]  # untyped
-            # The graph must not hold the tensor that it made: neither would ever be freed.
+            # Detached, because a graph that holds its own output is a reference cycle, and would never be freed.
             return tensor.detach()
 
         def unpack(packed: Tensor | tuple[object, Tensor]) -> Tensor:
@@ -45,7 +45,7 @@ class OffloadActivations(saved_tensors_hooks):
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter, a cast of one as autocast makes it, or a view of either."""
+    """Whether it is a parameter, an autocast copy of one, or a view of either."""
     source = tensor if tensor._base is None else tensor._base
     maker = source.grad_fn
     if maker is None or maker.name() != "ToCopyBackward0":

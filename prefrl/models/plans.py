@@ -1,4 +1,4 @@
-"""How the rows of a TokenBatch are laid out for one forward pass: shared prefixes, packed rows, or padded rows."""
+"""Lay out the rows of a TokenBatch for one forward pass: with shared prefixes, packed, or padded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Plan = Literal["auto", "shared_prefix", "packed", "padded"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a plan does not work, by plan; a plan that is not listed gives the model's own log-probs or scores."""
+    """Why a plan does not work, by plan. Plans that are not listed reproduce the model's own log-probs or scores."""
 
     reasons: Mapping[ForwardPlan, str]
     own_logits: bool  # the padded plan needs the model's own forward, head included
@@ -35,20 +35,20 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
-    """What the model reads, and where in its output each response token is predicted."""
+    """The model's inputs, and where in its output each response token is predicted."""
 
     input_ids: Tensor  # [1, T] int64 of a flat row; padded: [B, width]
-    position_ids: Tensor | None  # [1, T] int64; padded: None, the model counts by itself
+    position_ids: Tensor | None  # [1, T] int64; padded: None, the model numbers positions itself
     attention_mask: Tensor | None  # padded: [B, width] int64, 1 on tokens
     predictors: Tensor  # [N] int64: position in the flattened input_ids whose output predicts each response token
     layout: Layout | None  # of a flat row
-    start: int = 0  # where in the flat row `input_ids` begins; positions are numbered through the whole row
+    start: int = 0  # offset of `input_ids` in the flat row; `predictors` are positions in the whole row
 
 
 def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
-    """The model's inputs for the batch, on its device. Indices are made on the host and never wait for the device.
+    """The model's inputs for the batch, on its device. Indices are computed on the host and never wait for the device.
 
-    The last token of a response is not fed: nothing reads what it predicts.
+    The last token of a response is not fed to the model, because its prediction is not needed.
 
     Raises:
         ValueError: The batch has no rows.
@@ -64,16 +64,16 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
 
 
 def own_part(inputs: ModelInputs) -> ModelInputs:
-    """What this process computes of inputs that all processes of its team have."""
+    """The part that this process computes of inputs that all processes of its team have."""
     if team_size() == 1 or inputs.layout is None:
         return inputs
     return part_of(inputs, place_in_team(), team_size())
 
 
 def part_of(inputs: ModelInputs, place: int, num_parts: int) -> ModelInputs:
-    """The part of a flat row that one of `num_parts` processes has: as many tokens as the others, in order.
+    """The part of a flat row for one of `num_parts` processes. All parts have equally many tokens, in order.
 
-    One more sequence, which nothing reads, makes the number of tokens divisible.
+    A padding sequence, which nothing reads, makes the number of tokens divisible.
     """
     assert inputs.layout is not None
     assert inputs.position_ids is not None
@@ -105,7 +105,7 @@ def _starts(lengths: Sequence[int], first: int = 0) -> list[int]:
 
 
 class _Source:
-    """Where prompts and responses lie in `cat([prompt_ids, response_ids])`."""
+    """Positions of prompts and responses in `cat([prompt_ids, response_ids])`."""
 
     def __init__(self, batch: TokenBatch) -> None:
         self.batch = batch
@@ -117,7 +117,7 @@ class _Source:
         return _range(self.prompt_starts[prompt], self.batch.prompt_lengths[prompt])
 
     def response(self, row: int) -> Tensor:
-        """All but the last token."""
+        """Positions of all tokens of a response but the last."""
         return _range(self.response_starts[row], self.batch.response_lengths[row] - 1)
 
     def take(self, index: Tensor, *, padding: bool = False) -> Tensor:
@@ -134,7 +134,7 @@ def _range(start: int, length: int) -> Tensor:
 
 
 def _flat(batch: TokenBatch, groups: list[list[int]]) -> ModelInputs:
-    """One row: for each group of rows its prompt once, then their responses; a single row is one sequence."""
+    """One flat row: for each group of rows, its prompt once and then their responses; a single row is one sequence."""
     source = _Source(batch)
     index: list[Tensor] = []
     positions: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""The reference model of a KL term: by default the weights that the policy had when training began.
+"""The reference model of a KL term: by default, the weights that the policy had when training started.
 
-The reference is never loaded again by name: it is what the policy computed at construction, also if that was trained
-before, or a model that the user gives.
+The reference is never reloaded by name. It is the policy as it was at construction, even if it had been trained
+before, or a model that the user passes.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ __all__ = ["Reference", "make_reference", "scores_in_pieces"]
 class Reference(Protocol):
     """Scores tokens under the reference weights."""
 
-    own_model: PreTrainedModel | None  # that runs passes of its own, beside the policy
+    own_model: PreTrainedModel | None  # a separate model that runs its own passes; None if the policy is used
 
     def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
-        """[N] float32 nats, no gradient, see `scores_in_pieces`; the policy is as before afterwards."""
+        """[N] float32 nats, no gradient, see `scores_in_pieces`; the policy is unchanged afterwards."""
         ...
 
     def scores(
         self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None, want: Collection[WantName] = ()
     ) -> TokenScores:
-        """`logprobs`, and what is wanted beside them in the same pass, such as the hidden states for `logits`."""
+        """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[m, V] logits before temperature, no gradient, of [m, h] hidden states that `scores` gave.
+        """[m, V] logits before temperature, no gradient, from [m, h] hidden states returned by `scores`.
 
-        It reads the head alone, and may be called inside the policy's own forward and backward pass; for
-        `token_logprobs(..., reference_logits=reference.logits)`. The hidden states and the head belong together: what
-        was stored before a `mix` is of no use after it.
+        It uses the head only, and may be called inside the policy's own forward and backward pass, as in
+        `token_logprobs(..., reference_logits=reference.logits)`. Hidden states that were stored before a `mix` do not
+        fit the head after it.
         """
         ...
 
@@ -68,15 +68,15 @@ class Reference(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights that `mix` moves, no two of which share memory; empty if it moves none."""
+        """The weights that `mix` changes, no two of which share memory; empty if it changes none."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Read what `state_dict` gave."""
+        """Load the result of `state_dict`."""
         ...
 
     def fingerprint(self) -> str:
-        """Digest of the weights that it scores with now, see `weights_fingerprint`; read once unless they move."""
+        """Digest of the current reference weights, see `weights_fingerprint`; cached until `mix` or a load."""
         ...
 
 
@@ -95,15 +95,15 @@ def make_reference(
     | any, `beta` 0 | none |
     | any, with a `given` reference | the given model; a copy of it if it `moves` |
     | adapter that changes nothing yet (LoRA with B = 0) | the model with its adapter off: no memory |
-    | any other adapter, or one that `moves` | copies of the trainable parameters, put in place while scoring |
+    | any other adapter, or a reference that `moves` | copies of the trainable parameters, swapped in while scoring |
     | no adapter | a copy |
 
     Args:
-        model: The policy, without what a back-end puts around it.
+        model: The policy, without a backend's wrappers.
         beta: Weight of the KL term.
         moves: Whether `mix` will be called.
         plan: How a pass lays out its rows.
-        given: The user's `ref_model`; its weights and modes stay as they are, it goes to the device of the batches.
+        given: The user's `ref_model`. Its weights and modes are not changed; it is moved to the device of the batches.
 
     Raises:
         ConfigError: `given` cannot be the reference of this model.
@@ -133,23 +133,23 @@ def scores_in_pieces(
     plan: Plan = "auto",
     want: Collection[WantName] = (),
 ) -> TokenScores:
-    """Scores of the response tokens without gradient, in passes of at most `max_tokens` forward tokens.
+    """Scores of the response tokens without gradients, in passes of at most `max_tokens` forward tokens.
 
-    All ranks must call it where they have the model's weights together, also those without a row.
+    If the model's weights are partitioned over ranks, all ranks must call it, including those without a row.
 
     Args:
-        model: Scored in the mode that it is in.
-        batch: B rows, N response tokens, perhaps none.
-        temperature: Of the distribution scored.
-        max_tokens: In one pass; a longer row is a pass of its own. None: one pass.
+        model: Runs in its current mode.
+        batch: B rows, N response tokens, possibly none.
+        temperature: Temperature of the scored distribution.
+        max_tokens: Limit per pass; a longer row gets its own pass. None: one pass.
         plan: How a pass lays out its rows.
-        want: What to compute beside log-probs, by its name in `TokenScores`.
+        want: What to compute besides log-probs, by its name in `TokenScores`.
 
     Returns:
         [N] float32 nats, and what is wanted, in the batch's order; 0 where `batch.trainable` is False.
 
     Raises:
-        ConfigError: Hidden states are wanted, and the model's cannot be read.
+        ConfigError: Hidden states are wanted, but cannot be read from this model.
     """
     score = partial(token_logprobs, model, temperature=temperature, want=want, plan=plan)
     pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
@@ -158,7 +158,7 @@ def scores_in_pieces(
 
 
 class _Base(ABC):
-    """What references have in common, wherever they keep their weights."""
+    """The common part of all references, wherever they keep their weights."""
 
     own_model: PreTrainedModel | None = None
 
@@ -169,11 +169,11 @@ class _Base(ABC):
 
     @abstractmethod
     def _in_place(self) -> AbstractContextManager[PreTrainedModel]:
-        """A model with the reference weights; whatever was changed for that is put back at the end."""
+        """A model with the reference weights inside; all changes made for that are undone at the end."""
 
     @abstractmethod
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        """What `head`, that of the model, gives with the reference weights; nothing is changed for that."""
+        """The output of `head`, the model's head, with the reference weights; the model is not changed for that."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -212,7 +212,7 @@ class _Base(ABC):
 
 
 class _Separate(_Base):
-    """A model of its own: a copy of the policy, or one that the user gave."""
+    """A separate model: a copy of the policy, or one that the user passed."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         super().__init__(model, plan)
@@ -229,10 +229,10 @@ class _Separate(_Base):
         return super().logits(hidden)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._model.named_parameters())  # themselves: a detached one does not know how it is partitioned
+        return dict(self._model.named_parameters())  # not detached: that would lose how they are partitioned
 
     def _go_to(self, device: torch.device) -> None:
-        # Models that are spread over devices or quantised refuse to be moved, also to where they are.
+        # Models that are spread over devices or quantized raise when they are moved, even to their own device.
         if self._model.device != device and not distributed.is_sharded(self._model):
             self._model.to(device)
 
@@ -263,7 +263,7 @@ class _AdapterOff(_Base):
 
     @contextmanager
     def _in_place(self) -> Iterator[PreTrainedModel]:
-        # peft changes requires_grad of adapter weights when it switches them off, and sets it on all of them after.
+        # peft changes requires_grad of adapter weights when it switches them off, and later sets it on all of them.
         required = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
         try:
             with self._model.disable_adapter():
@@ -274,9 +274,9 @@ class _AdapterOff(_Base):
 
 
 class _Swapped(_Base):
-    """The policy with the trainable parameters of construction in the place of its own while it scores.
+    """The policy, with the trainable parameters from construction swapped in while it scores.
 
-    `mix` mixes the parameters themselves: for LoRA that is A and B, not their product.
+    `mix` averages the parameters themselves: for LoRA these are A and B, not their product.
     """
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
@@ -295,7 +295,7 @@ class _Swapped(_Base):
 
     @cached_property
     def _names_in_head(self) -> dict[str, str]:
-        """The weights that the head has, also if it shares them: their names there and here."""
+        """The swapped weights that the head uses, shared ones included: name in the head -> name in the model."""
         head = output_head(inner_model(self._model))
         assert head is not None, "a model without a head does not score tokens"
         names = {id(parameter): name for name, parameter in self._model.named_parameters() if name in self._weights}
@@ -320,12 +320,12 @@ class _Swapped(_Base):
 
 
 def _point_at(target: Tensor, value: Tensor) -> None:
-    """Exchange the memory, so that nothing is copied."""
+    """Exchange the underlying memory, without copying."""
     target.data = value
 
 
 def _without_adapter(module: nn.Module) -> nn.Module:
-    """The base model's own module in a layer of an adapter that changes nothing: peft wraps it in no other way."""
+    """The base model's module inside adapter layers. A neutral adapter has no other wrappers than `base_layer`."""
     inner = module._modules.get("base_layer")
     return module if inner is None else _without_adapter(inner)
 

@@ -1,9 +1,9 @@
-"""Models whose forward can return what we ask for at some positions, instead of logits everywhere.
+"""Make a model's forward return chosen results at some positions, instead of logits everywhere.
 
-The whole computation, head included, runs inside the model's own forward: whatever wraps the model (DDP, mixed
-precision, PEFT) sees one ordinary forward pass, and its hooks fire. What is asked for is a `Readout`: log-probs of
-tokens by a causal language model, whose logits are made for a chunk of trainable tokens at a time, or the scores of
-whole rows by a sequence classifier.
+The whole computation, head included, runs inside the model's own forward. Whatever wraps the model (DDP, mixed
+precision, PEFT) therefore sees one ordinary forward pass, and its hooks fire. A `Readout` defines what is computed:
+token log-probs of a causal language model, whose logits are computed for one chunk of trainable tokens at a time, or
+row scores of a sequence classifier.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ __all__ = [
 ]
 
 _STATE = "_prefrl_scoring_state"
-# Where a head that reads out has its own forward.
+# Attribute that holds the original forward of a head that can run a readout.
 HEAD_FORWARD = "_prefrl_original_forward"
 
 
 class Readout(Protocol):
-    """What is computed at the end of the model's forward, and inside it."""
+    """A computation at the end of the model's forward, inside the model's call."""
 
     def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         """Named results, from the last hidden states [rows, width, h], or from the model's own logits."""
@@ -75,10 +75,10 @@ class ScoringRequest:
     """M positions of the flattened input_ids, and what to compute there."""
 
     predictors: Tensor  # [M] int64
-    held: Tensor | None  # [M] int64: which of the positions that were asked for these are; None: all
+    held: Tensor | None  # [M] int64: indices of these positions among all requested ones; None: all of them
     width: int  # tokens in a row of input_ids
     layout: Layout | None  # of a flat row; None: the model's own attention and masks
-    own_logits: bool  # from the model's own logits, where we cannot reproduce what makes them
+    own_logits: bool  # read the model's own logits, because we cannot reproduce how they are computed
     readout: Readout
 
 
@@ -87,8 +87,8 @@ class ScoredTokens:
     """The M trainable tokens of a batch, scored."""
 
     scores: TokenScores
-    positions: Tensor  # [M] int64: which of the N response tokens they are
-    compute_dtype: torch.dtype  # the coarsest that the pass used
+    positions: Tensor  # [M] int64: their indices among the N response tokens
+    compute_dtype: torch.dtype  # the coarsest dtype that the pass used
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,16 +96,16 @@ class ScoredSequences:
     """The B rows of a batch, scored."""
 
     scores: Tensor  # [B, L] float32
-    compute_dtype: torch.dtype  # the coarsest that the pass used
+    compute_dtype: torch.dtype  # the coarsest dtype that the pass used
 
 
 @dataclass(eq=False)
 class ScoringState:
-    """What a prepared model remembers. A copy of the model starts without a verdict: it may be changed."""
+    """State of a prepared model. A copy of the model starts without a verdict, because the copy may be changed."""
 
     original_forward: Callable[..., Any]
     verdict: Verdict | None = None
-    is_inside: bool = False  # a task runs inside the model's call
+    is_inside: bool = False  # whether a task is running inside the model's call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A state whose forward is bound to the copied model."""
@@ -149,29 +149,29 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def is_classifier(model: PreTrainedModel) -> bool:
-    """Whether the model gives one vector of scores for a sequence."""
+    """Whether the model returns one vector of scores per sequence."""
     return any(parent.__name__.endswith("ForSequenceClassification") for parent in type(model).__mro__)
 
 
 def output_head(model: PreTrainedModel) -> nn.Module | None:
-    """What makes logits of hidden states: the language-model head or, in a sequence classifier, `score`."""
+    """The module that maps hidden states to logits: the language-model head or, in a sequence classifier, `score`."""
     head: nn.Module | None = model._modules.get("score") if is_classifier(model) else model.get_output_embeddings()
     return head
 
 
 def pad_token_id(model: PreTrainedModel) -> int | None:
-    """What a classifier's own forward takes for padding when it looks for a row's last token."""
+    """The token that a classifier's own forward treats as padding when it looks for a row's last token."""
     token: int | None = model.config.get_text_config().pad_token_id
     return token
 
 
 def prepare_for_scoring(model: nn.Module) -> ScoringState:
-    """Teach the model's forward to score tokens or sequences; in every other call it stays as it was.
+    """Extend the model's forward so that it can score tokens or sequences; all other calls work as before.
 
     Call it before the model is wrapped (mixed precision, DDP). A second call changes nothing.
 
     Raises:
-        ConfigError: There is no model inside that can score, or accelerate wrapped it before.
+        ConfigError: There is no model inside that can score, or accelerate has already wrapped it.
     """
     inner = inner_model(model)
     state: ScoringState | None = vars(inner).get(_STATE)
@@ -194,14 +194,14 @@ def prepare_for_scoring(model: nn.Module) -> ScoringState:
 def _reading_forward(
     self: nn.Module, *args: Any, prefrl_readout: Callable[[nn.Module, Tensor], Any] | None = None, **kwargs: Any
 ) -> Any:
-    """The head's own forward, or what is read out inside its call: its weights are whole there, and nowhere else."""
+    """The head's own forward, or a readout inside the head's call: only there are partitioned weights whole."""
     if prefrl_readout is None:
         return getattr(self, HEAD_FORWARD)(*args, **kwargs)
     return prefrl_readout(self, *args)
 
 
 def _scoring_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function of the model, so that a deep copy of the model binds it to the copy."""
+    """The new forward, a plain function of the model, so that a deep copy of the model binds it to the copy."""
 
     def forward(
         self: PreTrainedModel,
@@ -221,7 +221,7 @@ def _scoring_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return state.original_forward(*args, **kwargs)
         return _score(self, state, prefrl_scoring, *args, **kwargs)
 
-    # HF's Trainer and generate() read the signature. Not through `__wrapped__`: accelerate unwraps along it, past us.
+    # HF's Trainer and generate() read the signature. Not via `__wrapped__`: accelerate would unwrap our function.
     myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.signature(original)
     forward.__signature__ = signature.replace(parameters=[myself, *signature.parameters.values()])  # type: ignore[attr-defined]
@@ -229,9 +229,9 @@ def _scoring_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inside(model: nn.Module, task: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What `task` gives, run inside one call of the (wrapped) model: back-ends see its parts as parts of one pass.
+    """Run `task` inside one call of the (wrapped) model, so that backends see its parts as one pass.
 
-    The model and modules that were added to it may be run in it, each at most once.
+    The task may run the model, and modules that were added to it, each at most once.
     """
     device = next(model.parameters()).device.type
     is_enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -258,8 +258,8 @@ def score_tokens(
     """Score the trainable tokens of `batch`, laid out as `inputs`, with a causal language model.
 
     Raises:
-        ConfigError: Hidden states are wanted, and the model's log-probs come from its own logits.
-        ValueError: `reference_logits` is given, and the batch has no `ref_hidden` that it could read.
+        ConfigError: Hidden states are wanted, but the model's log-probs come from its own logits.
+        ValueError: `reference_logits` is given, but the batch has no `ref_hidden` for it.
     """
     if own_logits and "hidden" in want:
         raise ConfigError(
@@ -273,12 +273,12 @@ def score_tokens(
     output = read_out(model, inputs, inputs.predictors[positions], readout, own_logits=own_logits)
     scores, _ = unpacked(output, {*want, *(() if reference is None else ("full_kl",))})
     if reference_logits is not None and reference is None:
-        scores = replace(scores, full_kl=scores.logprobs)  # of no token
+        scores = replace(scores, full_kl=scores.logprobs)  # empty: there are no trainable tokens
     return ScoredTokens(scores, positions, output["compute_dtype"])
 
 
 def _reference_of(batch: TokenBatch, head: Callable[[Tensor], Tensor] | None) -> ReferenceLogits | None:
-    """What the policy is compared with at the batch's trainable tokens; None: nothing, or an idle batch."""
+    """The reference's logits at the batch's trainable tokens; None without a reference or in an idle batch."""
     if head is None or (batch.ref_hidden is None and batch.num_trainable == 0):
         return None
     if batch.ref_hidden is None:
@@ -293,7 +293,7 @@ def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *,
     """Score each row of `batch`, laid out as `inputs` and read up to its last token, with a sequence classifier."""
     if own_logits:
         inputs = _with_own_padding(inputs, pad_token_id(inner_model(model)))
-    # No response's last token is fed: what would predict it is the last token that is.
+    # The last token of a response is not fed, so the position that would predict it is the last one that is fed.
     markers = torch.tensor([stop - 1 for stop in accumulate(batch.response_lengths)])
     predictors = inputs.predictors[markers.to(batch.device, non_blocking=True)]
     output = read_out(model, inputs, predictors, _sequence_readout, own_logits=own_logits)
@@ -301,7 +301,7 @@ def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *,
 
 
 def _with_own_padding(inputs: ModelInputs, token: int | None) -> ModelInputs:
-    """Padded rows whose ends the model finds. Models that have no padding token go by the mask, or by themselves."""
+    """Pad with the model's padding token, so that it finds the rows' ends. Models without one need no change."""
     if token is None or inputs.attention_mask is None:
         return inputs
     return replace(inputs, input_ids=inputs.input_ids.masked_fill(inputs.attention_mask == 0, token))
@@ -310,9 +310,9 @@ def _with_own_padding(inputs: ModelInputs, token: int | None) -> ModelInputs:
 def read_out(
     model: nn.Module, inputs: ModelInputs, predictors: Tensor, readout: Readout, *, own_logits: bool
 ) -> dict[str, Any]:
-    """Run the (prepared, possibly wrapped) model on `inputs`: what `readout` gives, and `compute_dtype`.
+    """Run the (prepared, possibly wrapped) model on `inputs`; returns the results of `readout`, and `compute_dtype`.
 
-    Processes that share a row read out at the positions of their own part, and get what all of them found.
+    Processes that share a row each read out at the positions of their own part, and all get the combined results.
     """
     width = inputs.input_ids.size(1)
     held, count = None, len(predictors)
@@ -330,14 +330,14 @@ def read_out(
 
 
 def _of_all(found: Any, held: Tensor, count: int) -> Any:
-    """[count, ...] what the processes of the team found at all positions, of [M, ...] at those `held` by this one."""
+    """[count, ...] the team's results at all positions, from this process's [M, ...] at the positions in `held`."""
     if not isinstance(found, torch.Tensor):
         return found
     return sum_over_team(found.new_zeros(count, *found.shape[1:]).index_copy(0, held, found))
 
 
 def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest, **inputs: Any) -> dict[str, Any]:
-    """The results as a dict: wrappers look for tensors in dicts, not in classes of ours."""
+    """The results as a dict, because wrappers look for tensors in dicts but not in our classes."""
     inputs = {name: value for name, value in inputs.items() if value is not None}
     if request.own_logits:
         output: Tensor = state.original_forward(**inputs, use_cache=False).logits
@@ -356,15 +356,15 @@ def _hidden_states(model: PreTrainedModel, request: ScoringRequest, inputs: dict
 
 
 def predicting(output: Tensor, request: ScoringRequest) -> Tensor:
-    """[M, ...] outputs at the predicting positions. PEFT may have put virtual tokens in front of each row."""
+    """[M, ...] outputs at the predicting positions, without virtual tokens that PEFT may have prepended to a row."""
     return output[:, -request.width :].flatten(0, 1)[request.predictors]
 
 
 @dataclass(frozen=True, eq=False)
 class _TokenReadout:
-    """Log-probs of the tokens that stand after the positions."""
+    """Log-probs of the tokens that follow the positions."""
 
-    targets: Tensor  # [M] int64, of all positions that were asked for
+    targets: Tensor  # [M] int64, for all requested positions
     temperature: float
     want: Collection[WantName]
     reference: ReferenceLogits | None
@@ -380,7 +380,7 @@ class _TokenReadout:
             return packed(module_logprobs(rows, self.targets, _identity, **self._options))
         if HEAD_FORWARD not in vars(head) or _has_foreign_hooks(head):
             return packed(module_logprobs(rows, self.targets, partial(head_logits, model, head), **self._options))
-        # One call whatever the number of chunks: ranks that gather weights for it make as many as each other.
+        # One call for any number of chunks, so that ranks that gather weights for it make equally many calls.
         scores: dict[str, Tensor] = head(rows, prefrl_readout=partial(self._in_head, model))
         return scores
 
@@ -390,7 +390,7 @@ class _TokenReadout:
             linear = Head(head.weight, head.bias, scale=scale, softcap=softcap)
             return packed(chunked_logprobs(rows, self.targets, linear, **self._options))
         forward = partial(head_logits, model, getattr(head, HEAD_FORWARD))
-        # Modules inside the head gather weights of their own, chunk by chunk.
+        # Modules inside the head gather their own weights, chunk by chunk.
         num_chunks = most_chunks(rows) if is_sharded(head) else 1
         return packed(module_logprobs(rows, self.targets, forward, min_chunks=num_chunks, **self._options))
 
@@ -400,15 +400,15 @@ class _TokenReadout:
 
 
 def most_chunks(rows: Tensor) -> int:
-    """Chunks of the rank that has most. All ranks must call it."""
+    """The largest number of chunks on any rank. All ranks must call it."""
     return int(max_over_ranks([num_chunks_of(rows)], rows.device)[0])
 
 
 def packed(scores: TokenScores, **more: Tensor) -> dict[str, Tensor]:
-    """The scores as one tensor [M, K], the hidden states beside it.
+    """The scores as one tensor [M, K], with the hidden states separate.
 
-    Back-ends put hooks on what a call returns. ZeRO-3 compares over ranks how many of them a backward pass meets: one
-    tensor that every loss reads is as many on a rank without rows as on the others.
+    Backends put hooks on the tensors that a call returns, and ZeRO-3 requires that the backward pass reaches equally
+    many of them on all ranks. One tensor that every loss reads ensures this, also on ranks without rows.
     """
     values = {field.name: getattr(scores, field.name) for field in fields(TokenScores)} | more
     hidden = values.pop("hidden")
@@ -418,7 +418,7 @@ def packed(scores: TokenScores, **more: Tensor) -> dict[str, Tensor]:
 
 
 def unpacked(output: Mapping[str, Tensor], want: Collection[str], *more: str) -> tuple[TokenScores, list[Tensor]]:
-    """What was packed; `want` names what is there beside log-probs, `more` what came after the scores."""
+    """Undo `packed`; `want` names the scores besides log-probs, `more` the tensors that were packed after them."""
     names = [f.name for f in fields(TokenScores) if f.name in want and f.name != "hidden"]
     columns = dict(zip(["logprobs", *names, *more], output["packed"].unbind(1), strict=True))
     rest = [columns.pop(name) for name in more]
@@ -431,7 +431,7 @@ def unpacked(output: Mapping[str, Tensor], want: Collection[str], *more: str) ->
 
 
 def head_logits(model: PreTrainedModel, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """[m, V] logits before temperature: `head` in the place of the model's own, and what its forward does after it."""
+    """[m, V] logits before temperature: `head` followed by the model's own scaling and softcap."""
     scale, softcap = logit_transform(model)
     logits = head(hidden)
     if scale != 1.0:
@@ -440,7 +440,7 @@ def head_logits(model: PreTrainedModel, head: Callable[[Tensor], Tensor], hidden
 
 
 def _sequence_readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
-    """The scores that the positions' hidden states get, or the rows' own."""
+    """The head's scores at the positions, or the scores of the model's own forward."""
     head = output_head(model)
     if request.own_logits or head is None:
         return {"scores": output.float()}
@@ -448,14 +448,14 @@ def _sequence_readout(model: PreTrainedModel, output: Tensor, request: ScoringRe
 
 
 def _has_foreign_hooks(head: nn.Module) -> bool:
-    """Hooks that expect logits: they live in the head's call for each chunk."""
+    """Whether the head has hooks that are not a backend's and expect logits: they must run in a call per chunk."""
     return any(
         not is_backend_hook(hook) for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
     )
 
 
 def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:
-    """Whether the head is no more than its weight and bias: LoRA and quantisation live in its forward."""
+    """Whether the head is just a weight and a bias, without LoRA or quantization, which change its forward."""
     forward = getattr(head, HEAD_FORWARD)
     return isinstance(head, nn.Linear) and getattr(forward, "__func__", None) is nn.Linear.forward
 
@@ -465,7 +465,7 @@ def _identity(logits: Tensor) -> Tensor:
 
 
 def logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
-    """(scale, softcap) that the model's own forward applies to the head's output, as its config says.
+    """(scale, softcap) that the model's own forward applies to the head's output, according to its config.
 
     Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma caps at `final_logit_softcapping`.
     """

@@ -1,4 +1,4 @@
-"""Random weights that follow from a seed."""
+"""Reproducible initialization of random weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["seeded"]
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Draw from `seed`; afterwards torch's global random states are as before. None: draw from those states."""
+    """Draw random numbers from `seed` inside, and restore torch's global random states afterwards.
+
+    None: draw from the global states.
+    """
     if seed is None:
         yield
         return

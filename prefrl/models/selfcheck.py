@@ -1,8 +1,8 @@
-"""The first-use check: which plans give a model's own log-probs or scores, found by trying.
+"""The self-check at first use: find out by trial which plans reproduce a model's own log-probs or scores.
 
-An architecture can ignore our attention in many ways, each silently wrong (linear attention, state-space layers,
-sinks, windows that exist only in a mask, attention in both directions). So before the first batch every plan scores a
-few random rows, and the result is compared with one plain forward for each row.
+An architecture can ignore our attention in many ways, all of them silently wrong (linear attention, state-space
+layers, sinks, windows that exist only in a mask, bidirectional attention). Before the first batch, every plan
+therefore scores a few random rows, and the result is compared with one plain forward per row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["check_plans", "fingerprint"]
 
 _FLAT_PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed")
 
-# Largest and mean absolute difference in nats that rounding explains, by the coarsest dtype of the pass.
+# Largest and mean absolute difference in nats that rounding can explain, by the coarsest dtype of the pass.
 _TOKEN_TOLERANCES = {
     torch.float64: (1e-4, 1e-4),
     torch.float32: (1e-4, 1e-4),
@@ -49,8 +49,8 @@ _TOKEN_TOLERANCES = {
     torch.bfloat16: (0.5, 0.1),
 }
 
-# The same for sequences, relative to their size: of what the score head reads, and of the scores. The latter are one
-# number for each row, in which much can cancel, and have only to show that the right token is read.
+# The same for sequences, relative to their size: for the input of the score head, and for the scores. Scores are one
+# number per row, in which much can cancel, so they only have to show that the right token is read.
 _SEQUENCE_TOLERANCES = {
     torch.float64: (1e-4, 1e-3),
     torch.float32: (1e-4, 1e-3),
@@ -58,12 +58,13 @@ _SEQUENCE_TOLERANCES = {
     torch.bfloat16: (0.1, 0.5),
 }
 
-# Windows up to this size are crossed by the rows of the check; of longer ones we check that attention is told of them.
+# The rows of the check are longer than windows up to this size. For longer windows we only check that attention
+# receives them.
 _LONGEST_TESTED_WINDOW = 128
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """What must stay as it was for a verdict to hold: the kind of head, of PEFT, of attention and of kernels."""
+    """The properties that a verdict depends on: the kind of head, of PEFT, of attention and of kernels."""
     inner = inner_model(model)
     head, attention_name = type(output_head(inner)), inner.config.get_text_config()._attn_implementation
     return head, _uses_prompt_learning(model), attention_name, liger_options_of(inner)
@@ -72,17 +73,17 @@ def fingerprint(model: nn.Module) -> tuple[object, ...]:
 def check_plans(model: nn.Module) -> Verdict:
     """Compare every plan with the model's plain forward; our attention stays installed if a flat plan passed.
 
-    No gradients, eval mode, token ids from an own generator: weights, modes and random states stay as they are. Every
-    call runs the same number of forward passes, so that sharded ranks stay in step. Of a sequence classifier that is
-    not a base model with a score head, only its own forward is tried. With Liger's kernels, the plain forward must
-    give what the model computes without them.
+    It runs without gradients, in eval mode, with token ids from a separate generator, so weights, modes and random
+    states do not change. Every call runs the same number of forward passes, so that sharded ranks stay in step. For a
+    sequence classifier that is not just a base model with a score head, only its own forward is tried. With Liger's
+    kernels, the plain forward must give the same as without them.
 
     Raises:
-        ConfigError: A sequence classifier needs its own forward, and that reads padding; or Liger's kernels change
-            what the model computes.
+        ConfigError: A sequence classifier needs its own forward, but that forward reads padding; or Liger's kernels
+            change what the model computes.
     """
     inner = inner_model(model)
-    bare = user_model(model)  # nothing to synchronise without gradients
+    bare = user_model(model)  # without gradients there is nothing to synchronize
     foreign = _foreign_parts(inner) if is_classifier(inner) else None
     with eval_mode(bare), torch.no_grad():
         attention.uninstall(inner)
@@ -108,8 +109,8 @@ def _failures(probe: _Probe, limit: str | None) -> dict[ForwardPlan, str]:
     if limit is None and not attention.install(inner):
         name = inner.config.get_text_config()._attn_implementation
         limit = f'attn_implementation="{name}" has no flat form; load the model with attn_implementation="sdpa"'
-    # Padded rows go through the same head and, by way of ours, the model's own attention and masks, which generation
-    # needs too: what fails there leaves no flat plan standing.
+    # Padded rows use the same head and, through our functions, the model's own attention and masks, which generation
+    # needs too. If they fail, no flat plan can be used.
     limit = limit or _failure(probe, "padded")
     if limit is not None:
         return dict.fromkeys(_FLAT_PLANS, limit)
@@ -122,7 +123,7 @@ def _failure(probe: _Probe, plan: ForwardPlan) -> str | None:
     inputs = lay_out(probe.batch, plan)
     try:
         mistake = probe.mistake(inputs)
-    except Exception as error:  # whatever the architecture trips over, another plan serves it
+    except Exception as error:  # whatever the cause, another plan will be used for this architecture
         return f"{type(error).__name__}: {error}"
     window = _sliding_window(inner_model(probe.model))
     if inputs.layout is not None and window is not None and window not in inputs.layout.windows:
@@ -131,7 +132,7 @@ def _failure(probe: _Probe, plan: ForwardPlan) -> str | None:
 
 
 def _known_limit(model: nn.Module) -> str | None:
-    """What in the config rules out flat rows, also where few random tokens would not show it."""
+    """Why the config rules out flat rows, even if the few random tokens of the check would not show it."""
     inner = inner_model(model)
     config = inner.config.get_text_config()
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -147,9 +148,9 @@ def _known_limit(model: nn.Module) -> str | None:
 
 
 def _foreign_parts(model: PreTrainedModel) -> str | None:
-    """Why a sequence classifier is not a base model with a `score` head alone; None if it is.
+    """Why a sequence classifier is not just a base model with a `score` head; None if it is.
 
-    Whatever else it has, a pooler or dropout, its forward may put between the two.
+    Its forward may use anything else that it has, such as a pooler or dropout, between the two.
     """
     parts = {name for name, child in model.named_children() if child is not model.base_model}
     if parts == {"score"}:
@@ -184,7 +185,7 @@ def _random_batch(model: PreTrainedModel) -> TokenBatch:
 
     def random_ids(count: int) -> Tensor:
         ids = torch.randint(vocab_size - 1, (count,), generator=generator)
-        # A classifier's own forward would not see a padding token at the end of a row.
+        # A classifier's own forward would ignore a padding token at the end of a row, so avoid that id.
         return ids if padding is None else ids + (ids >= padding).long()
 
     return TokenBatch(
@@ -207,13 +208,13 @@ def _rows(batch: TokenBatch) -> Iterator[tuple[Tensor, int]]:
 
 
 class _Probe(Protocol):
-    """Rows of which the model's plain forward is known."""
+    """Rows for which the results of the model's plain forward are known."""
 
     model: nn.Module
     batch: TokenBatch
 
     def mistake(self, inputs: ModelInputs) -> str | None:
-        """How the batch, laid out as `inputs`, comes out differently; None if it does not."""
+        """How the results for the batch, laid out as `inputs`, differ; None if they do not."""
         ...
 
 
@@ -239,7 +240,7 @@ class _TokenProbe:
 
 
 class _SequenceProbe:
-    """Scores of a sequence classifier, and what its head reads: a new head gives about 0 whatever that is."""
+    """Scores of a sequence classifier and the inputs of its head, since a new head returns about 0 for any input."""
 
     def __init__(self, model: nn.Module, batch: TokenBatch) -> None:
         self.model, self.batch = model, batch
@@ -261,7 +262,7 @@ class _SequenceProbe:
 
     @contextmanager
     def _head_inputs(self) -> Iterator[list[Tensor]]:
-        """What the score head reads inside, call by call."""
+        """Collect the inputs of the score head inside, call by call."""
         head = output_head(inner_model(self.model))
         assert head is not None, "a classifier without a score head is not tried"
         read: list[Tensor] = []
@@ -282,11 +283,11 @@ def _own_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
 
 
 def _check_own_padding(model: nn.Module, batch: TokenBatch) -> None:
-    """See that a classifier's own forward gives padded rows the scores of single ones."""
+    """Check that a classifier's own forward gives padded rows the same scores as single rows."""
     try:
         truth = _own_scores(model, batch)
         scored = score_sequences(model, batch, lay_out(batch, "padded"), own_logits=True)
-    except Exception:  # some pool at special tokens, which random rows do not have: they complain by themselves
+    except Exception:  # some pool at special tokens, which random rows lack; such models raise their own errors
         return
     error = _relative_error(scored.scores, truth)
     if not error <= _SEQUENCE_TOLERANCES[scored.compute_dtype][1]:
@@ -297,7 +298,7 @@ def _check_own_padding(model: nn.Module, batch: TokenBatch) -> None:
 
 
 def _check_kernels(model: nn.Module, batch: TokenBatch) -> None:
-    """See that Liger's kernels are for what the model does: they ignore parts of its config, such as `hidden_act`."""
+    """Check that Liger's kernels compute what the model does: they ignore parts of its config, like `hidden_act`."""
     inner = inner_model(model)
     fused = _last_hidden(model, batch)
     with without_liger(inner):
@@ -310,7 +311,7 @@ def _check_kernels(model: nn.Module, batch: TokenBatch) -> None:
 
 
 def _last_hidden(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """[tokens, h] from a plain forward for each row: what the head reads."""
+    """[tokens, h] inputs of the head, from a plain forward for each row."""
     rows: list[Tensor] = []
 
     def remember(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -326,7 +327,7 @@ def _last_hidden(model: nn.Module, batch: TokenBatch) -> Tensor:
 
 
 def _relative_error(rows: Tensor, truth: Tensor) -> float:
-    """Largest norm of a row's difference, by the root mean square of the norms; NaN stays NaN."""
+    """Largest norm of a row's error, relative to the root mean square norm; NaN stays NaN."""
     errors, norms = (rows.float() - truth.float()).norm(dim=1), truth.float().norm(dim=1)
     size = norms.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     return float(errors.max() / size)

@@ -1,4 +1,4 @@
-"""Model soups: the average of checkpoints that were trained from one model.
+"""Model soups: averages of checkpoints that were trained from one model.
 
 Source: Wortsman et al. 2022, arXiv 2203.05482.
 """
@@ -36,14 +36,14 @@ Evaluate = Callable[["PreTrainedModel"], float]
 Folder = str | os.PathLike[str]
 
 _ADAPTER_CONFIG = "adapter_config.json"
-# Files of a checkpoint that are neither the model's weights nor the state of its training.
+# Checkpoint files that are neither weights nor training state.
 _COPIED = re.compile(
     r"((generation|preprocessor|processor)_)?config\.json|(tokenizer|vocab|chat_template|special_tokens|added_tokens).*"
     r"|merges\.txt|.*\.(py|model|tiktoken)"
 )
-# Options of a model's config that change nothing about what its weights compute.
+# Config options that do not affect what is computed from the weights.
 _HARMLESS = re.compile(r"^_|version$|dtype$|^use_cache$|token_id$|drop")
-# Options of a LoRA adapter with which the adapter adds scale * B A to a layer's weight and changes nothing else.
+# LoRA options that are compatible with an adapter that only adds scale * B A to a layer's weight.
 _LINEAR = frozenset(
     {
         "alpha_pattern",
@@ -67,39 +67,39 @@ _LINEAR = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Ingredient:
-    """A checkpoint and its part in a soup."""
+    """A checkpoint and its share of a soup."""
 
     checkpoint: Path
-    weight: float  # its share; all shares add up to 1; 0: left out
+    weight: float  # its share; all shares add up to 1; 0: not used
     metric: float | None = None  # of the checkpoint alone
-    trial_metric: float | None = None  # of a greedy soup when this was tried in it; None: it was not
+    trial_metric: float | None = None  # of the greedy soup that included it on trial; None: it was not tried
 
 
 @dataclass(frozen=True, slots=True)
 class Soup:
-    """What an average was made of, and how good it is."""
+    """The ingredients of an average, and its metric."""
 
     ingredients: list[Ingredient]
-    metric: float | None  # None: nothing was scored
+    metric: float | None  # None: not evaluated
 
 
 def uniform_soup(checkpoints: Sequence[Folder], output_dir: Folder, *, weights: Sequence[float] | None = None) -> Soup:
     """Write the weighted mean of checkpoints: theta = sum_i w_i theta_i / sum_i w_i.
 
-    Means are formed in float32 and saved in the first checkpoint's dtype. LoRA adapters become one adapter whose
-    update is the mean of theirs, sum_i w_i scale_i B_i A_i; its rank is the sum of their ranks. Config and tokenizer
-    are the first checkpoint's.
+    Means are computed in float32 and saved in the first checkpoint's dtype. LoRA adapters become one adapter whose
+    update is the mean of their updates, sum_i w_i scale_i B_i A_i; its rank is the sum of their ranks. Config and
+    tokenizer are those of the first checkpoint.
 
     Args:
         checkpoints: Folders of models of one architecture, or of LoRA adapters of one base model.
         output_dir: A folder without a model in it.
-        weights: One positive number for each checkpoint; None: equal ones.
+        weights: One positive number for each checkpoint; None: equal weights.
 
     Returns:
-        The checkpoints with their shares, in the order given.
+        The checkpoints with their shares, in the given order.
 
     Raises:
-        ConfigError: Checkpoints that cannot be averaged, weights that do not fit, or a folder that is in use.
+        ConfigError: The checkpoints cannot be averaged, the weights are invalid, or `output_dir` has a model.
         ImportError: The checkpoints are adapters and peft is not installed.
 
     Source: section 2, uniform soup.
@@ -123,9 +123,9 @@ def best_soup(
     Args:
         checkpoints: As for `uniform_soup`.
         output_dir: A folder without a model in it.
-        evaluate: The held-out metric of a model.
+        evaluate: Returns the held-out metric of a model.
         greater_is_better: Whether a greater metric is better.
-        top_k: How many checkpoints; None: all.
+        top_k: How many checkpoints to average; None: all.
 
     Returns:
         The checkpoints, best first, with their metrics and their shares of the soup.
@@ -150,12 +150,12 @@ def greedy_soup(
     greater_is_better: bool,
     top_k: int | None = None,
 ) -> Soup:
-    """Write the uniform soup of those checkpoints that do not make it worse, tried from the best to the worst.
+    """Write the uniform soup of the checkpoints that do not make it worse, tried from the best to the worst.
 
     Args:
         checkpoints: As for `uniform_soup`.
-        output_dir: A folder without a model in it; trials are kept in it for the time being.
-        evaluate: The held-out metric of a model.
+        output_dir: A folder without a model in it; trial soups are stored in it temporarily.
+        evaluate: Returns the held-out metric of a model.
         greater_is_better: Whether a greater metric is better.
         top_k: Try the k best checkpoints only; None: all.
 
@@ -188,22 +188,22 @@ def greedy_soup(
 
 
 def load_checkpoint(folder: Folder) -> PreTrainedModel:
-    """The model in a folder, in float32, as prefrl's trainers load it; an adapter with its base model around it.
+    """The model in a folder, in float32, as prefrl's trainers load it; an adapter is loaded onto its base model.
 
     Raises:
-        ConfigError: It cannot be loaded.
-        ImportError: It is an adapter and peft is not installed.
+        ConfigError: The model cannot be loaded.
+        ImportError: The folder holds an adapter and peft is not installed.
     """
     path = Path(folder)
     if not (path / _ADAPTER_CONFIG).is_file():
         architecture = str((_read_json(path / "config.json").get("architectures") or [""])[0])
         return _from_pretrained(path, is_classifier=architecture.endswith("ForSequenceClassification"))
-    # Trainers refuse a model of which nothing can be trained.
+    # is_trainable, because trainers reject a model without trainable parameters.
     return _peft().PeftModel.from_pretrained(_base_of(path), path, is_trainable=True)
 
 
 def _ranked(folders: Sequence[Path], evaluate: Evaluate, greater_is_better: bool) -> list[Ingredient]:
-    """The checkpoints with the metric of each, best first; none of them is in a soup yet."""
+    """The checkpoints with their metrics, best first, all with weight 0."""
     metrics = [(folder, float(evaluate(load_checkpoint(folder)))) for folder in folders]
     for folder, metric in metrics:
         if not math.isfinite(metric):
@@ -249,7 +249,7 @@ def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def _write(folders: Sequence[Path], shares: Sequence[float], output_dir: Path) -> None:
-    """Average the weights, and put beside them what belongs to them."""
+    """Write the averaged weights, and the other files of a checkpoint."""
     is_adapter = (folders[0] / _ADAPTER_CONFIG).is_file()
     average = _average_adapters if is_adapter else _average_models
     average(folders, shares, output_dir)
@@ -289,7 +289,7 @@ class _Tensors:
 
 def _average_models(folders: Sequence[Path], shares: Sequence[float], output_dir: Path) -> None:
     checkpoints = [_Tensors(folder) for folder in folders]
-    # Weights that are tied to others are in no file, and so are tied in the average too.
+    # Tied weights are stored once in the files, so they stay tied in the average.
     averages = {name: _average(name, checkpoints, shares) for name in checkpoints[0].shapes()}
     output_dir.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(averages, output_dir, metadata={"format": "pt"})
@@ -309,7 +309,7 @@ def _average(name: str, checkpoints: Sequence[_Tensors], shares: Sequence[float]
     total = shares[0]
     for checkpoint, share in zip(checkpoints[1:], shares[1:], strict=True):
         total += share
-        # A running mean: equal weights stay what they are, to the last bit.
+        # As a running mean, weights that are equal in all checkpoints stay bit-identical.
         mean = mean + (checkpoint.read(name).to(mean.dtype) - mean) * (share / total)
     return mean.to(first.dtype)
 
@@ -323,7 +323,7 @@ def _check_models(folders: Sequence[Path]) -> None:
 def _check_same_architecture(first: _Tensors, other: _Tensors) -> None:
     pair = f"{str(first.folder)!r} and {str(other.folder)!r}"
     configs = [_read_json(checkpoint.folder / "config.json") for checkpoint in (first, other)]
-    for key in ("architectures", "model_type"):  # told first: they explain all other differences
+    for key in ("architectures", "model_type"):  # checked first: they explain all other differences
         if configs[0].get(key) != configs[1].get(key):
             raise ConfigError(f"{pair}: {key}={configs[0].get(key)} and {configs[1].get(key)}; it must be the same")
     if any("quantization_config" in config for config in configs):
@@ -341,7 +341,7 @@ def _check_same_architecture(first: _Tensors, other: _Tensors) -> None:
 
 
 def _functional(config: dict[str, Any]) -> dict[str, Any]:
-    """The options that say what a model computes from its weights; those of its parts too."""
+    """The options that determine what a model computes from its weights, including those of sub-configs."""
     return {
         key: _functional(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -358,7 +358,7 @@ def _some(names: Any) -> str:
 
 
 def _average_adapters(folders: Sequence[Path], shares: Sequence[float], output_dir: Path) -> None:
-    """The mean of products B A is no product of means: the matrices are laid side by side."""
+    """Concatenate the matrices, since the mean of products B A is not the product of the means."""
     peft = _peft()
     output_dir.mkdir(parents=True, exist_ok=True)
     if len(folders) == 1:
@@ -371,8 +371,8 @@ def _average_adapters(folders: Sequence[Path], shares: Sequence[float], output_d
         model = peft.PeftModel.from_pretrained(base, folders[0], adapter_name=names[0])
         for folder, name in zip(folders[1:], names[1:], strict=True):
             model.load_adapter(folder, adapter_name=name)
-        # The new adapter takes over the first one's options, and rsLoRA would scale it by the root of its own rank.
-        # How much each part is scaled is in the matrices by then.
+        # The new adapter inherits the first one's options, and rsLoRA would scale it by the square root of its own
+        # rank. The concatenated matrices already contain the scale of each part.
         model.peft_config[names[0]].use_rslora = False
         model.add_weighted_adapter(names, list(shares), "default", combination_type="cat")
     except (ValueError, TypeError, RuntimeError) as error:
@@ -390,7 +390,7 @@ def _check_adapters(folders: Sequence[Path]) -> None:
         options = config.to_dict()
         other = [name for name, value in options.items() if name not in _LINEAR and value != plain.get(name)]
         if not isinstance(config.init_lora_weights, bool) and config.init_lora_weights != "gaussian":
-            other.append("init_lora_weights")  # PiSSA and its like change the base model as well
+            other.append("init_lora_weights")  # PiSSA and similar initializations change the base model as well
         if other:
             raise ConfigError(
                 f"checkpoint {str(folder)!r}: an adapter with {_some(f'{name}={options[name]!r}' for name in other)} "
@@ -431,7 +431,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _card(folders: Sequence[Path], shares: Sequence[float], is_adapter: bool) -> str:
-    # Two parts of the path tell checkpoints of several runs apart; more of it is nobody's business.
+    # The last two parts of the path tell checkpoints of several runs apart; the rest may be private.
     names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
     rows = "\n".join(f"| {name} | {share:.6g} |" for name, share in zip(names, shares, strict=True))
     return f"""---

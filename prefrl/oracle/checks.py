@@ -1,6 +1,6 @@
-"""What a loss must do besides having the right gradient on average: checks of a function on a few made-up tokens.
+"""Checks of a loss beyond the right expected gradient, on a few made-up tokens.
 
-Rows are ragged, numbers are float64, and some tokens are not trainable, as those of tools are.
+Rows are ragged, numbers are float64, and some tokens are not trainable, like those of tools.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GROUPS = torch.tensor([7, 7, 7, 2, 2, 2])
 _ROWS = torch.arange(6)
 _REVERSED = _ROWS.flip(0)
 _POISON = (float("nan"), 1e30, -1e30)
-_EXTREME = 100.0  # nats: e^100 has no number in float32
+_EXTREME = 100.0  # nats: e^100 overflows float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Check:
 
     name: str
     holds: bool
-    is_needed: bool  # else a loss without the property may be right, and this is only told
+    is_needed: bool  # False: a correct loss may lack the property, so the result is only reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class _Result:
 
 
 def check_policy_loss(function: PolicyFunction, *, level: ImportanceLevel) -> list[Check]:
-    """Properties of a policy loss.
+    """Check the properties of a policy loss.
 
     Args:
-        function: `function(tokens) -> TokenLoss`, its hyper-parameters bound.
-        level: What a ratio is of.
+        function: `function(tokens) -> TokenLoss`, with its hyper-parameters bound.
+        level: The level of the importance ratio.
 
     Raises:
-        TypeError: It returns no `TokenLoss`.
+        TypeError: It does not return a `TokenLoss`.
         ValueError: The loss is not [N] in the dtype of the log-probs, or has no gradient.
     """
     tokens = _policy_tokens(level)
@@ -103,7 +103,7 @@ def _policy_tokens(level: ImportanceLevel) -> PolicyTokens:
 
 
 def _positions(row_index: Tensor, rows: Tensor) -> Tensor:
-    """Places of the tokens of some rows, one row after the other."""
+    """Positions of the tokens of some rows, one row after the other."""
     return torch.cat([(row_index == row).nonzero().squeeze(1) for row in rows])
 
 
@@ -119,7 +119,7 @@ def _policy_rows(tokens: PolicyTokens, rows: Tensor) -> PolicyTokens:
 
 
 def _poisoned_tokens(tokens: PolicyTokens, value: float) -> PolicyTokens:
-    # Advantages are finite everywhere: those of a row stand on all its tokens.
+    # Advantages are finite everywhere, because a row's advantage is set at all of its tokens.
     finite = 1e30 if value != value else value
     poison = {"logprobs": value, "old_logprobs": value, "advantages": finite}
     changes: dict[str, Any] = {
@@ -145,10 +145,10 @@ def _with_gradient(loss: Tensor, leaf: Tensor, mask: Tensor) -> _Result:
 
 
 def check_output(name: str, found: Tensor, expected: Tensor) -> None:
-    """Refuse a result that has not the shape and dtype of what it belongs to.
+    """Reject a result whose shape or dtype differs from that of the input it belongs to.
 
     Raises:
-        ValueError: It has another one.
+        ValueError: The shape or dtype differs.
     """
     for what, ours, theirs in (
         ("shape", tuple(found.shape), tuple(expected.shape)),
@@ -188,15 +188,15 @@ def _has_right_sign(function: PolicyFunction, tokens: PolicyTokens) -> bool:
 
 
 def check_advantages(function: AdvantageFunction, *, level: AdvantageLevel) -> list[Check]:
-    """Properties of an advantage estimator.
+    """Check the properties of an advantage estimator.
 
     Args:
-        function: `function(scored) -> Advantages`, its hyper-parameters bound; `scored` is `ScoredRows` at level row,
-            else `ScoredTokens`.
+        function: `function(scored) -> Advantages`, with its hyper-parameters bound; `scored` is `ScoredRows` at level
+            "row", else `ScoredTokens`.
         level: See above.
 
     Raises:
-        TypeError: It returns no `Advantages`.
+        TypeError: It does not return `Advantages`.
         ValueError: The values are not [B] or [N] in the dtype of the rewards.
     """
     rewards = torch.tensor([1.0, 0.25, 2.0, 0.5, 3.0, 0.75], dtype=torch.float64)
@@ -290,13 +290,13 @@ def _is_finite_without_spread(function: AdvantageFunction, level: AdvantageLevel
 
 
 def check_kl(function: KLFunction) -> list[Check]:
-    """Properties of a KL estimator.
+    """Check the properties of a KL estimator.
 
     Args:
         function: `function(logprobs, ref_logprobs) -> [N]`.
 
     Raises:
-        TypeError: It returns no tensor.
+        TypeError: It does not return a tensor.
         ValueError: The result is not [N] in the dtype of the log-probs, or has no gradient.
     """
     tokens = _policy_tokens("token")

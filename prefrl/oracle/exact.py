@@ -1,14 +1,15 @@
-"""Exact expected gradients: what an estimator of a policy gradient really estimates, and how noisily.
+"""Exact expected gradients: the bias and noise of policy gradient estimators, computed without sampling.
 
-A softmax policy over a few tokens has so few completions that all of them, and all batches of them, can be listed. So
-an expectation is a sum, and the gradient that a loss has on average is known to rounding: no sampling, no tolerance.
+A softmax policy over a few tokens has so few completions that all of them, and all batches of them, can be enumerated.
+An expectation is then a finite sum, and the expected gradient of a loss is exact up to rounding:
 
     expected gradient = sum over batches b of mu(b) * gradient of loss(b)
 
-for a sampler mu, which is the policy itself or another one. It is compared with gradients of objectives that are
-written down as sums over all completions and differentiated: the expected reward, the KL divergence, the entropy.
+where the sampler mu is the policy itself or another policy. It is compared with the gradients of objectives that are
+written as sums over all completions and differentiated: the expected reward, the KL divergence, the entropy.
 
-Legend besides the usual one: `S` prefixes, `C` completions of all prompts, `D` parameters, `T` batches of `B` rows.
+Shape letters besides the usual ones: `S` prefixes, `C` completions of all prompts, `D` parameters, `T` batches of `B`
+rows.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ Objective = Literal["reward", "kl", "token_kl", "reverse_token_kl", "token_varia
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Every completion of every prompt: its tokens up to and with the end token, or `length` tokens without one.
+    """Every completion of every prompt: its tokens up to and including the end token, or `length` tokens without one.
 
-    A prefix has a number; those of different prompts differ. Tokens of all completions are laid end to end.
+    Prefixes are numbered; prefixes of different prompts have different numbers. The tokens of all completions are laid
+    end to end.
     """
 
     num_prompts: int
@@ -67,22 +69,22 @@ class Tree:
 
     @property
     def num_completions(self) -> int:
-        """C."""
+        """C, the number of completions of all prompts."""
         return len(self.lengths)
 
     @classmethod
     def grow(cls, *, num_prompts: int, num_tokens: int, length: int) -> Self:
-        """List all completions.
+        """Enumerate all completions.
 
         Args:
             num_prompts: P.
-            num_tokens: V, with the end token.
-            length: Most tokens of a completion.
+            num_tokens: V, including the end token.
+            length: Maximum number of tokens of a completion.
         """
         numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         rows: list[tuple[int, tuple[int, ...]]] = []
         open_prefixes: list[tuple[int, tuple[int, ...]]] = [(prompt, ()) for prompt in range(num_prompts)]
-        for prompt, prefix in open_prefixes:  # grows while it is read
+        for prompt, prefix in open_prefixes:  # the list grows during the loop
             numbers[prompt, prefix] = len(numbers)
             for token in range(num_tokens):
                 longer = (prompt, (*prefix, token))
@@ -113,12 +115,12 @@ class Problem:
 
     tree: Tree
     features: Tensor  # [S, V, D]
-    policy: Tensor  # [D] pi, which is trained
+    policy: Tensor  # [D] pi, the trained policy
     old: Tensor  # [D] the policy before the first update on these samples
-    sampler: Tensor  # [D] mu, which the samples come from
+    sampler: Tensor  # [D] mu, the policy that the samples come from
     reference: Tensor  # [D]
     rewards: Tensor  # [C]
-    critic: Tensor  # [S] a critic's value of each prefix: any numbers
+    critic: Tensor  # [S] a critic's value of each prefix; need not be accurate
 
     def table(self, parameters: Tensor) -> Tensor:
         """[S, V] nats, log-probs of each token after each prefix; gradient flows."""
@@ -131,16 +133,16 @@ class Problem:
         return row_sums(logprobs, torch.ones_like(tree.tokens, dtype=torch.bool), tree.row_index, tree.num_completions)
 
     def expectation(self, values: Tensor, parameters: Tensor) -> Tensor:
-        """Scalar: mean over prompts of E[values], [C], under the policy with these parameters; gradient flows."""
+        """Scalar: E[values] under the policy with these parameters, mean over prompts; values [C]; gradient flows."""
         return (self.completion_logprobs(parameters).exp() * values).sum() / self.tree.num_prompts
 
     @cached_property
     def visits(self) -> Tensor:
-        """[S] how often the sampler comes to each prefix, mean over prompts; constant."""
+        """[S] probability that the sampler visits each prefix, mean over prompts; constant."""
         return self._visits_of(self.completion_logprobs(self.sampler).exp())
 
     def _visits_of(self, weights: Tensor) -> Tensor:
-        """[S] sum over the completions that pass each prefix, mean over prompts."""
+        """[S] sum of the weights of the completions through each prefix, mean over prompts."""
         by_token = weights[self.tree.row_index] / self.tree.num_prompts
         return torch.zeros_like(self.critic).index_add(0, self.tree.states, by_token)
 
@@ -159,7 +161,7 @@ class Problem:
 
     @cached_property
     def greedy_rewards(self) -> Tensor:
-        """[P] reward of the completion of each prompt that takes the old policy's likeliest token each time."""
+        """[P] reward of each prompt's greedy completion under the old policy."""
         best = self.table(self.old).argmax(-1)[self.tree.states] == self.tree.tokens
         is_greedy = torch.ones(self.tree.num_completions, dtype=torch.long)
         is_greedy = is_greedy.scatter_reduce(0, self.tree.row_index, best.long(), "amin")
@@ -167,7 +169,7 @@ class Problem:
         return rewards.index_add(0, self.tree.prompts, self.rewards * is_greedy)
 
     def moved(self, *, sampler: float = 0.0, old: float = 0.0) -> Self:
-        """The same with a sampler or an old policy that is some steps away from the policy, in a fixed direction."""
+        """A copy whose sampler or old policy is moved away from the policy by these steps, in a fixed direction."""
         generator = torch.Generator().manual_seed(1)
         direction = torch.randn(len(self.policy), dtype=torch.float64, generator=generator)
         return self.replace(sampler=self.policy + sampler * direction, old=self.policy + old * direction)
@@ -178,14 +180,14 @@ class Problem:
 
 
 def make_problem(*, num_prompts: int, num_tokens: int, length: int, num_features: int | None, seed: int) -> Problem:
-    """A problem with random numbers, on-policy: the old policy and the sampler are the policy.
+    """A random on-policy problem: the old policy and the sampler equal the policy.
 
     Args:
         num_prompts: P.
-        num_tokens: V, with the end token.
-        length: Most tokens of a completion.
-        num_features: D, shared by all prefixes; None: a logit of its own for each token after each prefix.
-        seed: Decides all numbers.
+        num_tokens: V, including the end token.
+        length: Maximum number of tokens of a completion.
+        num_features: D, shared by all prefixes; None: a separate logit for each token after each prefix.
+        seed: Determines all random numbers.
     """
     tree = Tree.grow(num_prompts=num_prompts, num_tokens=num_tokens, length=length)
     generator = torch.Generator().manual_seed(seed)
@@ -213,7 +215,7 @@ def make_problem(*, num_prompts: int, num_tokens: int, length: int, num_features
 
 
 def _token_kl(problem: Problem, first: Tensor, second: Tensor) -> Tensor:
-    """Sum over tokens of KL(first || second) of their distributions, mean over completions; visits are constant."""
+    """KL(first || second) of the token distributions, summed over tokens, mean over completions; visits constant."""
     divergence = (problem.table(first).exp() * (problem.table(first) - problem.table(second))).sum(-1)
     return (problem.visits * divergence).sum()
 
@@ -233,8 +235,9 @@ def _token_entropy(problem: Problem, parameters: Tensor) -> Tensor:
     return -(problem.visits * (table.exp() * table).sum(-1)).sum()
 
 
-# Mean over prompts. Of whole completions: E_pi[R], KL(pi || ref), H(pi). Of the distributions of tokens, summed, where
-# the policy moves but the prefixes are the sampler's: KL(pi || ref), KL(ref || pi), sum_v |pi - ref|, H(pi).
+# All are means over prompts. For whole completions: E_pi[R], KL(pi || ref), H(pi). For the token distributions, summed
+# over the sampler's prefixes, which stay fixed while the policy changes: KL(pi || ref), KL(ref || pi),
+# sum_v |pi - ref|, H(pi).
 OBJECTIVES: dict[Objective, Callable[[Problem, Tensor], Tensor]] = {
     "reward": lambda problem, parameters: problem.expectation(problem.rewards, parameters),
     "kl": _kl,
@@ -247,7 +250,7 @@ OBJECTIVES: dict[Objective, Callable[[Problem, Tensor], Tensor]] = {
 
 
 def exact_gradient(problem: Problem, objective: Objective) -> Tensor:
-    """[D] gradient of an objective at the policy, by differentiating the sum over all completions."""
+    """[D] gradient of an objective at the policy, from differentiating the sum over all completions."""
     parameters = problem.policy.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(OBJECTIVES[objective](problem, parameters), parameters)
     return gradient
@@ -255,56 +258,56 @@ def exact_gradient(problem: Problem, objective: Objective) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """What a trainer knows of T batches, laid end to end: rows of different lengths, tokens of a row in order.
+    """The data that a trainer has of T batches, laid end to end: rows of different lengths, tokens of a row in order.
 
-    A group is the completions of one prompt in one batch; B = P * G rows make a batch.
+    A group is the completions of one prompt in one batch; a batch has B = P * G rows.
     """
 
     problem: Problem
     num_batches: int  # T
     group_size: int  # G
-    completions: Tensor  # [T * B] int64, of each row
-    probabilities: Tensor  # [T] of each batch, under the sampler
-    leaf: Tensor  # [N, V] nats, log-probs of the policy for all tokens at each place; gradients are taken here
+    completions: Tensor  # [T * B] int64, the completion of each row
+    probabilities: Tensor  # [T] probability of each batch under the sampler
+    leaf: Tensor  # [N, V] nats, the policy's log-probs of all tokens at each position; gradients are taken here
 
     @property
     def num_rows(self) -> int:
-        """T * B."""
+        """T * B, the number of rows."""
         return len(self.completions)
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[T * B] int64."""
+        """[T * B] int64: number of tokens of each row."""
         return self.problem.tree.lengths[self.completions]
 
     @cached_property
     def row_index(self) -> Tensor:
-        """[N] int64."""
+        """[N] int64: the row of each token."""
         return torch.arange(self.num_rows).repeat_interleave(self.lengths)
 
     @cached_property
     def groups(self) -> Tensor:
-        """[T * B] int64."""
+        """[T * B] int64: the group of each row."""
         return torch.arange(self.num_rows) // self.group_size
 
     @cached_property
     def trainable(self) -> Tensor:
-        """[N] bool: all."""
+        """[N] bool: all True."""
         return torch.ones_like(self.row_index, dtype=torch.bool)
 
     @cached_property
     def is_last(self) -> Tensor:
-        """[N] bool: the last token of its row."""
+        """[N] bool: whether a token is the last of its row."""
         return self.row_index != torch.cat([self.row_index[1:], self.row_index.new_tensor([-1])])
 
     @cached_property
     def batch_of_token(self) -> Tensor:
-        """[N] int64, in 0 .. T-1."""
+        """[N] int64: the batch of each token, in 0 .. T-1."""
         return self.row_index // (self.num_rows // self.num_batches)
 
     @cached_property
     def _source(self) -> Tensor:
-        """[N] int64: the place of each token in the tree."""
+        """[N] int64: the position of each token in the tree."""
         starts = self.lengths.cumsum(0) - self.lengths
         tree = self.problem.tree
         offsets = tree.lengths.cumsum(0) - tree.lengths
@@ -317,21 +320,21 @@ class Samples:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[N] int64."""
+        """[N] int64: token ids."""
         return self.problem.tree.tokens[self._source]
 
     @property
     def logprobs(self) -> Tensor:
-        """[N] nats, of the policy; gradient flows."""
+        """[N] nats, log-probs under the policy; gradient flows."""
         return self.leaf.gather(1, self.tokens[:, None]).squeeze(1)
 
     def logprobs_of(self, parameters: Tensor) -> Tensor:
-        """[N] nats, of the policy with these parameters; constant."""
+        """[N] nats, log-probs under the policy with these parameters; constant."""
         return self.problem.table(parameters)[self.states, self.tokens]
 
     @cached_property
     def rewards(self) -> Tensor:
-        """[T * B]."""
+        """[T * B] reward of each row."""
         return self.problem.rewards[self.completions]
 
     @cached_property
@@ -345,7 +348,7 @@ class Samples:
         return self.problem.critic[self.states]
 
     def single(self, batch: int) -> Self:
-        """One of the batches, as a trainer has it."""
+        """A single batch, as a trainer sees it."""
         is_there = self.batch_of_token == batch
         rows = self.completions.view(self.num_batches, -1)[batch]
         return dataclasses.replace(
@@ -379,7 +382,7 @@ def every_batch(problem: Problem, *, group_size: int) -> Samples:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The gradient of a loss over all batches."""
+    """Expectation and variance of the gradient of a loss over all batches."""
 
     mean: Tensor  # [D] expectation
     variance: float  # trace of the covariance
@@ -391,8 +394,8 @@ def estimate(samples: Samples, loss: Callable[[Samples], Tensor], *, stacked: bo
     Args:
         samples: From `every_batch`.
         loss: The loss of each batch, [T] for T batches; it reads the policy through `Samples.logprobs` or `leaf`.
-        stacked: Compute the loss of all batches in one call. Needs a loss that takes nothing from one group to
-            another; else each batch has a call of its own.
+        stacked: Compute the loss of all batches in one call. This needs a loss in which groups do not affect each
+            other; otherwise call it once for each batch.
     """
     if stacked:
         losses = loss(samples)
@@ -402,7 +405,7 @@ def estimate(samples: Samples, loss: Callable[[Samples], Tensor], *, stacked: bo
     problem = samples.problem
     num_states, num_tokens = problem.tree.num_states, problem.tree.num_tokens
     place = samples.batch_of_token * num_states + samples.states
-    # [T, S, V]: all that reaches the log-probs after a prefix, whichever row of the batch it comes from.
+    # [T, S, V]: the gradient at the log-probs after each prefix, summed over the rows of a batch.
     by_state = at_leaf.new_zeros(samples.num_batches * num_states, num_tokens).index_add(0, place, at_leaf)
     gradients = by_state.view(samples.num_batches, -1) @ problem.jacobian
     mean = samples.probabilities @ gradients
@@ -415,7 +418,7 @@ class Agreement:
     """How an expected gradient g compares with a true one, t."""
 
     bias: float  # |g - t| / |t|
-    scale: float  # <g, t> / |t|^2: the multiple of t that g is nearest to
+    scale: float  # <g, t> / |t|^2: the multiple of t that is closest to g
     cosine: float  # of the angle between them; NaN where g is 0
     noise: float  # standard deviation of the estimate / |t|
 
@@ -424,12 +427,12 @@ def agreement(found: Estimate, target: Tensor) -> Agreement:
     """Compare an estimate with the gradient that it should have.
 
     Args:
-        found: Of a loss.
-        target: [D] the true gradient, of what is minimised.
+        found: The estimate of a loss's gradient.
+        target: [D] the true gradient of the minimized objective.
     """
     size, length = float(target.norm()), float(found.mean.norm())
     scale = float(found.mean @ target) / size**2
-    # Rounding leaves some 1e-17 of a gradient that is 0, which has a direction, but none that means anything.
+    # Rounding turns a gradient of 0 into about 1e-17, whose direction is meaningless.
     cosine = scale * size / length if length > 1e-12 * size else float("nan")
     return Agreement(
         bias=float((found.mean - target).norm()) / size, scale=scale, cosine=cosine, noise=found.variance**0.5 / size

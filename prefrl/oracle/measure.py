@@ -1,4 +1,4 @@
-"""What the gradient of one function is on average, on-policy and off-policy, with all else as plain as can be."""
+"""The expected gradient of one function, on-policy and off-policy, with everything else as simple as possible."""
 
 from __future__ import annotations
 
@@ -45,47 +45,47 @@ KLPlacement = Literal["loss", "reward"]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How a gradient agrees with the true one, for samples of one policy."""
+    """How well an expected gradient agrees with the true one, for samples of one policy."""
 
     setting: str  # a name in `STEPS`
     agreement: Agreement
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the samples are of the policy itself."""
+        """Whether the samples come from the policy itself."""
         return STEPS[self.setting] == 0
 
 
 def one_prompt() -> Problem:
-    """Three tokens, at most two of them: 7 completions, parameters shared by all prefixes."""
+    """A vocabulary of 3 tokens, completions of at most 2: 7 completions. All prefixes share the parameters."""
     return make_problem(num_prompts=1, num_tokens=3, length=2, num_features=5, seed=3)
 
 
 def two_prompts() -> Problem:
-    """Two tokens, at most two of them: 3 completions of each prompt, parameters shared by prompts and prefixes.
+    """A vocabulary of 2 tokens, completions of at most 2: 3 for each prompt. All prefixes share the parameters.
 
-    Rewards are positive: some estimators need that.
+    Rewards are positive, as some estimators require.
     """
     problem = make_problem(num_prompts=2, num_tokens=2, length=2, num_features=4, seed=4)
     return problem.replace(rewards=problem.rewards.abs() + 0.1)
 
 
 def silent(tokens: PolicyTokens) -> TokenLoss:
-    """0: for the gradient of what is added to a policy's loss."""
+    """A policy loss of 0, to measure the gradient of an added term alone."""
     return TokenLoss(loss=0.0 * tokens.trainable_logprobs, stats={})
 
 
 def measure_policy_loss(
     function: Callable[[PolicyTokens], TokenLoss], *, level: ImportanceLevel, reduction: Reduction
 ) -> list[Measurement]:
-    """The gradient of a policy loss whose advantages are rewards, against that of -E[R].
+    """Compare the gradient of a policy loss whose advantages are the rewards with the gradient of -E[R].
 
-    Off-policy, samples come from the old policy, which its ratio is of.
+    Off-policy, samples come from the old policy, which the ratio is relative to.
 
     Args:
-        function: `function(tokens) -> TokenLoss`, its hyper-parameters bound.
-        level: What the ratio is of.
-        reduction: How the losses of tokens become one number; not `constant`.
+        function: `function(tokens) -> TokenLoss`, with its hyper-parameters bound.
+        level: The level of the importance ratio.
+        reduction: How token losses are reduced to one number; not `constant`.
     """
     recipe = Recipe(policy=function, level=level, reduction=reduction)
     problem = one_prompt()
@@ -98,12 +98,12 @@ def measure_policy_loss(
 def measure_advantages(
     function: Callable[..., Advantages], *, level: Literal["row", "token"], group_size: int
 ) -> list[Measurement]:
-    """The gradient of -A log pi, against that of -E[R], in batches of two prompts.
+    """Compare the gradient of -A log pi with the gradient of -E[R], in batches of two prompts.
 
-    Off-policy, each row is weighted with the exact ratio of its probabilities.
+    Off-policy, each row is weighted by the exact ratio of its probabilities.
 
     Args:
-        function: `function(scored) -> Advantages`, its hyper-parameters bound.
+        function: `function(scored) -> Advantages`, with its hyper-parameters bound.
         level: Whether it takes `ScoredRows` or `ScoredTokens`.
         group_size: Completions of each prompt.
     """
@@ -119,16 +119,16 @@ def measure_advantages(
 def measure_kl(
     function: Callable[[Tensor, Tensor], Tensor], *, placement: KLPlacement, reduction: Reduction
 ) -> list[Measurement]:
-    """The gradient of a KL estimate.
+    """Compare the gradient of a KL estimate with that of the divergence.
 
-    As a loss it is compared with the divergence of each token's distributions, the tokens before it given. As a part
-    of the reward, with the divergence of whole completions. Off-policy, rewards are weighted with the exact ratio of
-    each row; nothing corrects a loss.
+    As a loss, it is compared with the divergence of each token's distributions given the prefix. As a part of the
+    reward, it is compared with the divergence of whole completions. Off-policy, rewards are weighted by the exact
+    ratio of each row; a loss gets no correction.
 
     Args:
         function: `function(logprobs, ref_logprobs) -> [N]`.
         placement: See above.
-        reduction: How the losses of tokens become one number; not `constant`.
+        reduction: How token losses are reduced to one number; not `constant`.
     """
 
     def value(samples: Samples) -> Tensor:
@@ -139,7 +139,7 @@ def measure_kl(
     if placement == "reward":
         objective, weights = "kl", sampling_weights("sequence_truncate")
         total = row_total(value)
-        # A reward of minus the divergence; what is minimised is the divergence.
+        # The reward is minus the divergence, so the divergence is minimized.
         recipe = Recipe(policy=reinforce, advantages=lambda s: -total(s), reduction=reduction, weights=weights)
     problem = one_prompt()
     return [
@@ -151,6 +151,6 @@ def measure_kl(
 def _measure(
     setting: str, problem: Problem, recipe: Recipe, *, objective: Objective, sign: int, group_size: int = 2
 ) -> Measurement:
-    # A function that is being verified may take something from one batch to another, so each has a call of its own.
+    # A function under test may let batches affect each other, so each batch gets its own call.
     found = estimate(every_batch(problem, group_size=group_size), recipe, stacked=False)
     return Measurement(setting, agreement(found, sign * exact_gradient(problem, objective)))

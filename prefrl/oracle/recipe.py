@@ -1,7 +1,7 @@
-"""Ways to learn from completions, put together from the functions that trainers use, for the oracle to measure.
+"""Recipes that the oracle measures: complete losses, assembled from the functions that the trainers use.
 
-A recipe computes the loss of each batch as a trainer does: rewards become advantages, a policy loss reads them,
-samples of another policy are weighted, a KL term is added, and tokens are reduced to one number.
+A recipe computes the loss of each batch as a trainer does: rewards become advantages, a policy loss uses them, samples
+of another policy are importance-weighted, a KL term is added, and the token losses are reduced to one number.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = [
     "whole_reward",
 ]
 
-# Of the tokens of some batches: [N], constants unless it is a part of the loss.
+# Maps batches to one value per token, [N]; constants, unless the value is a part of the loss.
 PerToken = Callable[["Samples"], "Tensor"]
 
 
 def whole_reward(samples: Samples) -> Tensor:
-    """[N] the reward of the row on each of its tokens: REINFORCE without a baseline."""
+    """[N] the row's reward at each of its tokens: REINFORCE without a baseline."""
     return samples.rewards[samples.row_index]
 
 
 def row_total(values: PerToken) -> PerToken:
-    """[N] the sum of some values over the row, on each of its tokens; constant."""
+    """[N] the row's sum of some values at each of its tokens; constant."""
 
     def totals(samples: Samples) -> Tensor:
         sums = row_sums(values(samples).detach(), samples.trainable, samples.row_index, samples.num_rows)
@@ -57,11 +57,11 @@ def row_total(values: PerToken) -> PerToken:
 
 
 def row_advantages(function: Callable[[ScoredRows], Advantages], *, penalty: PerToken | None = None) -> PerToken:
-    """Advantages of a row-level estimator, on each token of the row.
+    """Advantages of a row-level estimator at each token of the row.
 
     Args:
-        function: The estimator, its hyper-parameters bound.
-        penalty: [N] what is taken off the reward of its row, such as a coefficient times a KL estimate.
+        function: The estimator, with its hyper-parameters bound.
+        penalty: [N] subtracted from the row's reward, such as a coefficient times a KL estimate.
     """
 
     def advantages(samples: Samples) -> Tensor:
@@ -90,9 +90,9 @@ def token_advantages(
     """Advantages of a token-level estimator.
 
     Args:
-        function: The estimator, its hyper-parameters bound.
-        penalty: [N] what is taken off the reward of its token.
-        is_weighted: Tell the estimator the exact ratio of each row, which its loss will be multiplied by.
+        function: The estimator, with its hyper-parameters bound.
+        penalty: [N] subtracted from the token's reward.
+        is_weighted: Pass the estimator the exact ratio of each row, which the loss will be multiplied by.
     """
 
     def advantages(samples: Samples) -> Tensor:
@@ -118,7 +118,7 @@ def token_advantages(
 
 
 def whiten(advantages: PerToken, *, advantage_epsilon: float) -> PerToken:
-    """Advantages with mean 0 and standard deviation 1 over the tokens of the batch. One batch at a time."""
+    """Advantages whitened to mean 0 and standard deviation 1 over the batch's tokens. Takes one batch at a time."""
 
     def result(samples: Samples) -> Tensor:
         assert samples.num_batches == 1, "statistics of a batch: measure with stacked=False"
@@ -159,9 +159,9 @@ def sampling_weights(name: str, *, low: float | None = None, high: float | None 
 
 
 def selection(row: PolicyLoss, **hyperparameters: float) -> Callable[[PolicyTokens], Tensor]:
-    """The tokens of a batch that a policy loss treats apart. One batch at a time.
+    """The tokens of a batch that a policy loss selects for special treatment. Takes one batch at a time.
 
-    Ties are broken by fixed random numbers, one for each place in the batch.
+    The random keys are fixed numbers, one for each position in the batch.
     """
     assert row.selection is not None
     select = functools.partial(row.selection, **hyperparameters)
@@ -184,16 +184,16 @@ def selection(row: PolicyLoss, **hyperparameters: float) -> Callable[[PolicyToke
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is measured; calling it gives the loss of each batch, [T]."""
+    """The loss to measure; calling it returns the loss of each batch, [T]."""
 
     policy: Callable[[PolicyTokens], TokenLoss]
     advantages: PerToken = whole_reward
     level: ImportanceLevel = "token"
     reduction: Reduction = "sequence_sum"
-    constant: float | None = None  # of the reduction of that name
-    selected: Callable[[PolicyTokens], Tensor] | None = None  # [N] tokens that the policy loss treats apart
-    weights: PerToken | None = None  # what the policy's loss is multiplied by
-    term: PerToken | None = None  # what is added to it, such as a coefficient times a KL estimate
+    constant: float | None = None  # for the reduction of that name
+    selected: Callable[[PolicyTokens], Tensor] | None = None  # [N] tokens that the policy loss treats differently
+    weights: PerToken | None = None  # factors on the policy loss
+    term: PerToken | None = None  # added to the policy loss, such as a coefficient times a KL estimate
 
     def __call__(self, samples: Samples) -> Tensor:
         """[T] the loss of each batch; gradient flows to the policy's log-probs."""
@@ -205,7 +205,7 @@ class Recipe:
         return reduced(loss, samples, reduction=self.reduction, constant=self.constant)
 
     def tokens(self, samples: Samples) -> PolicyTokens:
-        """What the policy loss reads."""
+        """The input of the policy loss."""
         tokens = PolicyTokens(
             logprobs=samples.logprobs,
             old_logprobs=samples.logprobs_of(samples.problem.old),
@@ -219,7 +219,7 @@ class Recipe:
 
 
 def reduced(loss: Tensor, samples: Samples, *, reduction: Reduction, constant: float | None) -> Tensor:
-    """[T] the loss of each batch, from that of its tokens, [N]."""
+    """[T] the loss of each batch, from the token losses [N]."""
     layout = (samples.trainable, samples.row_index, samples.num_rows)
     weights = token_weights(*layout, reduction=reduction, dtype=loss.dtype)
     totals = loss.new_zeros(samples.num_batches).index_add(0, samples.batch_of_token, weights * loss)
@@ -228,7 +228,7 @@ def reduced(loss: Tensor, samples: Samples, *, reduction: Reduction, constant: f
 
 @functools.lru_cache(maxsize=16)
 def _item_counts(samples: Samples, reduction: Reduction, constant: float | None) -> Tensor:
-    """[T] what the loss of each batch is divided by."""
+    """[T] the item count that the loss of each batch is divided by."""
     rows_of_batch = samples.num_rows // samples.num_batches
     counts = []
     for lengths in samples.lengths.view(samples.num_batches, rows_of_batch):

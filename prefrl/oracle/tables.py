@@ -1,7 +1,7 @@
-"""The tables of the docs: what every loss, advantage, KL estimate and correction does on average.
+"""The tables of docs/oracle.md: the expected gradient of every loss, advantage, KL estimate and correction.
 
-Numbers are of small problems with random rewards and policies. Those that are 0 hold for any problem; the others say
-how large a bias can be, not how large it is elsewhere.
+The numbers come from small problems with random rewards and policies. A bias of 0 holds for any problem; other numbers
+show how large a bias can be, not how large it is elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HYPERPARAMETERS", "TABLES", "Line", "TableOfLines"]
 
-# Typical values. epsilon_high, aipo_rho and the bounds of covariances are such that the small problem reaches them.
+# Typical values. epsilon_high, aipo_rho and the covariance bounds are chosen so that the small problem reaches them.
 HYPERPARAMETERS: dict[str, Any] = {
     "epsilon": 0.2,
     "epsilon_high": 0.28,
@@ -64,13 +64,13 @@ HYPERPARAMETERS: dict[str, Any] = {
     "zero_tail": True,
 }
 _NO_CLIP = {"epsilon": 1.0, "epsilon_high": 1e6}
-# What is 0 but for rounding.
+# Smaller values are 0 up to rounding.
 _ZERO = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A name, and numbers under the headings of its table."""
+    """A line of a table: a name, and a cell for each of the other headings."""
 
     name: str
     cells: tuple[str, ...]
@@ -80,7 +80,7 @@ class Line:
 class TableOfLines:
     """A table of the docs."""
 
-    headings: tuple[str, ...]  # of the names and the cells
+    headings: tuple[str, ...]  # of the name column and of the cells
     lines: Callable[[], Iterator[Line]]
 
     def markdown(self) -> str:
@@ -92,13 +92,13 @@ class TableOfLines:
 def _agree(
     problem: Problem, recipe: Recipe, *, objective: Objective = "reward", group_size: int = 2, stacked: bool = True
 ) -> Agreement:
-    sign = -1 if objective == "reward" else 1  # what is minimised
+    sign = -1 if objective == "reward" else 1  # losses minimize minus the reward
     found = estimate(every_batch(problem, group_size=group_size), recipe, stacked=stacked)
     return agreement(found, sign * exact_gradient(problem, objective))
 
 
 def _number(value: float) -> str:
-    """Two digits: more would depend on the machine's rounding."""
+    """Format with two digits: more would depend on the machine's rounding."""
     return "0" if abs(value) < _ZERO else f"{value:.2g}"
 
 
@@ -111,9 +111,9 @@ def _cosine(found: Agreement) -> str:
 
 
 def _three(found: Agreement) -> tuple[str, ...]:
-    """Scale, bias that no scale takes away, and noise."""
+    """Scale, the bias in direction that no rescaling removes, and noise."""
     bent = max(0.0, 1 - found.cosine**2) ** 0.5
-    # The square root of rounding is larger than rounding.
+    # The square root amplifies rounding errors, so the threshold is larger than `_ZERO`.
     return _number(found.scale), "0" if bent < 1e-6 else _number(bent), _number(found.noise)
 
 
@@ -127,7 +127,7 @@ def _advantages(name: str, **changes: Any) -> PerToken:
     return (row_advantages if row.level == "row" else token_advantages)(_bound(row, changes))
 
 
-# Name in the table, estimator, changes, and whether it takes statistics of the whole batch.
+# Name in the table, estimator, changed hyper-parameters, and whether it uses statistics of the whole batch.
 _ESTIMATORS: tuple[tuple[str, str, dict[str, Any], bool], ...] = (
     ("`rloo`", "rloo", {}, False),
     ("`grpo`, `scale_rewards=none`", "grpo", {"scale_rewards": "none"}, False),
@@ -149,7 +149,7 @@ _ESTIMATORS: tuple[tuple[str, str, dict[str, Any], bool], ...] = (
 
 
 def advantage_lines() -> Iterator[Line]:
-    """Advantages with REINFORCE on-policy, and off-policy weighted by the exact ratio of rows."""
+    """Advantages with REINFORCE: on-policy, and off-policy weighted by the exact ratio of rows."""
     problem = two_prompts()
     yield Line("the reward itself", _advantage_cells(problem, Recipe(reinforce), stacked=True))
     for name, estimator, changes, is_of_batch in _ESTIMATORS:
@@ -176,7 +176,7 @@ def _advantage_cells(problem: Problem, recipe: Recipe, *, stacked: bool) -> tupl
 
 
 def policy_lines() -> Iterator[Line]:
-    """Policy losses with the reward as advantage, for samples of the old policy, which is ever further away."""
+    """Policy losses with the reward as advantage, for samples of an old policy at growing distances."""
     named: dict[Any, list[str]] = {}
     for name, row in POLICY_LOSSES.items():
         named.setdefault(row.function, []).append(f"`{name}`")
@@ -203,13 +203,13 @@ def _policy_line(name: str, row: PolicyLoss, level: Any, changes: dict[str, Any]
 
 
 def _whole_rows(row: PolicyLoss, level: str) -> Reduction:
-    """The reduction that sums over tokens; a surrogate with the ratio of whole rows has it on each of their tokens."""
+    """The reduction that counts each row once: a mean for surrogates with a row ratio at every token, else a sum."""
     is_surrogate = row.function is POLICY_LOSSES["grpo"].function or row.function is POLICY_LOSSES["sapo"].function
     return "sequence_mean" if level == "sequence_sum" and is_surrogate else "sequence_sum"
 
 
 def reduction_lines() -> Iterator[Line]:
-    """Reductions of REINFORCE with the reward, on-policy."""
+    """Reductions of REINFORCE with the reward as advantage, on-policy."""
     for reduction in ("sequence_sum", "constant", "token", "sequence_mean"):
         recipe = Recipe(reinforce, reduction=reduction, constant=3.0 if reduction == "constant" else None)
         found = _agree(two_prompts(), recipe)
@@ -217,7 +217,7 @@ def reduction_lines() -> Iterator[Line]:
 
 
 def correction_lines() -> Iterator[Line]:
-    """Corrections of the advantage `rloo` with REINFORCE, for samples of a policy that is not the old one."""
+    """Off-policy corrections of REINFORCE with `rloo` advantages, for samples of a policy that is not the old one."""
     yield Line("none", _correction_cells(None))
     for bounds in ({}, {"high": 1.2}, {"low": 0.8, "high": 1.2}):
         for name, row in OFF_POLICY_CORRECTIONS.items():
@@ -236,7 +236,7 @@ def _correction_cells(weights: PerToken | None) -> tuple[str, ...]:
 
 
 def kl_lines() -> Iterator[Line]:
-    """KL estimates as losses and in the reward, on-policy and, weighted or not, off-policy."""
+    """KL estimates as losses and in the reward: on-policy, and off-policy with and without importance weights."""
     for name, row in KL_ESTIMATORS.items():
 
         def value(samples: Samples, function: Any = row.function) -> Tensor:
@@ -279,7 +279,7 @@ def _sequence(samples: Samples, *, cap: float | None) -> Tensor:
 
 
 def _loss_cells(value: PerToken) -> tuple[str, ...]:
-    """Bias against the tokens' divergence and that of completions, on-policy and a large step away; and noise."""
+    """Bias against the divergence of tokens and of completions, on-policy and a large step away; and the noise."""
     recipe, problem = Recipe(silent, term=value), one_prompt()
     away = problem.moved(sampler=STEPS["large step"])
     cells = [_agree(p, recipe, objective=objective) for objective in _KL_OBJECTIVES for p in (problem, away)]
@@ -290,7 +290,7 @@ _KL_OBJECTIVES: tuple[Objective, ...] = ("token_kl", "kl")
 
 
 def _reward_cells(value: PerToken) -> tuple[str, ...]:
-    """As a part of the reward, against the divergence of completions."""
+    """Bias and noise as a part of the reward, against the divergence of completions."""
     total = row_total(value)
     found = _agree(one_prompt(), Recipe(reinforce, lambda samples: -total(samples)), objective="kl")
     return _bias(found), _number(found.noise)

@@ -1,4 +1,4 @@
-"""Rewards: the protocol, the runner that calls them, and those that are built in."""
+"""Rewards: the protocol, the runner that calls them, and the built-in rewards."""
 
 from collections.abc import Mapping
 
@@ -36,7 +36,7 @@ __all__ = [
     "think_format_reward",
 ]
 
-# What the command line knows by name: rewards that need no further choice.
+# Rewards that the command line knows by name, because they need no arguments.
 REWARD_FUNCTIONS: Mapping[str, RewardFunction] = {
     "numeric_reward": numeric_reward,
     "accuracy_reward": accuracy_reward,

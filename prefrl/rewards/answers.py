@@ -1,4 +1,4 @@
-"""Is the final number right?"""
+"""A reward for the right final number."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["numeric_reward"]
 def numeric_reward(
     completions: Sequence[str | list[dict[str, Any]]], answer: Sequence[str | float | None], **_: Any
 ) -> list[float | None]:
-    r"""1 if a completion's final number is exactly the answer, 0 if it is another or none.
+    r"""1 if a completion's final number is exactly the answer, 0 if it is another number or there is none.
 
-    The final number stands after the last `####`, in the last `\boxed{}` or `<answer>`, whichever comes last, and is
-    the only number there; without any of these it is the last number of the text. Reasoning up to `</think>` is not
-    read, and reasoning that is never closed has no answer. Thousands separators, currency signs, fractions, decimals
-    and percentages are understood; numbers are compared as exact fractions.
+    The final number follows the last `####`, or is in the last `\boxed{}` or `<answer>`, whichever comes last, and
+    must be the only number there. Without any of these markers, it is the last number of the text. Reasoning up to
+    `</think>` is skipped; if the reasoning is never closed, there is no answer. Thousands separators, currency signs,
+    fractions, decimals and percentages are understood. Numbers are compared as exact fractions.
 
     Args:
         completions: B texts or lists of messages.
-        answer: B correct answers: a number, a text with one number, or a solution in GSM8K's form that ends with
+        answer: B correct answers: a number, a text with one number, or a solution in GSM8K's format, which ends with
             `#### N`.
     Returns:
-        B rewards; None where the answer itself is no number.
+        B rewards; None where the answer itself is not a number.
     """
     return [_score(completion_text(c), _gold(a)) for c, a in zip(completions, answer, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What a reward is, and the text that rewards read."""
+"""The protocol of a reward function, and the text that rewards read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["RewardFunction", "RewardSource", "completion_text"]
 class RewardFunction(Protocol):
     """`f(prompts, completions, completion_ids, **columns)`: one number, or None, for each completion.
 
-    Everything is passed by name, and only what the signature accepts. `prompts` and `completions` are B texts, or B
-    lists of messages if the data are conversational; `completion_ids` are B lists of token ids; any other name is a
-    column of the dataset with B values, or one of `trainer_state`, `log_metric` and `log_extra`. None says that the
-    reward has nothing to say about a row. An object may also have a method `setup()`, which is called once before
+    All arguments are passed by name, and only those that the signature accepts. `prompts` and `completions` are B
+    texts, or B lists of messages if the dataset is conversational; `completion_ids` are B lists of token ids. Any
+    other name is a dataset column with B values, or one of `trainer_state`, `log_metric` and `log_extra`. None means
+    that the reward does not apply to a row. An object may also have a method `setup()`, which is called once before
     training and raises if the reward cannot work.
     """
 
@@ -31,10 +31,10 @@ RewardSource = RewardFunction | str | os.PathLike[str] | nn.Module
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
-    """The text of a completion; of messages, that of the assistant's last one.
+    """The text of a completion. If it is a list of messages, the text of the last assistant message.
 
     Args:
-        completion: A text, or messages. Content that is a list of blocks counts with its text blocks.
+        completion: A text, or messages. If the content is a list of blocks, its text blocks are used.
     """
     if isinstance(completion, str):
         return completion

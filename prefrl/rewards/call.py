@@ -1,4 +1,4 @@
-"""Call reward functions, sync and async, each with a deadline."""
+"""Call sync and async reward functions, each with a deadline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from prefrl.errors import PrefrlError, RewardError
 
 __all__ = ["Call", "EventLoopThread", "call_all", "is_async"]
 
-# What a coroutine that was cancelled at its deadline may still take until it is given up.
+# Seconds that a coroutine may still take after it was canceled at its deadline, before it is abandoned.
 _GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A reward function and what it is given."""
+    """A reward function and its arguments."""
 
     name: str
     function: Callable[..., Any]
@@ -46,9 +46,9 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 class EventLoopThread:
-    """One event loop in a daemon thread, so that clients that a reward keeps open outlive a call.
+    """One event loop in a daemon thread, so that a reward's clients can stay open between calls.
 
-    A thread of its own also works where the caller's thread has a running loop, as in a notebook.
+    A separate thread also works where the caller's thread already runs a loop, as in a notebook.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def abandon(self) -> None:
-        """Leave a loop that something blocks; the next call gets a new one."""
+        """Abandon a loop that is blocked; the next call gets a new one."""
         if self._loop is not None:
             _stop_loop(self._loop)
             self._loop = None
@@ -71,7 +71,7 @@ class EventLoopThread:
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
-    # What was cancelled just before the stop has yet to take notice of it.
+    # Tasks that were canceled just before the loop stopped have not seen it yet.
     loop.run_until_complete(_cancel_all())
     loop.close()
 
@@ -89,17 +89,17 @@ def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def call_all(calls: Sequence[Call], *, timeout: float | None, loop: EventLoopThread) -> list[object]:
-    """What the functions return, unchecked. Async ones run together, and meanwhile the others one after another.
+    """The unchecked results of the functions. Async functions run concurrently; meanwhile the others run in sequence.
 
     Args:
         calls: K functions with their arguments.
         timeout: Seconds for each function; None: no limit.
-        loop: Where async functions run.
+        loop: Runs the async functions.
     Returns:
         K results.
     Raises:
-        RewardError: A function raised or took too long. A sync function that took too long goes on in its daemon
-            thread, for a thread cannot be ended.
+        RewardError: A function raised or took too long. A sync function that took too long keeps running in its daemon
+            thread, because a thread cannot be ended.
     """
     waiting = [call for call in calls if call.is_async]
     future = loop.submit(_gather(waiting, timeout)) if waiting else None
@@ -136,7 +136,7 @@ class _DeadlineError(Exception):
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's function it happened, not how we called it nor how deep in a library."""
+    """The place in the user's function, without prefrl's frames above it and library frames below it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f" (line {frames[0].lineno} of {frames[0].filename})" if frames else ""
 
@@ -149,7 +149,7 @@ def _call_sync(call: Call, timeout: float | None) -> _Outcome:
             outcome.result = call.function(**call.arguments)
         except KeyboardInterrupt:  # the user's wish, not the reward's
             raise
-        except BaseException as error:  # also SystemExit, which would end the training without a word
+        except BaseException as error:  # also SystemExit, which would silently end the training
             outcome.error = error
 
     if timeout is None:
@@ -170,7 +170,7 @@ async def _call_async(call: Call, timeout: float | None) -> _Outcome:
     try:
         async with asyncio.timeout(timeout) as scope:
             return _Outcome(result=await call.function(**call.arguments))
-    except BaseException as error:  # SystemExit and CancelledError would end the loop's thread or never arrive
+    except BaseException as error:  # SystemExit would end the loop's thread, and CancelledError would be lost
         return _Outcome(error=_DeadlineError() if scope.expired() else error)
 
 
@@ -182,7 +182,7 @@ def _wait(
 ) -> list[_Outcome]:
     try:
         return future.result(None if timeout is None else timeout + _GRACE_S)
-    except TimeoutError:  # ours: those of the functions are in their outcomes
+    except TimeoutError:  # our own timeout: timeouts of the functions are in their outcomes
         loop.abandon()
         names = ", ".join(repr(call.name) for call in calls)
         raise RewardError(

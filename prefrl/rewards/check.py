@@ -1,4 +1,4 @@
-"""What a reward function may return."""
+"""Check what a reward function returns."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _EXCERPT = 60
 
 
 def checked_values(name: str, result: object, completions: Sequence[str | list[dict[str, Any]]]) -> list[float | None]:
-    """The values that a reward function returned for B completions, as floats.
+    """Convert the values that a reward function returned for B completions to floats.
 
-    Lists, tuples, other sequences, one-dimensional arrays and tensors are taken; so are, as values, all real numbers,
-    NumPy's and zero-dimensional tensors. True is 1 and False is 0.
+    Lists, tuples, other sequences, and one-dimensional arrays and tensors are accepted. Values may be any real
+    numbers, including those of NumPy, and zero-dimensional tensors. True is 1 and False is 0.
 
     Args:
-        name: The reward, for messages.
+        name: Name of the reward, for messages.
         result: What it returned.
         completions: B completions, for messages.
     Raises:
-        RewardError: It is no such thing, has another length, or a value is NaN, infinite or no number.
+        RewardError: The result has another type or length, or a value is NaN, infinite or not a number.
     """
     values = _as_list(name, result)
     if len(values) != len(completions):
@@ -83,7 +83,7 @@ def _finite(value: object) -> float | None:
         number = float(value)
     except OverflowError:  # an integer of more than 308 digits
         return None
-    return number if abs(number) <= _LARGEST else None  # NaN is not
+    return number if abs(number) <= _LARGEST else None  # the comparison is False for NaN
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion: tags, length, repetition."""
+"""Rewards for the format of a completion: tags, length, repetition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 def format_reward(completions: Sequence[str | list[dict[str, Any]]], **_: Any) -> list[float]:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, 0 otherwise.
 
-    Each tag stands once, both parts say something, and only white space is outside.
+    Each tag occurs exactly once, neither part is empty, and there is only white space outside.
     """
     return [float(_is_think_answer(completion_text(completion))) for completion in completions]
 
@@ -39,7 +39,7 @@ def _is_think_answer(text: str) -> bool:
 
 
 def think_format_reward(completions: Sequence[str | list[dict[str, Any]]], **_: Any) -> list[float]:
-    """1 for a completion that starts with `<think>`, its only one, and closes it with `</think>`; 0 otherwise."""
+    """1 for a completion that starts with its only `<think>` and closes it with `</think>`; 0 otherwise."""
     return [float(_is_think(completion_text(completion))) for completion in completions]
 
 
@@ -60,10 +60,10 @@ class _LengthReward:
 
 
 def get_length_reward(target_len: int) -> _LengthReward:
-    """A reward for a length near to a target: `max(0, 1 - |L - target_len| / target_len)`.
+    """A reward for a length close to a target: `max(0, 1 - |L - target_len| / target_len)`.
 
     Args:
-        target_len: Tokens.
+        target_len: Target length in tokens.
     Raises:
         ConfigError: It is not positive.
     Source: after the length term of LCPO-Exact, Aggarwal and Welleck 2025, arXiv 2503.04697; scaled to 0 .. 1
@@ -98,8 +98,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     """A penalty that grows from 0 to -1 over the last `soft_punish_cache` tokens before `max_completion_len`.
 
     Args:
-        max_completion_len: Tokens from which on the penalty is -1; `max_completion_length` of the config.
-        soft_punish_cache: Tokens over which it grows; 0: none is given up to the maximum.
+        max_completion_len: Number of tokens from which on the penalty is -1; the config's `max_completion_length`.
+        soft_punish_cache: Number of tokens over which it grows; 0: there is no penalty up to the maximum.
     Raises:
         ConfigError: A length is out of range.
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 13
@@ -132,13 +132,13 @@ class _RepetitionPenalty:
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> _RepetitionPenalty:
-    """A penalty for n-grams of tokens that stood before: `max_penalty * (1 - distinct / all)`.
+    """A penalty for repeated n-grams of tokens: `max_penalty * (1 - distinct / all)`.
 
     Args:
-        ngram_size: Tokens of an n-gram; shorter completions are not penalised.
-        max_penalty: The penalty that endless repetition tends to, <= 0.
+        ngram_size: Number of tokens of an n-gram; shorter completions are not penalized.
+        max_penalty: The penalty in the limit of endless repetition, <= 0.
     Raises:
-        ConfigError: The size is not positive, or the penalty is no finite number <= 0.
+        ConfigError: The size is not positive, or the penalty is not a finite number <= 0.
     Source: after Yeo et al. 2025, arXiv 2502.03373, appendix C.2
     """
     if ngram_size < 1:

@@ -1,4 +1,4 @@
-"""A judge that compares completions, as a reward."""
+"""Turn a judge that compares completions into a reward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class PairwiseJudge(Protocol):
     """Says which of two completions of a prompt is better."""
 
     def __call__(self, prompts: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) -> Sequence[int | None]:
-        """For each prompt and its two completions: 0 or 1, the better one, or None for neither."""
+        """For each prompt and its two completions: the index of the better one, 0 or 1, or None for neither."""
         ...
 
 
 def get_judge_reward(judge: PairwiseJudge, *, num_generations: int) -> RewardFunction:
-    """A reward: the share of comparisons with the other completions of its prompt that a completion wins.
+    """A reward: of the comparisons with the other completions of its prompt, the share that a completion wins.
 
-    A comparison without a winner counts as half a win for both. All pairs of a prompt are judged, in one call.
+    A comparison without a winner counts as half a win for both. All pairs of a prompt are judged in one call.
 
     Args:
         judge: Compares two completions.

@@ -1,8 +1,9 @@
-"""Compares answers with math-verify in a process of its own. Run as a script, it does not import torch.
+"""Compare answers with math-verify in a separate process. It is run as a script, so that it does not import torch.
 
-One line of JSON in for each question, `{"text": ..., "gold": ...}`; two lines out: `{"gold": ...}` as soon as the
-gold answer is parsed, then `{"answer": ..., "is_correct": ...}`. A computation in SymPy or `re` cannot be interrupted
-reliably from within, so a watchdog thread, which needs no interpreter lock, ends the process at the deadline.
+For each question it reads one line of JSON, `{"text": ..., "gold": ...}`, and writes two: `{"gold": ...}` as soon as
+the gold answer is parsed, then `{"answer": ..., "is_correct": ...}`. A computation in SymPy or `re` cannot be
+interrupted reliably from within, so a watchdog thread, which does not need the interpreter lock, ends the process at
+the deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MAX_MEMORY_BYTES = 4 << 30
 
 
 def main() -> None:
-    """Answer questions until standard input ends; the deadline in seconds is the first argument."""
+    """Answer questions until standard input ends. The first argument is the deadline in seconds."""
     deadline = float(sys.argv[1])
     replies, sys.stdout = sys.stdout, sys.stderr
     logging.disable(logging.CRITICAL)  # math-verify logs every expression that it cannot read
@@ -55,7 +56,7 @@ def _load() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Cal
     math_verify = require("math_verify", extra="math", feature="accuracy_reward")
     parse, verify = math_verify.parse, math_verify.verify
 
-    # Only an answer that is marked as one counts: \boxed{} first, then LaTeX between dollar signs.
+    # Only an answer that is marked as such counts: \boxed{} first, then LaTeX between dollar signs.
     marked = math_verify.LatexExtractionConfig(
         normalization_config=math_verify.LatexNormalizationConfig(units=True),
         boxed_match_priority=0,
@@ -63,7 +64,7 @@ def _load() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Cal
     )
 
     def parse_gold(text: str) -> list[Any]:
-        # Of LaTeX without dollar signs math-verify would read the last number alone: the 2 of 2\sqrt{3}.
+        # Without dollar signs, math-verify would read only the last number of LaTeX, such as the 2 of 2\sqrt{3}.
         found: list[Any] = parse(f"${text}$", parsing_timeout=None) if _is_bare_latex(text) else []
         return found or cast("list[Any]", parse(text, parsing_timeout=None))
 

@@ -1,4 +1,4 @@
-"""Is the final expression mathematically equal to the solution? By math-verify, with a deadline that holds."""
+"""Rewards for answers that equal the solution as mathematics: math-verify with a deadline that is always kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MATH_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known about one completion; None is what could not be read."""
+    """What is known about one completion. None means that it could not be parsed."""
 
     gold: str | None
     answer: str | None = None
@@ -91,7 +91,7 @@ class MathChecker:
         worker = Path(__file__).with_name("math_worker.py")
         # -P: this folder's modules must not hide others of the same name.
         command = [sys.executable, "-P", str(worker), str(self.timeout)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what we find
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it imports what we can import
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
         )
@@ -130,12 +130,12 @@ atexit.register(_checker.close)
 class MathReward:
     r"""1 if a completion's answer equals the solution as mathematics, 0 if not; None if the solution is unreadable.
 
-    An answer stands in `\boxed{}`, or in LaTeX after words such as "the final answer is". One that takes longer than
-    10 seconds to compare is given up and scores 0.
+    The answer is inside `\boxed{}`, or in LaTeX after words such as "the final answer is". A comparison that takes
+    longer than 10 seconds is abandoned and scores 0.
 
     Args:
-        name: Under which it is logged.
-        after_reasoning: Whether only what follows `</think>` is read; a completion without it scores 0.
+        name: The name under which the reward is logged.
+        after_reasoning: Read only what follows `</think>`; a completion without that tag scores 0.
     """
 
     def __init__(self, name: str, *, after_reasoning: bool) -> None:
@@ -143,7 +143,7 @@ class MathReward:
         self.after_reasoning = after_reasoning
 
     def setup(self) -> None:
-        """Fail now rather than after the first generation.
+        """Fail before training starts rather than after the first generation.
 
         Raises:
             ImportError: math-verify is not installed.
@@ -179,7 +179,7 @@ class MathReward:
         if gold is None:
             return Verdict(None)
         if self.after_reasoning:
-            # Without the tag nothing is left to read, while the solution is still looked at.
+            # Without the tag there is no answer to read, but the solution is still parsed.
             text = text.rpartition("</think>")[2] if "</think>" in text else ""
         return _checker.check(text, str(gold))
 
@@ -221,7 +221,7 @@ class _CosineScaledReward:
             if correct
             else (self.min_value_wrong, self.max_value_wrong)
         )
-        progress = min(length / self.max_len, 1.0)  # the cosine would rise again
+        progress = min(length / self.max_len, 1.0)  # beyond 1, the cosine would rise again
         return longest + 0.5 * (shortest - longest) * (1.0 + math.cos(math.pi * progress))
 
 
@@ -232,12 +232,12 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> _CosineScaledReward:
-    """Right in few tokens is best, wrong in few is worst: `r_L + (r_0 - r_L) (1 + cos(pi L / max_len)) / 2`.
+    """Short right answers get most, short wrong ones least: `r_L + (r_0 - r_L) (1 + cos(pi L / max_len)) / 2`.
 
-    Right or wrong is decided by `accuracy_reward`, whose None stays None.
+    `accuracy_reward` decides what is right; its None stays None.
 
     Args:
-        max_len: Tokens from which on a completion counts as longest.
+        max_len: Number of tokens from which on the reward no longer changes.
         min_value_wrong: r_0 of a wrong answer.
         max_value_wrong: r_L of a wrong answer.
         min_value_correct: r_L of a right answer.

@@ -26,18 +26,18 @@ _ROWS_PER_BATCH = 16
 
 
 class ModelReward:
-    """The score that a sequence-classification model gives to prompt and completion: one of its logits.
+    """A reward that is one of the logits that a sequence-classification model gives to prompt and completion.
 
-    Messages are rendered by the chat template of the reward model's own tokenizer. The model is put in eval mode for
-    the time of scoring and gets no gradients. What is scored stands in the name under which a reward is logged:
-    `name`, `name[helpful]`, `name[per_token]` or `name[helpful,per_token]`.
+    Messages are rendered with the chat template of the reward model's own tokenizer. The model is in eval mode while
+    it scores, and gets no gradients. The name under which the reward is logged shows the options: `name`,
+    `name[helpful]`, `name[per_token]` or `name[helpful,per_token]`.
 
     Args:
         model: Name, folder or instance. A folder or name may be that of a LoRA adapter with one label.
         head: Which label of a model with several: its name in `config.id2label`, or its index.
-        per_token: Divide the score by the number of the completion's tokens, as sampled.
-        tokenizer: Its tokenizer; None: the one that belongs to the model by name. Without a padding token it gets the
-            end-of-sequence token as such.
+        per_token: Divide the score by the number of tokens of the completion, as sampled.
+        tokenizer: The model's tokenizer; None: the one loaded by the model's name. A tokenizer without a padding token
+            pads with its end-of-sequence token.
         device: Where the model is put; None: it stays where it is.
     Raises:
         ConfigError: The model or tokenizer cannot be loaded, has no trained score head or no token to pad with, has
@@ -84,7 +84,7 @@ class ModelReward:
         """
         rows = [self._token_ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         self._check_lengths(rows)
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))  # like lengths together: little padding
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))  # similar lengths together: little padding
         scores = [0.0] * len(rows)
         with _evaluating(self.model):
             for start in range(0, len(order), _ROWS_PER_BATCH):
@@ -94,7 +94,7 @@ class ModelReward:
         return self._divided(scores, completion_ids) if self._is_per_token else scores
 
     def idle_pass(self) -> None:
-        """A pass over one token, whose score nobody reads: other processes need it where weights are partitioned."""
+        """Run one token without using its score: other processes wait for this pass if weights are partitioned."""
         token = 0 if self.tokenizer.pad_token_id != 0 else 1
         with _evaluating(self.model):
             self._scores([[token]])
@@ -112,14 +112,14 @@ class ModelReward:
         if isinstance(prompt, str):
             ids: list[int] = self.tokenizer(prompt + completion)["input_ids"]
             end = self.tokenizer.eos_token_id
-            return ids if end is None or ids[-1:] == [end] else [*ids, end]  # as RewardTrainer ends a text
+            return ids if end is None or ids[-1:] == [end] else [*ids, end]  # RewardTrainer ends texts in the same way
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"reward model {self.__name__!r}: the data are conversational, and its tokenizer has no chat "
                 "template. Give one with a template in reward_processing_classes"
             )
         text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template brought them
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
         return ids
 
     def _check_lengths(self, rows: Sequence[Sequence[int]]) -> None:
@@ -151,7 +151,7 @@ class ModelReward:
                     "Set tokenizer.pad_token and pass it in reward_processing_classes"
                 )
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        # Decoder models find a row's last token as the last that is not this one.
+        # Decoder models take the last token that is not this one as the last token of a row.
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
 
 
@@ -179,7 +179,7 @@ def _labels(name: str, model: nn.Module) -> list[str]:
 
 
 def _column(name: str, labels: Sequence[str], head: str | int | None) -> int:
-    """The logit that `head` means."""
+    """The index of the logit that `head` selects."""
     if len(labels) == 1:
         if head is not None:
             raise ConfigError(f"head={head!r} has no effect: reward model {name!r} has one label. Leave head out")
@@ -226,10 +226,10 @@ def _load_adapter(name: str, config: Path) -> tuple[PreTrainedModel, set[str]]:
     from transformers import AutoModelForSequenceClassification
 
     base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    # An adapter's folder does not say how many labels there are; another number is a mismatch of shapes.
+    # An adapter's folder does not say how many labels there are; with another number, shapes would not match.
     model, info = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, output_loading_info=True)
     model.load_adapter(name)
-    # The base model has no score head; the adapter brings a whole one, in place of the original.
+    # The base model has no score head; the adapter contains a complete one that replaces the original.
     replaced = {n.replace(".original_module.", ".") for n, _ in model.named_parameters() if ".original_module." in n}
     return model, set(info["missing_keys"]) - replaced
 
@@ -250,7 +250,7 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _repository(model: str | os.PathLike[str] | nn.Module) -> str:
-    """Where the model is from; of an adapter not where its base model is from. Empty if it was made on the spot."""
+    """Where the model was loaded from; for an adapter its own folder or name. Empty if it was not loaded."""
     if isinstance(model, nn.Module):
         return str(getattr(getattr(model, "config", None), "name_or_path", ""))
     return os.fspath(model)

@@ -1,4 +1,4 @@
-r"""Numbers in text, read exactly: integers, decimals, fractions, percentages, with LaTeX or without."""
+r"""Read numbers in text exactly: integers, decimals, fractions and percentages, with or without LaTeX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 
 __all__ = ["Number", "final_number", "final_part", "only_number"]
 
-# Longer strings of digits are no answers, and Python refuses to read those of more than 4,300 digits.
+# Longer strings of digits are not answers, and Python refuses to parse more than 4,300 digits.
 _MAX_DIGITS = 100
 
 _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -16,11 +16,11 @@ _LATEX_FRACTION = rf"\\frac\s?(?:\{{\s?(-?{_UNSIGNED})\s?\}}\s?\{{\s?(-?{_UNSIGN
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)\]}%])(-))?"  # a sign, not a subtraction
     r"(?:\\?[$\u20ac\u00a3]\s?(-)?)?"  # $5, -$5, $-5
-    r"(?<![0-9A-Za-z_^/.])(?<![_^]\{)"  # the 2 of x_2, m^2 and CO2 is no number
+    r"(?<![0-9A-Za-z_^/.])(?<![_^]\{)"  # the 2 of x_2, m^2 and CO2 is not a number
     rf"(?>(?:([0-9]+)\s?)?{_LATEX_FRACTION}"
     rf"|(?:([0-9]+)\s)?({_UNSIGNED})\s?/\s?({_UNSIGNED})(?![0-9])(?!\s?/\s?[0-9])"
     rf"|({_UNSIGNED}))"
-    r"(?!\s?\^)"  # a power is no plain number
+    r"(?!\s?\^)"  # a power is not a plain number
     r"(\s?(?:\\?%|percent\b))?"
 )
 _SPACING = re.compile(r"\\[,;:! ]|\\(?:left|right|displaystyle|quad)(?![A-Za-z])")
@@ -32,13 +32,13 @@ _MARKER = re.compile(r"####(?=[\s*]*[-\\$\u20ac\u00a3.0-9])|\\(?:boxed|fbox)\s?\
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An exact number; `50%` is 50 with the sign kept beside it."""
+    """An exact number; `50%` is stored as 50 and a flag for the percent sign."""
 
     value: Fraction
     is_percent: bool = False
 
     def equals(self, other: Number) -> bool:
-        """Whether both say the same: 50% is 50% and 0.5, and also 50, for a unit may be left out."""
+        """Whether both are equal: 50% equals 50% and 0.5, and also 50, because a unit may be omitted."""
         return self.value == other.value or self._ratio() == other._ratio()
 
     def _ratio(self) -> Fraction:
@@ -46,7 +46,7 @@ class Number:
 
 
 def final_part(text: str) -> str | None:
-    """What follows the reasoning in `<think>` tags; all of a text without such tags; None if they are never closed."""
+    """The text after the reasoning in `<think>` tags; the whole text without such tags; None if they stay open."""
     _, is_closed, rest = text.rpartition("</think>")
     if is_closed:
         return rest
@@ -54,10 +54,10 @@ def final_part(text: str) -> str | None:
 
 
 def final_number(text: str) -> Number | None:
-    r"""The answer that a solution ends with.
+    r"""The answer at the end of a solution.
 
-    It stands after the last of `####`, `\boxed{` and `<answer>`, and must be the only number there; without any of
-    them it is the text's last number.
+    It follows the last of `####`, `\boxed{` and `<answer>`, and must be the only number there. Without any of these
+    markers, it is the last number of the text.
     """
     part = final_part(text)
     if part is None:
@@ -71,7 +71,7 @@ def final_number(text: str) -> Number | None:
 
 
 def only_number(text: str) -> Number | None:
-    """The number of a text that contains no other and no further mathematics; None otherwise."""
+    """The number in a text that contains no other number and no other mathematics; else None."""
     plain = _plain(text)
     if _COMMAND.search(plain):
         return None

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RewardRunner", "RewardScores"]
 
-# What rewards are given besides the columns of the dataset.
+# What rewards get besides the columns of the dataset.
 _STANDARD = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-# Columns that are given under another name, or to no reward.
+# Columns that rewards get under another name, or not at all.
 _HIDDEN = ("prompt", "prompt_ids")
 
 
@@ -37,8 +37,8 @@ class RewardScores:
     """The values of K rewards for B completions, and what the functions logged."""
 
     by_name: dict[str, list[float | None]]  # K entries of B values, in the order of the rewards
-    metrics: dict[str, float] = field(default_factory=dict)  # means of what log_metric was given
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, from log_extra
+    metrics: dict[str, float] = field(default_factory=dict)  # means of the values passed to log_metric
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, passed to log_extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Reward:
 
 
 class RewardRunner:
-    """Calls rewards, several together, and refuses what is not a reward.
+    """Calls one or several rewards, and raises an error for anything that is not a valid reward.
 
     Args:
         reward_funcs: One or several functions `f(prompts, completions, completion_ids, **columns)`, sync or async, and
@@ -60,10 +60,10 @@ class RewardRunner:
         timeout: Seconds for one function and one batch; None: no limit.
         processing_classes: Tokenizers of reward models: one for all of them, or K entries with None for functions and
             for models that bring their own.
-        columns: Columns of the dataset, if they are known already.
+        columns: Columns of the dataset, if they are already known.
         device: Where reward models are put; None: they stay where they are.
     Raises:
-        ConfigError: No rewards, one that cannot work, or weights, time-out or tokenizers that do not fit.
+        ConfigError: No rewards, one that cannot work, or weights, timeout or tokenizers that do not match.
         ImportError: A reward needs a package that is not installed.
     """
 
@@ -99,14 +99,14 @@ class RewardRunner:
 
     @property
     def models(self) -> list[ModelReward]:
-        """Those that are models."""
+        """The rewards that are models."""
         return [reward.function for reward in self._rewards if isinstance(reward.function, ModelReward)]
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Check that a dataset has the columns that the rewards need.
 
         Raises:
-            ConfigError: One is missing, or a column has the name of something that rewards are given anyway.
+            ConfigError: A column is missing, or has the name of another argument of rewards.
         """
         hidden = sorted(set(columns) & set(_STANDARD))
         if hidden:
@@ -133,7 +133,7 @@ class RewardRunner:
             completions: B texts or lists of messages.
             completion_ids: B lists of token ids.
             columns: B values for each column of the dataset.
-            trainer_state: Given to the functions that name it.
+            trainer_state: Passed to the functions whose signature names it.
         Raises:
             ConfigError: A column is missing.
             RewardError: A function raised, took too long or returned something that is not B rewards.
@@ -149,7 +149,7 @@ class RewardRunner:
         log = _Log(len(prompts))
         calls = []
         for reward in self._rewards:
-            # Lists of its own: what a function does to them is not seen by the next.
+            # Each function gets its own lists, so that changes to them do not affect the next one.
             available: dict[str, Any] = {name: list(values) for name, values in given.items() if name not in _HIDDEN}
             available |= {"trainer_state": trainer_state, "log_metric": log.metric, "log_extra": log.extra}
             accepted = reward.accepted
@@ -161,7 +161,7 @@ class RewardRunner:
 
 
 class _Log:
-    """What reward functions log beside their values."""
+    """What reward functions log in addition to their values."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -173,7 +173,7 @@ class _Log:
         self._metrics.setdefault(name, []).append(float(value))
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log a column for the table of completions; the last one under a name stays."""
+        """Log a column for the table of completions; a later one of the same name replaces it."""
         if len(values) != self.size:
             raise RewardError(
                 f"log_extra({column!r}): {len(values)} values for {self.size} completions; give one each"

@@ -1,4 +1,4 @@
-"""Options of the command line that are in no config: which model, which data, which rewards, LoRA and quantisation."""
+"""Command-line options that are not part of a config: model, data, rewards, LoRA and quantization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefrl.trainer.base.options import check_fields, check_no_effect, opt, pars
 
 __all__ = ["DatasetPart", "RewardArguments", "ScriptArguments"]
 
-# What peft.LoraConfig calls our options.
+# The names of our options in peft.LoraConfig.
 _PEFT_NAMES = {
     "lora_r": "r",
     "lora_alpha": "lora_alpha",
@@ -33,7 +33,7 @@ _PEFT_NAMES = {
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """One dataset, or one of those that are mixed."""
+    """A dataset, or one part of a mixture."""
 
     path: str
     name: str | None = None
@@ -46,27 +46,27 @@ class DatasetPart:
 
 @dataclass
 class ScriptArguments:
-    """Model, data, LoRA and quantisation."""
+    """Model, data, LoRA and quantization."""
 
     model_name_or_path: str = dataclasses.field(metadata={"help": "Model: a name on the Hub or a folder."})
     dataset_name: str | None = opt(
-        None, "Dataset: a name on the Hub, a folder, or a .json, .jsonl or .parquet file. Either this or datasets."
+        None, "Dataset: a name on the Hub, a folder, or a .json, .jsonl or .parquet file. Set this or datasets."
     )
     model_revision: str | None = opt(None, "Branch, tag or commit of the model on the Hub.")
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_train_split: str = opt("train", "Split to train on; slices such as train[:90%] work.")
     dataset_test_split: str = opt("test", "Split to evaluate on; read only if eval_strategy is not no.")
-    dataset_streaming: bool = opt(False, "Read datasets while they are trained on. Needs max_steps.")
+    dataset_streaming: bool = opt(False, "Read datasets as streams during training. Needs max_steps.")
     datasets: list[dict[str, Any]] | str | None = opt(
         None,
         "Datasets to mix: a list in the YAML file, JSON on the command line. Each has a path and may have name, "
         "data_dir, data_files, split, columns (those to keep) and weight (its share of the rows, relative to the "
         "others; without weights all rows are read).",
     )
-    load_in_4bit: bool = opt(False, "Quantise the model to 4 bits when it is loaded. Needs use_peft.")
-    load_in_8bit: bool = opt(False, "Quantise the model to 8 bits when it is loaded. Needs use_peft.")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = opt("nf4", "load_in_4bit: the 16 values that a weight can have.")
-    use_bnb_nested_quant: bool = opt(False, "load_in_4bit: quantise the scales of the weights, too.")
+    load_in_4bit: bool = opt(False, "Quantize the model to 4 bits when it is loaded. Needs use_peft.")
+    load_in_8bit: bool = opt(False, "Quantize the model to 8 bits when it is loaded. Needs use_peft.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = opt("nf4", "load_in_4bit: data type of the weights.")
+    use_bnb_nested_quant: bool = opt(False, "load_in_4bit: also quantize the scales of the weights.")
     use_peft: bool = opt(False, "Train LoRA adapters instead of the model's own weights.")
     lora_r: Annotated[int, Ge(1)] = opt(16, "LoRA: rank.")
     lora_alpha: Annotated[int, Gt(0)] = opt(32, "LoRA: the update is scaled by lora_alpha / lora_r.")
@@ -75,20 +75,20 @@ class ScriptArguments:
         None, "LoRA: names of the layers that get adapters, or all-linear; None: peft's choice for the architecture."
     )
     lora_target_parameters: list[str] | None = opt(
-        None, "LoRA: names of parameters that get adapters, for experts that are no layers. Needs lora_dropout=0."
+        None, "LoRA: names of parameters that get adapters, for experts that are not layers. Needs lora_dropout=0."
     )
     lora_modules_to_save: list[str] | None = opt(None, "LoRA: names of layers that are trained in full.")
     lora_rank_pattern: dict[str, int] | str | None = opt(
-        None, "LoRA: other ranks by name of the layer (an expression); JSON on the command line."
+        None, "LoRA: ranks of single layers, by a regular expression for their names; JSON on the command line."
     )
     lora_alpha_pattern: dict[str, int] | str | None = opt(
-        None, "LoRA: other values of lora_alpha by name of the layer (an expression); JSON on the command line."
+        None, "LoRA: lora_alpha of single layers, by a regular expression for their names; JSON on the command line."
     )
     lora_init: Literal["gaussian", "pissa", "olora", "orthogonal"] | None = opt(
-        None, "LoRA: how adapters begin, see init_lora_weights of peft.LoraConfig. None: as in the LoRA paper."
+        None, "LoRA: initialization, see init_lora_weights of peft.LoraConfig. None: as in the LoRA paper."
     )
     use_rslora: bool = opt(False, "LoRA: scale the update by lora_alpha / sqrt(lora_r).")
-    use_dora: bool = opt(False, "LoRA: also train the length of each weight vector (DoRA).")
+    use_dora: bool = opt(False, "LoRA: also train the magnitude of each weight vector (DoRA).")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -99,13 +99,13 @@ class ScriptArguments:
 
     @property
     def lora_options(self) -> dict[str, Any]:
-        """Arguments for `peft.LoraConfig`; those that are None are left to peft."""
+        """Arguments for `peft.LoraConfig`. Options that are None are left to peft."""
         values = {theirs: getattr(self, ours) for ours, theirs in _PEFT_NAMES.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def bits(self) -> Literal[4, 8] | None:
-        """What the model's weights are quantised to."""
+        """The number of bits that the model's weights are quantized to; None: not quantized."""
         return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
     def parts(self) -> list[DatasetPart]:
@@ -158,7 +158,7 @@ class RewardArguments(ScriptArguments):
         None, "Rewards, in the order of reward_weights: built-in names, or module:function for your own."
     )
     reward_model_name_or_path: str | None = opt(
-        None, "A sequence-classification model that gives one more reward, after those of reward_funcs."
+        None, "A sequence-classification model as one more reward, after those of reward_funcs."
     )
 
     def __post_init__(self) -> None:

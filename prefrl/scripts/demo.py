@@ -1,6 +1,6 @@
 """`prefrl demo`: a tiny model learns to add, first from examples (SFT), then from a verifiable reward (GRPO).
 
-Everything is made on the spot: tokenizer, model and data. It needs no network and no GPU.
+Tokenizer, model and data are created by the demo itself. It needs no network and no GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 NUM_HELD_OUT = 256
 MAX_SFT_STEPS = 1500
-SFT_TOKEN_ACCURACY = 0.79  # supervised training stops here, with room left for GRPO
+SFT_TOKEN_ACCURACY = 0.79  # supervised training stops here, to leave room for GRPO
 GRPO_STEPS = 400
 
 
@@ -54,9 +54,9 @@ def main(argv: list[str]) -> int:
 
 
 def run(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
-    """SFT, then GRPO; writes summary, curve, metrics and model into `output_dir` and returns the summary."""
+    """Run SFT, then GRPO; write summary, curve, metrics and model into `output_dir`; return the summary."""
     started = time.monotonic()
-    torch.set_num_threads(1)  # the matrices are too small to share
+    torch.set_num_threads(1)  # the matrices are too small for several threads
     transformers_logging.set_verbosity_error()
     output_dir.mkdir(parents=True, exist_ok=True)
     metrics = output_dir / "metrics.jsonl"
@@ -154,7 +154,7 @@ def sft(
     output_dir: Path,
     callbacks: list[TrainerCallback],
 ) -> None:
-    """Train in place on the worked sums."""
+    """Train in place on worked examples of sums."""
     config = SFTConfig(
         **_common(seed, output_dir), max_steps=MAX_SFT_STEPS, per_device_train_batch_size=64, learning_rate=2e-3
     )
@@ -234,10 +234,10 @@ class ReportProgress(TrainerCallback):
 
 
 class StopAtTokenAccuracy(TrainerCallback):
-    """Stops supervised training early."""
+    """Stops supervised training when the tokens are predicted accurately enough."""
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Look at the accuracy of the trained tokens since the last log."""
+        """Check the accuracy of the trained tokens since the last log."""
         if kwargs["logs"].get("mean_token_accuracy", 0.0) >= SFT_TOKEN_ACCURACY:
             control.should_training_stop = True
 
@@ -254,7 +254,7 @@ def show_answers(questions: Dataset, answers: dict[str, list[str]], console: Con
 
 
 def plot_rewards(rewards: list[float], path: Path) -> None:
-    """The mean reward of each GRPO step as PNG."""
+    """Plot the mean reward of each GRPO step as a PNG file."""
     figure = require("matplotlib.figure", extra="plot", feature="prefrl demo").Figure(figsize=(6, 4))
     axes = figure.subplots()
     axes.plot(range(1, len(rewards) + 1), rewards)

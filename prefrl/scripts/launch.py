@@ -1,4 +1,4 @@
-"""`prefrl launch`: an algorithm on several GPUs and nodes, and a vLLM server beside it if one is asked for."""
+"""`prefrl launch`: run an algorithm on several GPUs and nodes, optionally with a vLLM server beside it."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ from prefrl.trainer.base.options import check_fields, check_no_effect, opt
 
 __all__ = ["CONFIGS", "LaunchArguments", "main", "plan_server", "plan_training"]
 
-# Folder of the accelerate configs that go by name; examples/accelerate_configs leads here.
+# Folder of the accelerate configs that can be selected by name; examples/accelerate_configs links to it.
 CONFIGS = Path(__file__).parent / "accelerate_configs"
-# Where a file of the user's may say them, too.
+# Options that the user's accelerate config may also set.
 _IN_CONFIG = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 _CPU = "cpu"
-# The run's own defaults, and what transformers writes to without an output_dir.
+# Defaults of the run's own options, and the folder that transformers uses without an output_dir.
 _HOST, _PORT, _OUTPUT_DIR = "127.0.0.1", "vllm_server_port", "trainer_output"
-# Ranks that vLLM takes as the largest of adapters.
+# The values that vLLM accepts for its maximum LoRA rank.
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass
 class LaunchArguments:
-    """How many processes, where, and what shares out their work. All other options are those of the algorithm."""
+    """How many processes run, where, and with which backend. All other options are those of the algorithm."""
 
     num_processes: Annotated[int, Ge(1)] | None = opt(
-        None, "Training processes on all machines together; None: one for each GPU that trains, one on a CPU."
+        None, "Training processes on all machines together; None: one for each training GPU, or one on a CPU."
     )
     accelerate_config: str | None = opt(
         None,
         "single, ddp, zero1, zero2, zero3, zero3_offload, fsdp2, or an accelerate config file of your own. "
         "None: single for one process, ddp for several.",
     )
-    num_machines: Annotated[int, Ge(1)] | None = opt(None, "Machines that train; the command is run on each. None: 1.")
-    machine_rank: Annotated[int, Ge(0)] | None = opt(None, "Number of this machine among them, from 0.")
-    main_process_ip: str | None = opt(None, "Address or name of machine 0, which all machines reach.")
+    num_machines: Annotated[int, Ge(1)] | None = opt(None, "Machines that train; run the command on each. None: 1.")
+    machine_rank: Annotated[int, Ge(0)] | None = opt(None, "Number of this machine, starting at 0.")
+    main_process_ip: str | None = opt(None, "Address or host name of machine 0 that all machines can reach.")
     main_process_port: Annotated[int, Ge(1), Le(65535)] | None = opt(
-        None, "Port on machine 0 where processes find each other; None: a free one, or 29500 with several machines."
+        None, "Port on machine 0 for the rendezvous of processes; None: a free port, or 29500 with several machines."
     )
     vllm_gpus: str | None = opt(
         None,
-        "GPUs for a vLLM server that is started for this run, such as 6,7; the others train. "
-        "cpu: a vLLM that was built for the CPU.",
+        "GPUs for a vLLM server that is started for this run, such as 6,7; the other GPUs train. "
+        "cpu: for a vLLM that was built for CPUs.",
     )
     vllm_python: str | None = opt(
-        None, "Python of the environment with vLLM; None: PREFRL_VLLM_PYTHON if it is set, else this one."
+        None, "Python of the environment with vLLM; None: PREFRL_VLLM_PYTHON if set, else the current Python."
     )
     vllm_args: str | None = opt(
         None, "More options of prefrl vllm-serve for that server, in quotes: '--max_model_len 4096'."
     )
-    dry_run: bool = opt(False, "Print the commands and their environment variables, and run nothing.")
+    dry_run: bool = opt(False, "Print the commands and their environment variables without running them.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -84,10 +84,10 @@ class LaunchArguments:
                 )
 
     def check_machines(self) -> None:
-        """Refuse numbers of machines and processes that do not go together.
+        """Refuse inconsistent numbers of machines and processes.
 
         Raises:
-            ConfigError: They do not.
+            ConfigError: They are inconsistent.
         """
         if self.num_machines is None:
             for name in ("machine_rank", "main_process_ip"):
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
         The exit code: 0 if training ended well, else that of the part that failed, or 128 + the signal.
 
     Raises:
-        PrefrlError: Something that was asked for cannot work.
+        PrefrlError: The options ask for something that cannot work.
     """
     parser = CommandParser(
         f"launch {{{','.join(REGISTRY)}}}",
@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"the algorithm comes first: prefrl launch NAME. Known: {', '.join(REGISTRY)}.")
     if argv[0] not in REGISTRY:
         raise ConfigError(f"{argv[0]!r} cannot be launched. {nearest(argv[0], REGISTRY)}")
-    from prefrl.scripts.train import parser_of  # imports transformers, which --help does without
+    from prefrl.scripts.train import parser_of  # imports transformers, which --help does not need
 
     run = parser_of(REGISTRY[argv[0]]).values(forwarded)
     visible = visible_gpus(os.environ)
@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     server = None
     if options.vllm_gpus is not None:
         server = plan_server(options, argv[0], run, visible, os.environ)
-        # It takes orders from everybody on this machine who has its key.
+        # Without a key, any user of this machine could control the server.
         key = {KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)}
         server.environment.update(key)
         training.environment.update(key)
@@ -166,10 +166,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """What this process would have to write into CUDA_VISIBLE_DEVICES for each GPU that it sees.
+    """For each GPU that this process sees, the value that selects it in CUDA_VISIBLE_DEVICES.
 
     Args:
-        environment: That of this process.
+        environment: Environment variables of this process.
     """
     import torch  # not needed for --help
 
@@ -181,12 +181,12 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 def plan_training(
     options: LaunchArguments, words: Sequence[str], run: Mapping[str, Any], visible: Sequence[str]
 ) -> Program:
-    """What starts the training processes of this machine.
+    """The program that starts the training processes of this machine.
 
     Args:
-        options: How many, and where.
-        words: The algorithm and its options.
-        run: Those options by name.
+        options: How many processes, and where.
+        words: The algorithm and its options, as on the command line.
+        run: The algorithm's options by name.
         visible: GPUs of this machine.
 
     Raises:
@@ -211,7 +211,7 @@ def plan_training(
     command += ["--num_processes", str(here * machines), "--num_machines", str(machines)]
     if machines > 1:
         command += ["--machine_rank", str(options.machine_rank), "--main_process_ip", str(options.main_process_ip)]
-    # 0: accelerate looks for a free one.
+    # With 0, accelerate looks for a free port.
     command += ["--main_process_port", str(options.main_process_port or (29500 if machines > 1 else 0))]
     uses_server = [] if options.vllm_gpus is None else ["--use_vllm", "true"]
     return Program([*command, "-m", "prefrl.scripts.main", *words, *uses_server], environment)
@@ -224,17 +224,17 @@ def plan_server(
     visible: Sequence[str],
     environment: Mapping[str, str],
 ) -> Program:
-    """What starts the vLLM server.
+    """The program that starts the vLLM server.
 
     Args:
-        options: Where, and with which Python.
-        algorithm: What is trained.
+        options: Where the server runs, and with which Python.
+        algorithm: The algorithm that is trained.
         run: Its options by name.
         visible: GPUs of this machine.
-        environment: That of this process.
+        environment: Environment variables of this process.
 
     Raises:
-        ConfigError: The algorithm has no use for it, or it cannot be what the options say.
+        ConfigError: The algorithm does not use a server, or the options of the server cannot work.
     """
     if "use_vllm" not in run:
         raise ConfigError(f"vllm_gpus={options.vllm_gpus!r}: {algorithm} generates nothing. Remove vllm_gpus.")
@@ -261,7 +261,7 @@ def plan_server(
 
 
 def _config_file(name: str | None) -> Path | None:
-    """The accelerate config of a name; a file has itself for a name."""
+    """The accelerate config with a name; the name may also be the path of a file."""
     known = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
     if name is None or name in known:
         return None if name is None else known[name]
@@ -271,7 +271,7 @@ def _config_file(name: str | None) -> Path | None:
 
 
 def _completed(options: LaunchArguments, config: Path) -> LaunchArguments:
-    """The options, with what an accelerate config says where they say nothing."""
+    """The options, with unset ones filled in from an accelerate config."""
     where = f"accelerate_config={options.accelerate_config!r}"
     try:
         content = yaml.safe_load(config.read_text(encoding="utf-8"))
@@ -287,13 +287,13 @@ def _completed(options: LaunchArguments, config: Path) -> LaunchArguments:
             "vllm_gpus: remove gpu_ids."
         )
     said: dict[str, Any] = {name: content.get(name) for name in _IN_CONFIG if getattr(options, name) is None}
-    if said.get("num_processes") == -1:  # accelerate's word for "see the command line"
+    if said.get("num_processes") == -1:  # accelerate's value for "see the command line"
         del said["num_processes"]
     return dataclasses.replace(options, **said)
 
 
 def _gpus_of_server(vllm_gpus: str | None, visible: Sequence[str]) -> list[str]:
-    """The GPUs of the server, none if it runs on the CPU."""
+    """The GPUs of the server; none if it runs on the CPU."""
     if vllm_gpus is None or vllm_gpus == _CPU:
         return []
     gpus = [gpu.strip() for gpu in vllm_gpus.split(",")]
@@ -318,14 +318,14 @@ def _check_gpus(processes: int, gpus: Sequence[str], server_gpus: Sequence[str],
 
 
 def _lora_rank(run: Mapping[str, Any]) -> int:
-    """The smallest rank that vLLM takes and that holds the adapters of the run."""
+    """The smallest maximum rank that vLLM accepts and that fits the adapters of the run."""
     pattern = run["lora_rank_pattern"] or {}
     largest = max([run["lora_r"], *(json.loads(pattern) if isinstance(pattern, str) else pattern).values()])
     return next((rank for rank in _LORA_RANKS if rank >= largest), largest)
 
 
 def _check_server(words: Sequence[str], gpus: Sequence[str], run: Mapping[str, Any]) -> None:
-    """Refuse what the server would refuse, and what would not fit the run, before anything is started."""
+    """Before anything is started, refuse options that the server would refuse or that do not match the run."""
     (serve,), forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(words)
     serve_command(serve, forwarded)
     if (serve.host, serve.port) != (_HOST, run[_PORT]):

@@ -1,4 +1,4 @@
-"""Runs training, and a server beside it, as one: when a part ends, all of it ends."""
+"""Run training, and possibly a server, as a unit: when one part ends, the other is ended too."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from prefrl.scripts.supervisor import health
 __all__ = ["run_together"]
 
 _POLL_SECONDS = 0.2
-# torchrun gives its workers 30 s to end; `prefrl vllm-serve` gives its server 20, and 10 more by force.
+# torchrun gives its workers 30 s to end; `prefrl vllm-serve` gives its server 20 s, and 10 s more for killing it.
 _STOP_SECONDS = 40.0
 _KILL_SECONDS = 10.0
 _TAIL_LINES = 20
-# Everything that a launch starts has it: workers are in sessions of their own, and may outlive their parent.
+# Environment variable of everything that a launch starts: workers have their own sessions and may outlive their
+# parent.
 _MARK = "PREFRL_LAUNCH"
 
 
 def run_together(training: Program, server: Program | None, *, port: int, log: Path) -> int:
-    """Start the server, wait for it, train, and end whatever is left. What fails is told on stderr.
+    """Start the server, wait for it, train, and end whatever is left. Failures are reported on stderr.
 
     Args:
-        training: Says itself what fails, unless a signal ends it.
-        server: None: there is none.
-        port: Where the server answers, on this machine.
-        log: Where the server's output goes.
+        training: Reports its own failures, unless a signal ends it.
+        server: None: there is no server.
+        port: Port of the server on this machine.
+        log: File for the server's output.
 
     Returns:
         0 if training ended well, else the exit code of the part that failed, or 128 + the signal.
@@ -54,7 +55,7 @@ def run_together(training: Program, server: Program | None, *, port: int, log: P
 
 
 class _Part:
-    """A program in a session of its own, which Ctrl-C reaches through this process alone."""
+    """A program in its own session, which Ctrl-C reaches only through this process."""
 
     def __init__(self, name: str, program: Program, mark: str, log: Path | None) -> None:
         self.name = name
@@ -73,7 +74,7 @@ class _Part:
             )
 
     def stop(self) -> None:
-        """Ask it to end, and wait for a while until it has."""
+        """Ask the program to end, and wait for a while until it has ended."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGTERM)
@@ -82,7 +83,7 @@ class _Part:
 
 
 class _Launch:
-    """The parts that run, and the one that ended first."""
+    """The running parts, and the one that ended first."""
 
     def __init__(self, stop: StopNote) -> None:
         self._stop = stop
@@ -92,7 +93,7 @@ class _Launch:
 
     @property
     def goes_on(self) -> bool:
-        """Whether no signal came and no part ended."""
+        """Whether no signal has arrived and no part has ended."""
         return self._stop.signal is None and self._ended is None
 
     def start(self, name: str, program: Program, log: Path | None = None) -> None:
@@ -100,17 +101,17 @@ class _Launch:
         self._parts.append(_Part(name, program, self._mark, log))
 
     def watch(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a condition holds, a part ends or a signal comes."""
+        """Wait until a condition holds, a part ends or a signal arrives."""
         while self.goes_on and not until():
             time.sleep(_POLL_SECONDS)
             self._ended = next((part for part in self._parts if part.process.poll() is not None), None)
 
     def outcome(self) -> int:
-        """The exit code; says what training did not say itself."""
+        """The exit code. Reports failures that training did not report itself."""
         if self._stop.signal is not None:
             print(f"prefrl launch: ended by {self._stop.signal.name}", file=sys.stderr, flush=True)
             return 128 + self._stop.signal
-        assert self._ended is not None  # else the watch goes on
+        assert self._ended is not None  # otherwise `watch` would not have returned
         code = self._ended.process.returncode
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         if self._ended.log is not None:
@@ -123,7 +124,7 @@ class _Launch:
         return code if code >= 0 else 128 - code
 
     def end(self) -> None:
-        """End every part, the last one first, and by force what is left of them."""
+        """End every part, the last one first, and kill what is left of them."""
         for part in reversed(self._parts):
             part.stop()
         kill_all(lambda: with_variable(_MARK, self._mark), seconds=_KILL_SECONDS)

@@ -1,4 +1,4 @@
-"""The `prefrl` command: one sub-command for each algorithm of the registry, and a few others."""
+"""The `prefrl` command: one subcommand for each algorithm of the registry, and a few others."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from prefrl.scripts.suggest import nearest
 
 __all__ = ["main"]
 
-# What they do, by the name of the command and, with underscores, of its module: `main(argv) -> exit code`.
+# Descriptions of the other commands. With underscores, the name is that of the module with `main(argv) -> exit code`.
 _OTHERS = {
     "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
     "soup": "average checkpoints",
-    "verify": "what a loss, an advantage or a KL estimate of your own does on average, computed exactly",
-    "vllm-serve": "serve a model for trainers, with vLLM in an environment of its own",
+    "verify": "compute exactly what your own loss, advantage or KL estimate does on average",
+    "vllm-serve": "serve a model for trainers, with vLLM in its own environment",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command.
+    """Run a subcommand.
 
     Args:
-        argv: The command line without the program's name; None: that of this process.
+        argv: The command line without the program's name; None: the one of this process.
 
     Returns:
         The exit code: 0, or 2 for anything that prefrl refuses.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PrefrlError as error:
         if arguments.debug:
             raise
-        # In one write: processes that start together often fail together.
+        # A single write, because processes that start together often fail together.
         print(f"prefrl {arguments.command}: {type(error).__name__}: {error}\n", end="", file=sys.stderr)
         return 2
 

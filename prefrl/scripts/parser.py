@@ -1,4 +1,4 @@
-"""Command line and YAML to dataclasses, with errors that name the place and the nearest option."""
+"""Parse the command line and YAML files into dataclasses, with errors that name the place and the nearest option."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _SEE_ALL_EPILOG = "--help_all also lists the other options of transformers.Train
 
 
 class CommandParser(HfArgumentParser):
-    """`HfArgumentParser` with `--config FILE.yaml`: the file gives defaults, the command line wins.
+    """`HfArgumentParser` with `--config FILE.yaml`: the file gives defaults, which the command line overrides.
 
-    A scalar in the file is read as the same text on the command line would be, so `1e-6` and `no` mean what they say.
+    A scalar in the file is read like the same text on the command line, so that `1e-6` is a number and `no` a word.
 
     Args:
-        command: What stands behind `prefrl` on the command line.
+        command: What follows `prefrl` on the command line.
         dataclass_types: Their fields are the options.
         description: What the command does, for its help.
-        takes_config: False: there is no `--config`; one that is given is an unknown option like any other.
+        takes_config: False: there is no option `--config`; giving it is an error like any other unknown option.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class CommandParser(HfArgumentParser):
             self.dataclass_types.append(cls)
             self._add_dataclass_arguments(cls)
         self._hints = {n: h for cls in dataclass_types for n, h in typing.get_type_hints(cls).items()}
-        # The first of two is the option itself, the second its --no_ form.
+        # If there are two, the first is the option itself, the second its --no_ form.
         first = {action.dest: action for action in reversed(self._actions)}
         self._by_name = {name: first[name] for name in self._hints if name in first}
 
     def error(self, message: str) -> typing.NoReturn:
-        """Instead of argparse's page of usage."""
+        """Raise an error instead of printing argparse's usage."""
         raise ConfigError(message)
 
     def parse(self, argv: Sequence[str]) -> tuple[Any, ...]:
@@ -97,13 +97,13 @@ class CommandParser(HfArgumentParser):
         """One instance of each dataclass, and the words of the command line that belong to no option.
 
         Raises:
-            ConfigError: As `parse`, but for unknown options of the command line; those in the file are refused.
+            ConfigError: As `parse`, except for unknown options on the command line; unknown options in the file raise.
             SystemExit: Help was asked for.
         """
         return self._parse(argv, takes_unknown=True)
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Every option by name, of the right type but not yet checked against the others.
+        """Every option by name, with the right type but not yet checked against the others.
 
         Raises:
             ConfigError: An unknown or missing option, or a value of the wrong type.
@@ -141,7 +141,7 @@ class CommandParser(HfArgumentParser):
 
     def _values(self, argv: Sequence[str], *, takes_unknown: bool) -> tuple[dict[str, Any], list[str]]:
         required = [action for action in self._by_name.values() if action.required]
-        for action in required:  # an unknown option is told first: it may be the one that is missing
+        for action in required:  # report an unknown option first: it may be the missing one, misspelled
             action.required = False
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown and not takes_unknown:
@@ -193,7 +193,7 @@ class CommandParser(HfArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """One spelling of each option, and what kind of value it takes."""
+    """Shows one spelling of each option, and the kind of value that it takes."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         option = action.option_strings[0] if action.option_strings else action.dest
@@ -214,7 +214,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _EarlyParser:
-    """What must be known before the options are parsed."""
+    """Finds the options that must be known before the others are parsed."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -239,7 +239,7 @@ def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
-    """Name, line number and value of each option in a YAML file."""
+    """The name, line number and value of each option in a YAML file, with the loader."""
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
@@ -262,7 +262,7 @@ def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
 
 
 def _has_form(hint: Any, node: yaml.Node) -> bool:
-    """Whether the node is a mapping, or a list of mappings, as the type says."""
+    """Whether the node is a mapping or a list of mappings, as the type requires."""
     if isinstance(node, yaml.SequenceNode) and typing.get_origin(hint) is list:
         (item,) = typing.get_args(hint)
         return typing.get_origin(item) is dict

@@ -1,4 +1,4 @@
-"""Processes that are started together and must end together, whatever they started themselves."""
+"""Processes that are started together and must end together, including the processes that they started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Program:
-    """A command, and the environment variables that it gets besides those of this process."""
+    """A command, and its environment variables in addition to those of this process."""
 
     command: list[str]
     environment: dict[str, str]
@@ -31,14 +31,14 @@ class Program:
 
 
 class StopNote:
-    """The last signal that asked this process to end; None: there was none."""
+    """The last signal that asked this process to end, if any."""
 
     signal: signal.Signals | None = None
 
 
 @contextlib.contextmanager
 def stop_signals_noted() -> Iterator[StopNote]:
-    """Signals that end a program only leave a note inside, so that nothing is left half started or half ended."""
+    """Inside this context, signals that would end the program are only noted, so that no step is left half done."""
     noted = StopNote()
 
     def note(number: int, _frame: object) -> None:
@@ -54,11 +54,11 @@ def stop_signals_noted() -> Iterator[StopNote]:
 
 
 def of_session(session: int) -> list[int]:
-    """Processes of a session that have not ended."""
+    """The processes of a session that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # After the name in brackets, which may hold anything: state, parent, group, session.
+            # After the name in parentheses, which may contain anything, come state, parent, group and session.
             state, _, _, its_session = (
                 path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:4]
             )
@@ -70,7 +70,7 @@ def of_session(session: int) -> list[int]:
 
 
 def with_variable(name: str, value: str) -> list[int]:
-    """Processes that were started with an environment variable and have not ended, in whatever session they are."""
+    """The processes with this environment variable that have not ended, in any session."""
     entry = f"{name}={value}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -81,11 +81,11 @@ def with_variable(name: str, value: str) -> list[int]:
 
 
 def kill_all(find: Callable[[], list[int]], *, seconds: float) -> None:
-    """End processes by force until none is found.
+    """Kill processes until none is found.
 
     Args:
-        find: Lists those that are left.
-        seconds: After which the rest is left alone: a process in the kernel cannot be ended.
+        find: Lists the remaining processes.
+        seconds: Time after which the rest is left alone: a process that is blocked in the kernel cannot be killed.
     """
     deadline = time.monotonic() + seconds
     while (living := find()) and time.monotonic() < deadline:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SoupArguments", "main"]
 
-# Options that only say how the metric is measured or used, and their values where nothing is said.
+# Options that only concern the metric, and their defaults.
 _FOR_A_METRIC = {
     "greater_is_better": None,
     "top_k": None,
@@ -45,23 +45,25 @@ _FOR_A_METRIC = {
 class SoupArguments:
     """What to average, and how to tell which checkpoints are good."""
 
-    output_dir: str = dataclasses.field(metadata={"help": "Folder that the average is written to."})
+    output_dir: str = dataclasses.field(metadata={"help": "Folder for the averaged model."})
     checkpoints: list[str] | None = opt(
         None, "Folders with checkpoints of one architecture, or LoRA adapters of one base model."
     )
-    run_dir: str | None = opt(None, "Folder of a run, instead of checkpoints: those that it has kept.")
+    run_dir: str | None = opt(None, "Folder of a run, instead of checkpoints: all checkpoints in it.")
     method: Literal["uniform", "greedy"] = opt(
-        "uniform", "uniform: average all. greedy: from the best on, those that do not make the metric worse."
+        "uniform", "uniform: average all. greedy: starting with the best, add those that do not make the metric worse."
     )
-    weights: list[float] | None = opt(None, "uniform: a positive number for each of checkpoints; None: equal ones.")
+    weights: list[float] | None = opt(None, "uniform: a positive number for each checkpoint; None: equal weights.")
     metric: str | None = opt(None, "Metric of the algorithm's evaluation, such as eval_loss; None: nothing is scored.")
-    greater_is_better: bool | None = opt(None, "Whether a greater metric is better; None: unless it ends with loss.")
-    top_k: int | None = opt(None, "Only the k checkpoints with the best metric; None: all.")
-    algorithm: str | None = opt(None, "Algorithm whose evaluation has the metric: one that learns from a dataset.")
+    greater_is_better: bool | None = opt(
+        None, "Whether greater is better; None: unless the metric's name ends with loss."
+    )
+    top_k: int | None = opt(None, "Use only the k checkpoints with the best metric; None: all.")
+    algorithm: str | None = opt(None, "Algorithm whose evaluation gives the metric: one on fixed datasets.")
     dataset_name: str | None = opt(None, "Held-out data: a name on the Hub, a folder, or a file, as for training.")
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_test_split: str = opt("test", "Split to evaluate on; slices such as train[90%:] work.")
-    ref_model: str | None = opt(None, "For algorithms with a reference: the model that training began with.")
+    ref_model: str | None = opt(None, "For algorithms with a reference: the model that training started from.")
     eval_config: str | None = opt(None, "YAML file with options of the algorithm's config, for the evaluation.")
 
     def __post_init__(self) -> None:
@@ -93,7 +95,7 @@ class SoupArguments:
 
     @property
     def folders(self) -> list[Path]:
-        """The checkpoints, those of a run in the order of their steps."""
+        """The checkpoints; those of a run are ordered by step."""
         if self.run_dir is None:
             return [Path(checkpoint) for checkpoint in self.checkpoints or ()]
         paths = [path for path in Path(self.run_dir).glob("checkpoint-*") if path.name.split("-", 1)[1].isdigit()]
@@ -112,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
         The exit code.
 
     Raises:
-        PrefrlError: Something that was asked for cannot work.
+        PrefrlError: The options ask for something that cannot work.
     """
     parser = _Parser("soup", (SoupArguments,), "Average the weights of checkpoints, or the updates of LoRA adapters.")
     (options,) = parser.parse(argv)
@@ -125,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Parser(CommandParser):
-    """All options are this command's own, also those that have a name of transformers.TrainingArguments."""
+    """Shows all options in the help, even those with the name of an option of transformers.TrainingArguments."""
 
     def print_help(self, file: Any = None, *, everything: bool = False) -> None:
         self.epilog = None
@@ -148,7 +150,7 @@ def _scored_soup(options: SoupArguments) -> Soup:
 
 
 def _evaluation(options: SoupArguments, scratch: str) -> Evaluate:
-    """The metric of a model, by the evaluation of an algorithm's trainer."""
+    """A function that computes the metric of a model by evaluating it with an algorithm's trainer."""
     algorithm = _offline(str(options.algorithm))
     config = _config(algorithm, options.eval_config, scratch)
     extra: dict[str, Any] = {}
@@ -201,7 +203,7 @@ def _config(algorithm: Algorithm, file: str | None, scratch: str) -> Any:
 
 
 def _report(options: SoupArguments, soup: Soup) -> None:
-    """Print a table, and write the same to soup.json."""
+    """Print a table, and write its content to soup.json."""
     record = {
         "method": options.method,
         "metric": options.metric,

@@ -1,4 +1,4 @@
-"""What to say about an unknown name."""
+"""Suggestions for an unknown name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["nearest"]
 
 
 def nearest(name: str, known: Collection[str], *, otherwise: str | None = None) -> str:
-    """The known name that is most like `name`, as a question; without one, `otherwise` or the list of all.
+    """Ask for the known name that is most similar to `name`. If none is similar, `otherwise` or the list of all names.
 
     Args:
-        name: What was given.
-        known: What could have been meant.
-        otherwise: For a list that is too long to print.
+        name: The unknown name.
+        known: The possible names.
+        otherwise: Text to return if the list of names is too long to print.
     """
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if matches:

@@ -1,4 +1,4 @@
-"""Runs a server of several processes as one: either it answers, or all of it is gone."""
+"""Run a server that has several processes as a unit: either it answers, or all of its processes end."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ __all__ = ["Supervisor", "health"]
 _POLL_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
 _STOP_SECONDS = 20.0
-# So long a server whose engine died may still write why.
+# Seconds in which a server whose engine died may still write the reason.
 _LAST_WORDS_SECONDS = 10.0
 _KILL_SECONDS = 10.0
 _KEPT_LINES = 2000
 _TAIL_LINES = 20
 _SHOWN_CAUSES = 4
-# The last line of a traceback, behind what vLLM's log puts in front of it.
+# The last line of a traceback, after the prefix of vLLM's log.
 _CAUSE = re.compile(r"(?:^|[\s\]])((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)")
-# What Python's multiprocessing calls its shared memory.
+# The names that Python's multiprocessing gives to its shared memory.
 _SHARED_MEMORY = re.compile(r"/dev/shm/psm_\w+")
 
 
 class Supervisor:
-    """A command in a session of its own, watched through `GET /health`, and ended with all of its processes.
+    """Runs a command in its own session, watches it through `GET /health`, and ends all of its processes.
 
     Args:
         command: What to run.
-        environment: Its environment variables, all of them.
+        environment: All of its environment variables.
         address: Host and port where it answers.
-        start_timeout: Seconds until it must answer for the first time.
+        start_timeout: Seconds within which it must answer for the first time.
         health_timeout: Seconds without an answer after which it counts as hung.
     """
 
@@ -84,7 +84,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches it through this process alone
+                start_new_session=True,  # Ctrl-C reaches it only through this process
             )
             assert self._process.stdout is not None
             reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
@@ -100,16 +100,16 @@ class Supervisor:
         return self._stop.signal
 
     def _read(self, pipe: IO[bytes]) -> None:
-        """Pass its output on, and keep the end of it."""
+        """Forward its output, and keep the end of it."""
         for line in pipe:
             text = line.decode(errors="replace")
             self._lines.append(text.rstrip())
-            with contextlib.suppress(OSError, ValueError):  # if nobody reads ours, its must be read all the same
+            with contextlib.suppress(OSError, ValueError):  # its output must be read even if nobody reads ours
                 sys.stderr.write(text)
                 sys.stderr.flush()
 
     def _watch(self, when_ready: str) -> str | None:
-        """Wait until it fails, and say how, or until a signal: None."""
+        """Wait until it fails and return how, or until a signal arrives and return None."""
         began = answered = time.monotonic()
         is_ready = False
         while self._stop.signal is None:
@@ -134,7 +134,7 @@ class Supervisor:
         return None
 
     def _exit_code(self, seconds: float) -> int | None:
-        """The exit code, if it ends within some seconds; a signal ends the wait."""
+        """The exit code, if it ends within this time. A signal ends the wait."""
         deadline = time.monotonic() + seconds
         while self._stop.signal is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,7 +142,7 @@ class Supervisor:
         return None
 
     def _end(self) -> None:
-        """End every process of its session, politely first: by force they leave shared memory behind."""
+        """End every process of its session, at first with SIGINT: killed processes leave shared memory behind."""
         session = self._process.pid
         self._shared_memory |= _shared_memory(session)
         if self._process.poll() is None:
@@ -162,7 +162,7 @@ class Supervisor:
 
 
 def _causes(lines: Sequence[str]) -> list[str]:
-    """The errors that tracebacks in a log end with, each once, with the line that explains some of them."""
+    """The last lines of the tracebacks in a log, without duplicates, with an explaining line where there is one."""
     found: dict[str, None] = {}
     for line, below in itertools.pairwise([*lines, ""]):
         match = _CAUSE.search(line)
@@ -172,7 +172,7 @@ def _causes(lines: Sequence[str]) -> list[str]:
 
 
 def health(address: tuple[str, int]) -> int | None:
-    """The status of `GET /health`, or None without an answer."""
+    """The status code of `GET /health`; None if there is no answer."""
     connection = http.client.HTTPConnection(*address, timeout=_ANSWER_SECONDS)
     try:
         connection.request("GET", "/health")
@@ -184,7 +184,7 @@ def health(address: tuple[str, int]) -> int | None:
 
 
 def _shared_memory(session: int) -> set[Path]:
-    """Segments of Python's shared memory that processes of a session use."""
+    """The segments of Python's shared memory that the processes of a session use."""
     found: set[Path] = set()
     for pid in of_session(session):
         with contextlib.suppress(OSError):

@@ -26,14 +26,14 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     """Parse the command line, train and save.
 
     Args:
-        algorithm: What to train with.
+        algorithm: The algorithm to train with.
         argv: The options.
 
     Returns:
         The exit code.
 
     Raises:
-        PrefrlError: Something that was asked for cannot work.
+        PrefrlError: The options ask for something that cannot work.
     """
     script, config = parser_of(algorithm).parse(argv)
     _check_stream(script, config)
@@ -54,12 +54,12 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         trainer.push_to_hub()
-    trainer.end()  # a process that exits with its group open may be aborted
+    trainer.end()  # a process that exits while its process group is open may be aborted
     return 0
 
 
 def parser_of(algorithm: Algorithm) -> CommandParser:
-    """Reads the options of `prefrl <algorithm>`: what to train on what, and the config."""
+    """The parser for the options of `prefrl <algorithm>`: model, data and config."""
     config_class = algorithm.load_config()
     takes_rewards = "reward_weights" in {field.name for field in dataclasses.fields(config_class)}
     script_class = RewardArguments if takes_rewards else ScriptArguments
@@ -75,7 +75,7 @@ def _check_stream(script: ScriptArguments, config: Any) -> None:
 
 
 def _merge(config: Any, option: str, argument: str, value: Any) -> None:
-    """Put what an option says into the arguments of from_pretrained."""
+    """Add the value of an option to the arguments of from_pretrained."""
     if value is None:
         return
     given = config.model_init_kwargs or {}
@@ -129,7 +129,7 @@ def _train_dataset(script: ScriptArguments, config: Any) -> Any:
 
 
 def _eval_dataset(script: ScriptArguments) -> Any:
-    """One dataset, or the test split of each part of a mixture by name."""
+    """A single dataset; for a mixture, the test split of each part by name."""
     if script.dataset_name is not None:
         return _load_single(script, "dataset_test_split")
     tests = [dataclasses.replace(part, split=script.dataset_test_split) for part in script.parts()]
@@ -137,7 +137,7 @@ def _eval_dataset(script: ScriptArguments) -> Any:
 
 
 def _named(parts: Sequence[DatasetPart]) -> dict[str, DatasetPart]:
-    """Parts by the last word of their path, and their number where that is not enough."""
+    """The parts by the last component of their path, with a number where that is ambiguous."""
     stems = [Path(part.path).stem for part in parts]
     return {
         stem if stems.count(stem) == 1 else f"{stem}_{i}": part
@@ -154,10 +154,10 @@ def _load_single(script: ScriptArguments, option: str) -> Any:
 def load_part(
     part: DatasetPart, *, streaming: bool, path_option: str = "datasets.path", split_option: str = "split"
 ) -> Any:
-    """The dataset of one part; the options' names are for messages.
+    """Load the dataset of one part. The names of the options are for error messages.
 
     Raises:
-        ConfigError: Options that exclude each other.
+        ConfigError: Options exclude each other.
         DataError: It cannot be loaded.
     """
     import datasets  # not needed for --help
@@ -198,7 +198,7 @@ def _reward(name: str) -> Callable[..., Any]:
         remedy = nearest(name, builtin)
         raise ConfigError(f"reward_funcs={name!r}: no built-in reward, and no module:function. {remedy}")
     module_name, _, function = name.partition(":")
-    sys.path.insert(0, "")  # the command, unlike python -m, does not look in the working directory
+    sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:
         reward = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""`prefrl verify`: what a loss, an advantage or a KL estimate of your own does on average, computed exactly."""
+"""`prefrl verify`: compute exactly what your own loss, advantage or KL estimate does on average."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["VerifyArguments", "main"]
 
-# How many arguments come without a name, and what the function looks like.
+# The number of positional arguments, and the signature of the function.
 _FORMS = {
     "policy": (1, "function(tokens: PolicyTokens, *, ...) -> TokenLoss"),
     "advantage": (1, "function(scored: ScoredRows or ScoredTokens, *, ...) -> Advantages"),
     "kl": (2, "function(logprobs, ref_logprobs, *, ...) -> tensor [N]"),
 }
-# Options of one kind, and their values where nothing is said.
+# Options that only one kind of function has, and their defaults.
 _FOR_A_KIND = {
     "level": ("token", ("policy",)),
     "reduction": ("sequence_sum", ("policy", "kl")),
@@ -41,34 +41,34 @@ _FOR_A_KIND = {
     "placement": ("loss", ("kl",)),
 }
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
-# An expected gradient that is right is off by rounding, about 1e-15 of its size.
+# A right expected gradient differs only by rounding, about 1e-15 relative to its size.
 _RIGHT = 1e-8
 
 
 @dataclass
 class VerifyArguments:
-    """Which function, and what it claims."""
+    """The function, and what it claims."""
 
-    function: str = dataclasses.field(metadata={"help": "What to verify: module:function; can stand first, alone."})
+    function: str = dataclasses.field(metadata={"help": "What to verify: module:function; may come first, alone."})
     kind: Literal["policy", "advantage", "kl"] = opt(
         "policy",
         "policy: takes PolicyTokens and returns a TokenLoss. advantage: takes ScoredRows or ScoredTokens and returns "
-        "Advantages. kl: takes log-probs and those of the reference, and returns [N].",
+        "Advantages. kl: takes the log-probs of policy and reference, and returns [N].",
     )
     claim: Literal["unbiased", "on_policy_unbiased", "none"] = opt(
         "none",
         "What must hold for exit code 0, besides the checks that every function has to pass. on_policy_unbiased: the "
-        "gradient is right on average for samples of the policy itself. unbiased: also for those of others.",
+        "expected gradient is right for samples of the policy itself. unbiased: also for samples of other policies.",
     )
-    hyperparameters: list[str] | None = opt(None, "Its keyword arguments, as NAME=VALUE.")
+    hyperparameters: list[str] | None = opt(None, "Keyword arguments of the function, as NAME=VALUE.")
     level: Literal["token", "sequence", "sequence_token", "sequence_sum"] = opt("token", "policy: level of log_ratio.")
     reduction: Literal["token", "sequence_mean", "sequence_sum"] = opt(
-        "sequence_sum", "policy, kl: how the losses of tokens become one number."
+        "sequence_sum", "policy, kl: how the losses of tokens are reduced to one number."
     )
     scored: Literal["row", "token"] = opt("row", "advantage: whether it takes ScoredRows or ScoredTokens.")
     group_size: Literal[2, 3] = opt(2, "advantage: completions of a prompt.")
     placement: Literal["loss", "reward"] = opt(
-        "loss", "kl: whether it is added to the loss, or its value is taken off the reward."
+        "loss", "kl: whether it is added to the loss or subtracted from the reward."
     )
 
     def __post_init__(self) -> None:
@@ -88,13 +88,13 @@ def main(argv: Sequence[str]) -> int:
     """Parse the command line, verify and report.
 
     Args:
-        argv: The options; the function may stand first without its option's name.
+        argv: The options. The function may come first, without the name of its option.
 
     Returns:
         0 if the claim and all checks hold, else 1.
 
     Raises:
-        ConfigError: Options that do not fit, a function that cannot be imported or called, or returns something else.
+        ConfigError: Options do not match, or the function cannot be imported or called, or returns something else.
     """
     if argv and not argv[0].startswith("-"):
         argv = ["--function", *argv]
@@ -118,10 +118,10 @@ def _load(path: str) -> Callable[..., Any]:
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(f"function={path!r}: must be module:function, such as my_losses:my_loss")
-    sys.path.insert(0, "")  # the command, unlike python -m, does not look in the working directory
+    sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the module is a user's: it may fail with anything
+    except Exception as error:  # the user's module may raise anything
         raise ConfigError(
             f"function={path!r}: the module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -137,7 +137,7 @@ def _load(path: str) -> Callable[..., Any]:
 
 
 def _bound(function: Callable[..., Any], arguments: VerifyArguments) -> Callable[..., Any]:
-    """The function with its hyper-parameters, if it takes what its kind takes."""
+    """Bind the hyperparameters of the function, after checking that its signature is that of its kind."""
     count, form = _FORMS[arguments.kind]
     given = _hyperparameters(arguments.hyperparameters or [])
     where = f"function={arguments.function!r}"

@@ -1,4 +1,4 @@
-"""`prefrl vllm-serve`: an unmodified vLLM server that prefrl's trainers can generate on and send weights to."""
+"""`prefrl vllm-serve`: start an unmodified vLLM server that samples for prefrl's trainers and takes their weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 _OLDEST_VLLM = (0, 32)
 _PLUGIN = "prefrl"
 
-# What trainers rely on, whatever the options say.
+# Flags that trainers rely on, whatever the options are.
 CONTRACT = (
     "--enable-scale-out",  # token ids in and out: /inference/v1/generate
     *("--logprobs-mode", "processed_logprobs"),
@@ -48,8 +48,8 @@ CONTRACT = (
     "--disable-fastapi-docs",
     *("--disable-access-log-for-endpoints", "/health"),
 )
-# For a build of vLLM for the CPU. Its random generators cannot be wound back, so the engine dies when a request with a
-# seed is read in several parts: also one that a sync of weights makes it read again.
+# For a CPU build of vLLM. Its random generators cannot be rewound, so the engine dies when the prompt of a request
+# with a seed is processed in several chunks. This also happens when a weight sync makes it process a request again.
 CPU_FLAGS = ("--no-enable-chunked-prefill",)
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # pause, resume and weight transfer
 _LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
@@ -58,7 +58,7 @@ _IS_SET = "trainers rely on the value that this command gives"
 _IS_HTTP = "trainers speak HTTP to host and port. Put a proxy in front of the server"
 _ONE_SERVER = "trainers must reach all replicas through one address. Start one server for each group of GPUs instead"
 _TOKENIZER = "trainers compare the server's tokenizer with their own"
-# Flags of vLLM that are not passed on, and why.
+# Flags of vLLM that are refused, and why.
 REFUSED = {
     "api-key": f"everybody on the machine can read a command line. Set {KEY_VARIABLE} in the environment",
     "logprobs-mode": _IS_SET,
@@ -84,15 +84,15 @@ REFUSED = {
     "data-parallel-hybrid-lb": _ONE_SERVER,
     "data-parallel-multi-port-external-lb": _ONE_SERVER,
 }
-REFUSED_SHORT = frozenset({"-dpn", "-dpr", "-dpe", "-dph", "-dpm"})  # those of data parallelism
+REFUSED_SHORT = frozenset({"-dpn", "-dpr", "-dpe", "-dph", "-dpm"})  # short flags of data parallelism
 
-# Where a server that listens on every address is asked for its health.
+# The address for health checks of a server that listens on every address.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass
 class ServeArguments:
-    """What to serve, and where. None leaves an option to vLLM."""
+    """What to serve, and where. Options that are None are left to vLLM."""
 
     model: str = dataclasses.field(metadata={"help": "Model: a name on the Hub or a folder."})
     revision: str | None = opt(None, "Branch, tag or commit of the model on the Hub.")
@@ -104,9 +104,9 @@ class ServeArguments:
         None, "Share of the GPU's memory for weights, activations and the key/value cache."
     )
     dtype: str | None = opt(None, "Data type of the weights, such as bfloat16.")
-    max_model_len: Annotated[int, Ge(1)] | None = opt(None, "Most tokens of prompt and completion together.")
-    enable_prefix_caching: bool | None = opt(None, "Whether prompts that begin alike share their key/value cache.")
-    enforce_eager: bool = opt(False, "Do without CUDA graphs and compilation: starts sooner, generates slower.")
+    max_model_len: Annotated[int, Ge(1)] | None = opt(None, "Limit for the tokens of prompt and completion together.")
+    enable_prefix_caching: bool | None = opt(None, "Whether prompts with a common prefix share its key/value cache.")
+    enforce_eager: bool = opt(False, "Use no CUDA graphs and no compilation: starts faster, generates slower.")
     kv_cache_dtype: str | None = opt(None, "Data type of the key/value cache, such as fp8.")
     trust_remote_code: bool = opt(False, "Run code that comes with the model.")
     log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] | None = opt(
@@ -116,11 +116,11 @@ class ServeArguments:
         None, "Speculative decoding: a mapping in the YAML file, JSON on the command line."
     )
     max_lora_rank: Annotated[int, Ge(1)] | None = opt(
-        None, "Take LoRA adapters up to this rank from trainers; None: full weights only."
+        None, "Accept LoRA adapters up to this rank from trainers; None: full weights only."
     )
-    start_timeout: Annotated[float, Gt(0)] = opt(1800.0, "Seconds until it must be ready.")
-    health_timeout: Annotated[float, Gt(0)] = opt(120.0, "Seconds without an answer after which it is ended as hung.")
-    dry_run: bool = opt(False, "Print the command and its environment variables, and run nothing.")
+    start_timeout: Annotated[float, Gt(0)] = opt(1800.0, "Seconds within which the server must be ready.")
+    health_timeout: Annotated[float, Gt(0)] = opt(120.0, "Seconds without an answer after which the server is ended.")
+    dry_run: bool = opt(False, "Print the command and its environment variables without running it.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -128,16 +128,16 @@ class ServeArguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, start the server and watch it until a signal comes.
+    """Parse the command line, start the server and watch it until a signal arrives.
 
     Args:
-        argv: The options; those that are not known here go on to vLLM.
+        argv: The options. Those that are unknown here are passed on to vLLM.
 
     Returns:
         The exit code.
 
     Raises:
-        PrefrlError: Something that was asked for cannot work, or the server failed.
+        PrefrlError: The options ask for something that cannot work, or the server failed.
     """
     parser = CommandParser(
         "vllm-serve",
@@ -173,13 +173,13 @@ def serve_command(options: ServeArguments, forwarded: Sequence[str] = ()) -> lis
 
     Args:
         options: What to serve.
-        forwarded: More options, in vLLM's words.
+        forwarded: More options, as vLLM names them.
 
     Raises:
         ConfigError: One of `forwarded` would break what trainers rely on.
     """
     _check_forwarded(forwarded)
-    # -P: as the `vllm` command, it does not look for modules in the working directory.
+    # -P: like the `vllm` command, it must not search the working directory for modules.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", options.model]
     for name, flag in FLAGS.items():
         value = getattr(options, name)
@@ -190,20 +190,20 @@ def serve_command(options: ServeArguments, forwarded: Sequence[str] = ()) -> lis
     if options.max_lora_rank is not None:
         command.append("--enable-lora")
         if (options.data_parallel_size or 1) > 1:
-            # vLLM starts one front end for each replica, and refuses adapters at run time with several.
+            # By default vLLM starts one front end for each replica, and with several it refuses adapters at run time.
             command += ["--api-server-count", "1"]
     return [*command, *CONTRACT, *forwarded]
 
 
 def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that the server gets besides `environment`.
+    """Environment variables of the server in addition to `environment`.
 
     Args:
         options: What to serve.
-        environment: That of this process.
+        environment: Environment variables of this process.
 
     Raises:
-        ConfigError: It cannot be served safely: no key, or a front end that would not ask for it.
+        ConfigError: The server would not be safe: there is no key, or a front end would not ask for it.
     """
     key = environment.get(KEY_VARIABLE)
     if not key and not _is_loopback(options.host):
@@ -225,7 +225,7 @@ def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -
     return added
 
 
-# Options by the name of vLLM's flag; its server has two log levels, and TRL's is that of HTTP.
+# Our options by the name of vLLM's flag. vLLM's server has two log levels; like TRL's, ours is that of HTTP.
 _OWN = frozenset({"model", "start_timeout", "health_timeout", "dry_run"})
 FLAGS = {
     field.name: "uvicorn-log-level" if field.name == "log_level" else field.name.replace("_", "-")
@@ -243,7 +243,7 @@ def _check_forwarded(words: Sequence[str]) -> None:
             raise ConfigError(f"{word}: cannot be given here: {_ONE_SERVER}.")
         if not word.startswith("--"):
             continue
-        # vLLM takes underscores, --name=value, --name.key value, --no-name, and any beginning of a name.
+        # vLLM accepts underscores, --name=value, --name.key value, --no-name, and any prefix of a name.
         given = word[2:].partition("=")[0].partition(".")[0].replace("_", "-")
         beginnings = (given, given.removeprefix("no-"))
         for flag, reason in reasons.items():
@@ -259,7 +259,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _flags_of_build() -> tuple[str, ...]:
-    """`CPU_FLAGS` if that is what vLLM was built for; it tells platforms by its version, too."""
+    """`CPU_FLAGS` for a CPU build of vLLM, recognized by its version, as vLLM itself does."""
     return CPU_FLAGS if "cpu" in (_version_of_vllm() or "") else ()
 
 
@@ -285,10 +285,10 @@ def _check_vllm() -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that is in use: vLLM would share it, and requests would reach either server.
+    """Refuse a port that is in use: vLLM would share it, and requests would reach either of the two servers.
 
     Raises:
-        ConfigError: It is, or nobody can listen there.
+        ConfigError: The port is in use, or it is not possible to listen on it.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

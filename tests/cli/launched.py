@@ -1,4 +1,4 @@
-"""The command as a launcher of several processes runs it."""
+"""The command, run as by a launcher of several processes."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the README, the docs and the examples show really runs."""
+"""The code and commands in the README, the docs and the examples run."""
 
 from __future__ import annotations
 

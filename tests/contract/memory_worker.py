@@ -1,6 +1,6 @@
-"""Peak memory of one training step of each given case, in a process of its own: `Case`s as text in, JSON out.
+"""Peak memory of one training step of each given case, in a separate process. Reads `Case`s as text, writes JSON.
 
-Growth is the peak of the second step less what is held after the first, when libraries are loaded and models checked.
+Growth is the peak of the second step minus the memory after the first, when libraries are loaded and models checked.
 It includes the gradients, and what the step computes before its first backward pass: completions, reference log-probs.
 """
 

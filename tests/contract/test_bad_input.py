@@ -1,4 +1,4 @@
-"""What cannot work is refused with a typed error that names field, value, what is allowed and what to do."""
+"""Input that cannot work raises a typed error that names the field, the value, what is allowed and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training while completions are still coming, and on completions of older weights."""
+"""The overlap and async modes: training while completions are generated, and on completions of older weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each trainer on a CUDA device: the update of the CPU, and no wait for the device inside a step."""
+"""Each trainer on a CUDA device makes the same update as on the CPU, and never waits for the device within a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Liger's kernels on a CUDA device: the numbers of the model without them, whatever the plan and the trainer."""
+"""Liger's kernels on a CUDA device give the numbers of the model without them, for every plan and trainer."""
 
 from __future__ import annotations
 

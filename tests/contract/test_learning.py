@@ -1,4 +1,4 @@
-"""Every online trainer and every preset learns the demo's task, and critics come to foresee what can be foreseen."""
+"""Every online trainer and every preset learns the demo's task, and critics learn to predict what is predictable."""
 
 from __future__ import annotations
 

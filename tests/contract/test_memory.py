@@ -1,4 +1,4 @@
-"""What a training step needs in memory, and that what saves memory changes no update."""
+"""The memory of a training step, and that options that save memory do not change the update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What options add to rewards and losses, in numbers."""
+"""The exact values that options add to rewards and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step runs: each prompt once, one pass with gradients, none for old log-probs, no wait for the device."""
+"""A step runs each prompt once, one pass with gradients and none for old log-probs; it never waits for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option of an online config acts on what is learned, or is refused, or is one of those that must not act."""
+"""Every option of an online config changes what is learned, or is refused, or is one that must not change it."""
 
 from __future__ import annotations
 

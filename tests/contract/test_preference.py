@@ -1,4 +1,4 @@
-"""What preference trainers start from, compare with and refuse."""
+"""The models, references and errors of preference trainers."""
 
 from __future__ import annotations
 

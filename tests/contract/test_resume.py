@@ -1,4 +1,4 @@
-"""A run that is resumed ends with the weights of a run that was never stopped."""
+"""A resumed run ends with the weights of an uninterrupted run."""
 
 from __future__ import annotations
 

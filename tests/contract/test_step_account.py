@@ -1,4 +1,4 @@
-"""Every trainer says where the time of its steps goes and, if asked, what they compute."""
+"""Every trainer logs the time of each phase of its steps and, with `log_flops`, the operations."""
 
 from __future__ import annotations
 

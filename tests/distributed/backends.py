@@ -1,4 +1,4 @@
-"""Puts this process on a back-end, as `accelerate launch` would, on a machine without GPUs or compilers."""
+"""Sets this process up for a backend, as `accelerate launch` would, on a machine without GPUs or compilers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every back-end has to train as one process does."""
+"""The cases that every backend must train in the same way as a single process."""
 
 from __future__ import annotations
 

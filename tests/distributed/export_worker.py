@@ -1,6 +1,6 @@
 """Reads partitioned weights as rank 0 would to send them: `export_worker BACKEND FOLDER`, on two processes.
 
-Rank 0 writes `FOLDER/export_BACKEND.pt`: what was wrong, for each case and by each way of reading it.
+Rank 0 writes `FOLDER/export_BACKEND.pt`: the differences found, for each case and each way of reading it.
 """
 
 from __future__ import annotations

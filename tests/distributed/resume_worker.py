@@ -1,8 +1,8 @@
 """Saves, resumes and exports: `resume_worker FOLDER BACKEND:CASE[:CHECKPOINT]...`, on any processes.
 
-One launch runs all back-ends, because imports take longer than a case. Rank 0 writes `FOLDER/results.pt`. A case is
-trained, saved on the way, exported, and trained once more from what was saved; one with a checkpoint of another run
-only goes on from there.
+One launch runs all backends, because imports take longer than a case. Rank 0 writes `FOLDER/results.pt`. A case is
+trained and saved on the way, exported, and trained again from the saved checkpoint. A case with a checkpoint of
+another run only resumes from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints and exported models under every back-end, and with another number of processes."""
+"""Checkpoints and exported models under every backend, and with another number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitioned weights are exported as one process exports them, whatever the process that reads them does."""
+"""Partitioned weights are exported as by a single process, whatever the reading process does."""
 
 from __future__ import annotations
 

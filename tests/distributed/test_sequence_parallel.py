@@ -1,4 +1,4 @@
-"""Two processes that share the tokens of every row train what one process trains."""
+"""Two processes that share the tokens of every row train like a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes in teams: each row counts once, and what is exchanged arrives, with its gradient."""
+"""Teams of processes count each row once, and exchange tensors together with their gradients."""
 
 from __future__ import annotations
 

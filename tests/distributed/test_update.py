@@ -1,4 +1,4 @@
-"""The update is one process's under every back-end, with weights that are really partitioned."""
+"""Under every backend, with weights that are really partitioned, the update is that of a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains cases on one back-end and stores what came of them: `worker BACKEND FOLDER CASE...`, on any processes.
+"""Trains cases with one backend and stores the results: `worker BACKEND FOLDER CASE...`, with any number of processes.
 
 Rank 0 writes `FOLDER/BACKEND.pt`: for each case its update, its metrics and how its parameters were partitioned.
 """

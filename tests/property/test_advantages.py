@@ -1,4 +1,4 @@
-"""What holds of advantages for any batch."""
+"""Properties of advantages that hold for any batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What holds of balanced rewards for any batch."""
+"""Properties of balanced rewards that hold for any batch."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Rows are dealt over ranks once each, evenly, and by nothing but their costs."""
+"""Every row goes to exactly one rank, costs are even, and nothing but costs decides."""
 
 from __future__ import annotations
 

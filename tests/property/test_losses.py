@@ -1,4 +1,4 @@
-"""What holds of the losses for any batch."""
+"""Properties of the losses that hold for any batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What holds of importance weights for any batch, and exactly, for a policy small enough to enumerate."""
+"""Properties of importance weights for any batch, and exact ones for a policy small enough to enumerate."""
 
 import itertools
 

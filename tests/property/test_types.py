@@ -1,4 +1,4 @@
-"""Whatever is done to a TokenBatch, each row keeps its tokens and all that belongs to it."""
+"""Whatever operation is applied to a TokenBatch, each row keeps its tokens and everything that belongs to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous integration runs with --forbid-skips: a test that does not run there must not pass for one that did."""
+"""Continuous integration runs with --forbid-skips, so that a skipped test is not mistaken for one that passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by a test as one of two processes: generates with partitioned weights, and prints what came of it."""
+"""Run by a test as one of two processes: generates with partitioned weights, and prints the result."""
 
 from __future__ import annotations
 

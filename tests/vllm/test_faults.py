@@ -1,4 +1,4 @@
-"""What goes wrong between trainer and server ends in the right completions or in a named error, never in a hang."""
+"""A fault between trainer and server ends in the right completions or in a named error, never in a hang."""
 
 from __future__ import annotations
 

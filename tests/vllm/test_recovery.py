@@ -1,4 +1,4 @@
-"""Training goes on when its server is killed and started again."""
+"""Training continues after its server is killed and started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`prefrl vllm-serve` with the real vLLM: who may enter, where it listens, and that nothing outlives it."""
+"""`prefrl vllm-serve` with the real vLLM: who has access, where it listens, and that no process outlives it."""
 
 from __future__ import annotations
 

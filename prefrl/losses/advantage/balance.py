@@ -1,32 +1,34 @@
-"""One advantage from the advantages of K rewards, with weights that follow the training.
+"""Combine the advantages of K rewards into one advantage, with weights that adapt during training.
 
-Each reward has advantages of its own, A_k: centred, and scaled if asked, without the others. At ratio one the gradient
-of its surrogate with respect to the log-probs of the sampled tokens is known before any backward pass: g_k = -u A_k on
-a token whose loss is weighed by u. So the Gram matrix of these gradients stands in for that of the gradients of K
-losses (as if log-probs of different tokens moved independently), the methods of multi-task learning apply, and
+Each reward has its own advantages A_k, centered (and scaled, if asked) independently of the other rewards. At ratio 1
+the gradient of its surrogate with respect to the log-probs of the sampled tokens is known before any backward pass:
+g_k = -u A_k on a token whose loss has weight u. The Gram matrix of these gradients therefore stands in for that of the
+gradients of K losses (as if the log-probs of different tokens moved independently). This makes the methods of
+multi-task learning applicable, and
 
     A = sum_k alpha_k A_k
 
-needs one backward pass. What a method calls the loss of a task is the distance of the mean reward of a batch to the
-best reward seen, as a share of the range of rewards seen:
+needs only one backward pass. The loss of task k, which these methods read, is the distance of the batch's mean reward
+from the best reward seen so far, as a share of the range of rewards seen so far:
 
     L_k = max((highest_k - mean_k) / (highest_k - lowest_k), 0.01)
 
-It is positive, falls as the reward rises, and has no unit: the scale and offset of a reward do not change it. The
-floor keeps weights that go with 1 / L_k within a factor of 100; without a range, L_k = 1. Highest and lowest are of
-the training so far, and earlier means are compared with them too, so that a new record is no loss of progress.
+It is positive, falls as the reward rises, and has no unit: it does not depend on the scale and offset of the reward.
+The floor keeps weights proportional to 1 / L_k within a factor of 100; without a range, L_k = 1. Highest and lowest
+are over the training so far. Means of earlier batches are compared with the current highest and lowest too, so that a
+new record does not look like a loss of progress.
 
-Losses have no unit, but advantages have that of their reward unless they are divided by a standard deviation. The
-methods that read losses weigh gradients as they come, so rewards in different units need scaled advantages with them;
-nash and, at rest, gradnorm give the same advantage whatever each A_k is multiplied by, but for its length.
+These losses have no unit, but advantages have the unit of their reward unless they are divided by a standard
+deviation. The methods that read losses do not rescale the gradients, so with them rewards in different units need
+scaled advantages. nash and, at rest, gradnorm give the same advantage up to its length whatever factor each A_k has.
 
-Whatever the method,
+For every method:
 
-- sum_k alpha_k |g_k| = sum_k w_k |g_k|, w = `reward_weights`: a method shares out the length of gradient that fixed
-  weights give, so to switch the method is not to change the learning rate. With equal |g_k| the alphas sum to
-  sum_k w_k. Identical rewards, or a reward alone, have the combined advantage that fixed weights give.
-- A reward takes no part in a batch where it has no gradient (equal rewards in every group, or nothing to say) or where
-  w_k = 0: the alphas of the others are as if it were not there, its own is w_k, and its memory rests.
+- sum_k alpha_k |g_k| = sum_k w_k |g_k|, w = `reward_weights`: a method redistributes the total gradient length of the
+  fixed weights, so switching the method does not change the effective learning rate. With equal |g_k| the alphas sum
+  to sum_k w_k. Identical rewards, or a single reward, get the combined advantage of the fixed weights.
+- A reward is inactive in a batch where it has no gradient (equal rewards in every group, or no value) or where
+  w_k = 0. The alphas of the others are then as if it did not exist, its own alpha is w_k, and its memory is unchanged.
 """
 
 from __future__ import annotations
@@ -56,16 +58,16 @@ __all__ = [
 ]
 
 SMALLEST_LOSS = 0.01
-# Added to the matrix of cosines: rewards in full conflict have no bargain.
+# Added to the diagonal of the cosine matrix: without it, rewards in full conflict have no bargaining solution.
 NASH_RIDGE = 1e-4
 
 
 def squared_weights(lengths: Tensor, *, reduction: Reduction) -> Tensor:
-    """Sum over the tokens of each row of the squared weight of a token's loss: what `gram` weighs a row by.
+    """Squared loss weights summed over the tokens of each row: the weight that `gram` gives a row.
 
     Args:
         lengths: [B] trainable tokens of each row.
-        reduction: Of the policy loss, see `losses.reduce`.
+        reduction: The reduction of the policy loss, see `losses.reduce`.
 
     Returns:
         [B] float64: 1 / length for `sequence_mean`, else the length; 0 in rows without a trainable token.
@@ -79,17 +81,17 @@ def gram(advantages: Tensor, weights: Tensor) -> Tensor:
 
         G_kl = sum_b weights_b A_bk A_bl
 
-    Sums over rows, so the matrices of micro-batches and ranks add up.
+    It is a sum over rows, so the matrices of micro-batches and ranks can be added.
 
     Args:
-        advantages: [B, K] of each row, 0 where a reward has nothing to say; or [N, K] of each token.
+        advantages: [B, K] of each row, 0 where a reward does not apply; or [N, K] of each token.
         weights: [B] from `squared_weights`; or [N] squared weights of tokens, 0 where a token is not trainable.
 
     Returns:
         [K, K] float64.
 
     Raises:
-        ValueError: Shapes that do not fit.
+        ValueError: Shapes do not match.
     """
     if advantages.dim() != 2 or weights.shape != advantages.shape[:1]:
         shapes = f"advantages {tuple(advantages.shape)}, weights {tuple(weights.shape)}"
@@ -100,14 +102,14 @@ def gram(advantages: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RewardTasks:
-    """What a method reads: the K rewards that take part in a batch. All float64."""
+    """Input of a method: the K rewards that are active in a batch. All float64."""
 
     gram: Tensor  # [K, K], above 0 on the diagonal
     weights: Tensor  # [K] reward_weights, above 0
-    losses: Tensor  # [K] share of the range of rewards that is left, 0.01 to 1
-    first_losses: Tensor  # [K] of the first batch in which the reward took part
-    previous_losses: Tensor  # [K] of the last batch before this one; `losses` in the first
-    memory: Tensor  # [K] what the method kept; 0 at first
+    losses: Tensor  # [K] L_k, the remaining share of the range of rewards, 0.01 to 1
+    first_losses: Tensor  # [K] losses of the first batch in which each reward was active
+    previous_losses: Tensor  # [K] losses of the last batch before this one in which it was active; else `losses`
+    memory: Tensor  # [K] state that the method kept; 0 at first
 
     @property
     def norms(self) -> Tensor:
@@ -117,19 +119,19 @@ class RewardTasks:
 
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """What a method says."""
+    """Result of a method."""
 
     weights: Tensor  # [K] above 0, up to a common factor
-    memory: Tensor  # [K] kept for the next batch
+    memory: Tensor  # [K] state for the next batch
 
 
 def fixed(tasks: RewardTasks) -> Balanced:
-    """alpha_k = w_k: `reward_weights` as they are."""
+    """Fixed weights, alpha_k = w_k: `reward_weights` unchanged."""
     return Balanced(weights=tasks.weights, memory=tasks.memory)
 
 
 def log_transform(tasks: RewardTasks) -> Balanced:
-    """The gradient of sum_k w_k log(1 + L_k): alpha_k ~ w_k / (1 + L_k).
+    """Weights from the gradient of sum_k w_k log(1 + L_k): alpha_k ~ w_k / (1 + L_k).
 
     Source: Ludwig, trainer.loss_balancing
     """
@@ -139,9 +141,9 @@ def log_transform(tasks: RewardTasks) -> Balanced:
 def uncertainty(tasks: RewardTasks, *, uncertainty_rate: float) -> Balanced:
     """Homoscedastic uncertainty: the gradient of sum_k w_k (exp(-s_k) L_k + s_k), alpha_k ~ w_k exp(-s_k).
 
-    L_k is a mean absolute distance, so this is the likelihood of Laplace noise with log-scale s_k. Its best value is
-    log L_k, to which s_k moves from 0 by s_k += uncertainty_rate * (log L_k - s_k): near it these are steps of
-    gradient descent, and far from it they do not overshoot.
+    L_k is a mean absolute distance, so this is the likelihood of Laplace noise with log-scale s_k. The optimal s_k is
+    log L_k. s_k starts at 0 and approaches it by s_k += uncertainty_rate * (log L_k - s_k): close to the optimum these
+    are gradient descent steps, and far from it they do not overshoot.
 
     Source: Kendall et al. 2018, arXiv 1705.07115, section 3
     """
@@ -150,15 +152,16 @@ def uncertainty(tasks: RewardTasks, *, uncertainty_rate: float) -> Balanced:
 
 
 def gradnorm(tasks: RewardTasks, *, gradnorm_alpha: float, gradnorm_rate: float) -> Balanced:
-    """Gradient norms in proportion to w_k r_k^a, with r_k = L_k(t) / L_k(0): rewards that lag behind pull harder.
+    """Gradient norms in proportion to w_k r_k^a, with r_k = L_k(t) / L_k(0): rewards that lag behind get more weight.
 
-    With a = `gradnorm_alpha` and alpha_k ~ w_k exp(v_k), v from 0, the norms exp(v_k) |g_k| are pulled to their mean
-    times (r_k / mean r)^a:
+    With a = `gradnorm_alpha` and alpha_k ~ w_k exp(v_k), where v starts at 0, the norms exp(v_k) |g_k| are moved
+    towards their mean times (r_k / mean r)^a:
 
         e_k = v_k + log |g_k| - a log r_k,  v_k -= gradnorm_rate * (e_k - mean e)
 
-    The paper descends on the distance |norm - target| with arithmetic means and rescales its weights in each step. The
-    logarithms have the same proportions at rest, are free of units, and keep weights positive and the sum of v at 0.
+    The paper minimizes the distance |norm - target| with arithmetic means and renormalizes its weights in each step.
+    The logarithmic form has the same proportions at rest, has no units, and keeps the weights positive and the sum of
+    v at 0.
 
     Source: Chen et al. 2018, arXiv 1711.02257, eq. 1 and 2
     """
@@ -169,14 +172,15 @@ def gradnorm(tasks: RewardTasks, *, gradnorm_alpha: float, gradnorm_rate: float)
 
 
 def famo(tasks: RewardTasks, *, famo_rate: float, famo_decay: float) -> Balanced:
-    """Log-losses fall at one rate: alpha_k ~ w_k z_k / L_k with z = softmax(x), x from 0.
+    """Make all log-losses fall at the same rate: alpha_k ~ w_k z_k / L_k with z = softmax(x), where x starts at 0.
 
-    With the progress d_k = log L_k(t - 1) - log L_k(t) since the last batch, rewards with more of it give way:
+    With d_k = log L_k(t - 1) - log L_k(t), the progress since the last batch, rewards with more progress lose weight:
 
         x_k -= famo_rate * (z_k (d_k - sum_j z_j d_j) + famo_decay * x_k)
 
-    The paper measures progress on one batch before and after its update. That would cost another generation here, so
-    it is measured from batch to batch; where z moves slowly, the noise of a batch enters x twice, with opposite signs.
+    The paper measures progress on one batch, before and after its update. Here that would cost another generation, so
+    progress is measured from batch to batch. While z changes slowly, the noise of a batch enters x twice with opposite
+    signs, and cancels.
 
     Source: Liu et al. 2023, arXiv 2306.03792, algorithm 1
     """
@@ -188,11 +192,11 @@ def famo(tasks: RewardTasks, *, famo_rate: float, famo_decay: float) -> Balanced
 
 
 def nash(tasks: RewardTasks) -> Balanced:
-    """The Nash bargain: G alpha = w / alpha, so that each reward gains, g_k . g = w_k / alpha_k > 0.
+    """The Nash bargaining solution: G alpha = w / alpha, so that every reward improves, g_k . g = w_k / alpha_k > 0.
 
-    It maximises sum_k w_k log(g_k . g) over directions g of one length; the weights w are bargaining powers. In terms
-    of beta_k = alpha_k |g_k| and the cosines C between gradients, (C + 1e-4 I) beta = w / beta: without the ridge
-    there is no solution where gradients can cancel each other; with it the shares beta are close to those that cancel.
+    It maximizes sum_k w_k log(g_k . g) over directions g of fixed length; the weights w are bargaining powers. In
+    terms of beta_k = alpha_k |g_k| and the cosines C between gradients, (C + 1e-4 I) beta = w / beta. Without the
+    ridge there is no solution where the gradients can cancel; with it, beta is then close to the canceling weights.
 
     Source: Navon et al. 2022, arXiv 2202.01017, claim 3.1; Kalai 1977, Int. J. Game Theory 6 (bargaining powers)
     """
@@ -202,11 +206,12 @@ def nash(tasks: RewardTasks) -> Balanced:
 
 
 def _bargain(cosines: Tensor, powers: Tensor) -> Tensor:
-    """[K] beta > 0 with (C + ridge I) beta = w / beta up to a common factor, as near as rounding lets it come.
+    """[K] beta > 0 with (C + ridge I) beta = w / beta up to a common factor, to within rounding.
 
-    Newton's method on the convex function beta' (C + ridge I) beta / 2 - sum_k w_k log beta_k, self-concordant for
-    w_k >= 1: steps of 1 / (1 + decrement) stay above 0 and come near the minimum from anywhere, and from a decrement
-    of 1/4 on each full step more than halves it (Nesterov & Nemirovskii 1994), until it is rounding.
+    Newton's method on the convex function beta' (C + ridge I) beta / 2 - sum_k w_k log beta_k, which is
+    self-concordant for w_k >= 1. Damped steps of length 1 / (1 + decrement) keep beta above 0 and converge from any
+    start. Once the decrement is at most 1/4, each full step more than halves it (Nesterov & Nemirovskii 1994), until
+    only rounding is left.
     """
     matrix = cosines + NASH_RIDGE * torch.eye(len(powers), dtype=cosines.dtype)
     powers = powers / powers.min()
@@ -224,13 +229,13 @@ def _bargain(cosines: Tensor, powers: Tensor) -> Tensor:
 
 
 def pareto(tasks: RewardTasks, *, pareto_smoothing: float) -> Balanced:
-    """The smooth Tchebycheff distance to the best: the gradient of m log sum_k exp(p_k L_k / m).
+    """Smooth Tchebycheff scalarization: the gradient of m log sum_k exp(p_k L_k / m).
 
         alpha_k ~ p_k exp(p_k L_k / m),  p_k = w_k / mean w,  m = pareto_smoothing
 
-    The weights w are the preference vector: towards m = 0 the reward with the largest p_k L_k gets everything, so that
-    training ends where all p_k L_k are equal, on the Pareto front also where it is not convex; a large m gives fixed
-    weights.
+    The weights w are the preference vector. As m approaches 0, the reward with the largest p_k L_k gets all the
+    weight, so training ends where all p_k L_k are equal: on the Pareto front, even where it is not convex. A large m
+    gives fixed weights.
 
     Source: Lin et al. 2024, arXiv 2402.19078, section 3
     """
@@ -264,7 +269,7 @@ REWARD_BALANCES: dict[str, RewardBalance] = {
 
 
 class BalanceState(TypedDict):
-    """A `RewardBalancer` in a checkpoint; None: not seen yet."""
+    """The state of a `RewardBalancer` in a checkpoint; None stands for a reward that was not seen yet."""
 
     balance: str
     highest: list[float | None]
@@ -275,18 +280,18 @@ class BalanceState(TypedDict):
 
 
 class RewardBalancer:
-    """The alphas of K rewards, from batch to batch."""
+    """Computes the alphas of K rewards for each batch, and keeps the state between batches."""
 
     def __init__(self, balance: str, *, reward_weights: Sequence[float], **hyperparameters: float) -> None:
         """Start without having seen a batch.
 
         Args:
-            balance: A name of `REWARD_BALANCES`.
-            reward_weights: K numbers; not below 0, save for `fixed`.
-            hyperparameters: Those that the method needs.
+            balance: A name in `REWARD_BALANCES`.
+            reward_weights: K numbers; not negative, except with `fixed`.
+            hyperparameters: Exactly those that the method needs.
 
         Raises:
-            ValueError: Other hyper-parameters, or a weight that cannot be.
+            ValueError: A hyper-parameter is missing or unknown, or a weight is negative and the method is not `fixed`.
         """
         self.balance = balance
         self._row = REWARD_BALANCES[balance]
@@ -306,17 +311,17 @@ class RewardBalancer:
         self._memory = torch.zeros_like(unknown)
 
     def weights(self, gram: Tensor, rewards: Tensor) -> Tensor:
-        """The alphas of a batch, after its memory was brought up to date with this batch.
+        """Update the state with a batch and return the alphas for it.
 
         Args:
-            gram: [K, K], see `gram`; of all ranks.
-            rewards: [B, K] of all ranks, NaN where a reward has nothing to say.
+            gram: [K, K] summed over all ranks, see the function `gram`.
+            rewards: [B, K] of all ranks, NaN where a reward does not apply.
 
         Returns:
-            [K] float64 on the CPU, constants. See the module for what holds of them.
+            [K] float64 on the CPU, constants. See the module for their properties.
 
         Raises:
-            ValueError: Shapes that do not fit, no rows, or values that are not finite.
+            ValueError: Shapes do not match, there are no rows, or values are not finite.
         """
         size = len(self._reward_weights)
         if gram.shape != (size, size) or rewards.dim() != 2 or rewards.shape[1] != size or rewards.shape[0] == 0:
@@ -342,7 +347,7 @@ class RewardBalancer:
         return alphas
 
     def _tasks(self, gram: Tensor, means: Tensor, is_active: Tensor) -> RewardTasks:
-        """The rewards that take part; the first batch of a reward is remembered."""
+        """The active rewards. Remembers the mean of each reward's first active batch."""
         self._first_means = torch.where(is_active & self._first_means.isnan(), means, self._first_means)
         previous = torch.where(self._previous_means.isnan(), means, self._previous_means)
         return RewardTasks(
@@ -355,12 +360,12 @@ class RewardBalancer:
         )
 
     def _losses(self, means: Tensor) -> Tensor:
-        """[K] share of the range seen by now that lies between a mean and the highest."""
+        """[K] distance of each mean from the highest reward, as a share of the range seen so far."""
         span = self._highest - self._lowest
         return ((self._highest - means) / span).where(span > 0, 1.0).clamp(min=SMALLEST_LOSS)
 
     def state_dict(self) -> BalanceState:
-        """All that decides the next weights; it survives JSON bit by bit."""
+        """All that determines the next weights. A round trip through JSON is bit-exact."""
         return {
             "balance": self.balance,
             "highest": _numbers(self._highest),
@@ -371,10 +376,10 @@ class RewardBalancer:
         }
 
     def load_state_dict(self, state: BalanceState) -> None:
-        """Go on from a `state_dict`.
+        """Continue from a `state_dict`.
 
         Raises:
-            ValueError: It is of another method or another number of rewards.
+            ValueError: It belongs to another method or another number of rewards.
         """
         size = len(self._reward_weights)
         if state["balance"] != self.balance or len(state["memory"]) != size:
@@ -388,7 +393,7 @@ class RewardBalancer:
 
 
 def _extreme(rewards: Tensor, *, sign: int) -> Tensor:
-    """[K] highest (1) or lowest (-1) reward of a batch; NaN without any."""
+    """[K] highest (sign 1) or lowest (sign -1) reward of a batch; NaN if there is none."""
     largest = (sign * rewards).nan_to_num(nan=-torch.inf).amax(0)
     return sign * largest.masked_fill(largest.isinf(), torch.nan)
 

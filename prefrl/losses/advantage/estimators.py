@@ -1,23 +1,24 @@
-"""Advantages of completions, and the table of all estimators.
+"""Row-level advantage estimators, and the table of all estimators.
 
-Those of this module compare the total rewards of the completions of one prompt with each other: one advantage for each
-row. Those of `token_advantages` have one for each token.
+The estimators of this module compare the total rewards of the completions of one prompt and return one advantage per
+row. Those of `token_advantages` return one advantage per token.
 
-With R_b = sum_k w_k r_bk, the mean of the n rows of its group that have a reward, and std with n - 1 below the line:
+R_b = sum_k w_k r_bk is the total reward of a row. Means are over the n rows of its group that have a reward, and
+standard deviations divide by n - 1:
 
 | name | advantage of a row |
 |---|---|
 | grpo | (R - mean) / (std of the group or the batch + epsilon), or R - mean |
-| rloo | R - mean of the others of the group |
+| rloo | R - mean of the other rows of the group |
 | reinforce_plus_plus_baseline | R - mean, whitened |
 | remax | R - R of the greedy completion |
 | opo | R - sum(length R) / sum(length) |
-| gpg | (R - mean) * alpha / F, alpha = rows / rows of groups that differ |
-| grpo_passk | R - second best, for the best alone, divided as in grpo |
+| gpg | (R - mean) * alpha / F, alpha = rows / rows in groups whose rewards differ |
+| grpo_passk | R - second best for the best row only, 0 for the others; divided as in grpo |
 | maxrl | (R - mean) / mean |
 
-A row without a reward gets 0 and joins no statistic. All but `remax` give exactly 0 where the rewards of a group are
-equal, and so to a row that is alone in its group.
+A row without a reward gets advantage 0 and enters no statistic. All estimators but `remax` give exactly 0 where the
+rewards of a group are equal, and therefore also to a row that is alone in its group.
 """
 
 from __future__ import annotations
@@ -67,23 +68,23 @@ def grpo(
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"],
     advantage_epsilon: float,
 ) -> Advantages:
-    """How much better a completion is than the others of its group.
+    """Group-relative advantage: how much better a completion is than the others in its group.
 
     `sum_then_normalize`: with R_b = sum_k w_k r_bk,
 
         A_b = (R_b - mean_group) / (s + epsilon), s = std of the group ("group") or of the batch ("batch")
         A_b = R_b - mean_group ("none")
 
-    `normalize_then_sum` (GDPO): each reward is normalised within its group, and the weighted sum within the batch,
+    `normalize_then_sum` (GDPO): each reward is normalized within its group, and their weighted sum within the batch,
 
         S_b = sum_k w_k (r_bk - mean_group_k) / (std_group_k + epsilon),  A_b = S_b / (std_batch(S) + epsilon)
 
-    where S needs no centring: its mean is 0 by construction.
+    S needs no centering: its mean is 0 by construction.
 
     Args:
         scored: B rows.
-        scale_rewards: What centred rewards are divided by. `normalize_then_sum` divides by group, then batch, so it
-            goes with "group" alone.
+        scale_rewards: What the centered rewards are divided by. `normalize_then_sum` always divides by the group's
+            std, then the batch's, so it allows only "group".
         multi_objective_aggregation: See above.
         advantage_epsilon: Added to standard deviations.
 
@@ -109,9 +110,9 @@ def grpo(
 
 
 def rloo(scored: ScoredRows) -> Advantages:
-    """Reward minus the mean reward of the others of the group: A = n / (n - 1) (R - mean).
+    """Reward minus the mean reward of the other rows of the group: A = n / (n - 1) (R - mean).
 
-    The only row of a group has nothing to compare with, and gets 0.
+    A row that is alone in its group has nothing to be compared with and gets 0.
 
     Source: Ahmadian et al. 2024, arXiv 2402.14740
     """
@@ -121,7 +122,7 @@ def rloo(scored: ScoredRows) -> Advantages:
 
 
 def reinforce_plus_plus_baseline(scored: ScoredRows) -> Advantages:
-    """Reward minus the mean of its group, to be whitened over the tokens of the batch: not divided by the group's std.
+    """Reward minus the group mean, not divided by the group's std. The caller whitens it over the batch's tokens.
 
     Source: Hu et al. 2025 (REINFORCE++), arXiv 2501.03262 (REINFORCE++-baseline)
     """
@@ -132,7 +133,7 @@ def remax(scored: ScoredRows) -> Advantages:
     """Reward minus the reward of the greedy completion of the same prompt.
 
     Args:
-        scored: Needs `greedy`. Where it is NaN there is nothing to compare with, and the advantage is 0.
+        scored: Needs `greedy`. Where it is NaN there is no baseline, and the advantage is 0.
 
     Raises:
         ValueError: `greedy` is missing.
@@ -145,9 +146,9 @@ def remax(scored: ScoredRows) -> Advantages:
 
 
 def opo(scored: ScoredRows) -> Advantages:
-    """Reward minus the mean of its group weighted by length: R - sum(length R) / sum(length).
+    """Reward minus the length-weighted mean of its group: R - sum(length R) / sum(length).
 
-    The baseline of least variance where a gradient's squared norm grows with its number of tokens.
+    This baseline has the least variance if the squared gradient norm of a row grows in proportion to its token count.
 
     Source: Hao et al. 2025 (OPO), arXiv 2505.23585
     """
@@ -155,14 +156,14 @@ def opo(scored: ScoredRows) -> Advantages:
 
 
 def gpg(scored: ScoredRows, *, f_norm: float) -> Advantages:
-    """Centred rewards, enlarged for the rows that have no gradient: alpha (R - mean) / f_norm.
+    """Centered rewards, scaled up to make up for rows without a gradient: alpha (R - mean) / f_norm.
 
-    alpha = rows / rows of groups whose rewards are not all equal, over the batch, so that a mean over all rows becomes
-    one over those that can be learned from.
+    alpha = rows / rows in groups whose rewards are not all equal, counted over the batch. It turns a mean over all
+    rows into a mean over the rows that carry a gradient.
 
     Args:
         scored: B rows.
-        f_norm: What advantages are divided by, positive; 1 in the paper.
+        f_norm: Divisor of the advantages, positive; 1 in the paper.
 
     Raises:
         ValueError: `f_norm` is not positive.
@@ -177,9 +178,10 @@ def gpg(scored: ScoredRows, *, f_norm: float) -> Advantages:
 
 
 def grpo_passk(scored: ScoredRows, *, scale_rewards: RewardScale, advantage_epsilon: float) -> Advantages:
-    """What the best of a group adds to it: its reward minus the second best; 0 for all others.
+    """What each row adds to the best reward of its group: best minus second best for the best row, 0 for the others.
 
-    The best reward of k samples, minus the best without this one. Where several are the best, none adds anything.
+    This is the best reward of k samples minus the best reward without this sample. If several rows tie for the best,
+    none of them adds anything.
 
     Args:
         scored: B rows.
@@ -198,9 +200,9 @@ def grpo_passk(scored: ScoredRows, *, scale_rewards: RewardScale, advantage_epsi
 
 
 def maxrl(scored: ScoredRows) -> Advantages:
-    """(R - mean) / mean: with rewards 0 and 1, a step towards log of the chance to be right, not towards that chance.
+    """(R - mean) / mean. With rewards 0 and 1 this maximizes the log of the success rate, not the success rate.
 
-    A group with mean 0 has nothing right in it, and gets 0.
+    A group with mean 0 has no successful row and gets 0.
 
     Raises:
         ValueError: A total reward is negative.
@@ -211,19 +213,19 @@ def maxrl(scored: ScoredRows) -> Advantages:
     if (totals < 0).any():
         raise ValueError(f"maxrl: a total reward is {float(totals.nan_to_num().min())}: all need to be >= 0")
     mean = (group_sum(totals, groups) / group_count(totals, groups).clamp(min=1))[groups]
-    # Rewards that have mean 0 and are not negative are all 0: 0 / 0 is NaN, which becomes 0.
+    # Non-negative rewards with mean 0 are all 0. Here 0 / 0 gives NaN, which `_result` replaces by 0.
     return _result(scored, centred(totals, groups) / mean)
 
 
 def normalize_rows(advantages: Advantages, *, advantage_epsilon: float) -> Advantages:
-    """Advantages of rows with mean 0 and standard deviation 1 over the batch: (A - mean) / (std + epsilon).
+    """Normalize row advantages to mean 0 and standard deviation 1 over the batch: (A - mean) / (std + epsilon).
 
     Args:
         advantages: `values` [B] of all ranks.
         advantage_epsilon: Added to the standard deviation.
 
     Returns:
-        The same with other `values`; 0 for rows without a reward.
+        A copy with the normalized `values`; 0 for rows without a reward.
     """
     values = advantages.values.double().masked_fill(advantages.totals.isnan(), torch.nan)
     batch = torch.zeros_like(values, dtype=torch.long)
@@ -232,10 +234,10 @@ def normalize_rows(advantages: Advantages, *, advantage_epsilon: float) -> Advan
 
 
 def clip_advantages(values: Tensor, *, low: float, high: float) -> Tensor:
-    """Advantages of any shape, at least `low` and at most `high`.
+    """Clip advantages of any shape to `low` .. `high`.
 
     Raises:
-        ValueError: Not low <= 0 <= high, so that rows without a reward would learn, or low = high.
+        ValueError: The bounds exclude 0, which would give rows without a reward a gradient, or low = high.
     """
     if not low <= 0 <= high or low == high:
         raise ValueError(f"low={low}, high={high}: needs low <= 0 <= high and low < high")
@@ -249,8 +251,8 @@ class AdvantageEstimator:
     function: Callable[..., Advantages]
     level: Literal["row", "token"]
     source: str
-    whitened: bool = False  # over the trainable tokens of all ranks, by the caller
-    needs: frozenset[str] = frozenset()  # optional fields of what is scored
+    whitened: bool = False  # the caller whitens the result over the trainable tokens of all ranks
+    needs: frozenset[str] = frozenset()  # optional fields of `ScoredRows` or `ScoredTokens` that it requires
 
     @property
     def hyperparameters(self) -> frozenset[str]:
@@ -285,7 +287,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
 
 
 def _divided(values: Tensor, scored: ScoredRows, *, scale: RewardScale, epsilon: float) -> Tensor:
-    """[B] values / (standard deviation of the totals of their group or of the batch + epsilon)."""
+    """[B] values / (standard deviation of the totals in their group or in the batch + epsilon)."""
     if scale == "none":
         return values
     groups = numbered(scored.groups)
@@ -293,7 +295,7 @@ def _divided(values: Tensor, scored: ScoredRows, *, scale: RewardScale, epsilon:
 
 
 def _group_max(values: Tensor, groups: Tensor) -> Tensor:
-    """The largest value that is not NaN, at the number of each group; -inf where there is none."""
+    """Largest non-NaN value of each group, indexed by group number; -inf where there is none."""
     lowest = torch.full_like(values, -torch.inf)
     return lowest.scatter_reduce(0, groups, values.nan_to_num(nan=-torch.inf), "amax")
 

@@ -1,4 +1,4 @@
-"""What advantages are computed from and what they are; statistics over groups of completions of one prompt."""
+"""Inputs and results of the advantage estimators, and statistics over groups of completions of one prompt."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages of B rows or their N tokens with what is logged about them; in the dtype of the rewards."""
+    """Advantages of B rows or of their N tokens, and what is logged about them; in the dtype of the rewards."""
 
     values: Tensor  # [B] or [N]; 0 for rows without a reward and for tokens that are not trainable
     totals: Tensor  # [B] weighted sum of raw rewards, or sum of token rewards; NaN for rows without a reward
-    returns: Tensor | None = None  # [N] what a critic learns; 0 where not trainable
+    returns: Tensor | None = None  # [N] regression targets of a critic; 0 where not trainable
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """What row-level estimators read. Statistics are over these B rows, so they are those of all ranks.
+    """Input of row-level estimators. Statistics are taken over these B rows, so pass the rows of all ranks.
 
-    A reward that is NaN has nothing to say about its row: it takes part in no sum and no statistic. A row of NaN alone
-    has no reward and gets advantage 0.
+    A NaN reward means that the reward does not apply to its row: it enters no sum and no statistic. A row whose
+    rewards are all NaN has no reward and gets advantage 0.
 
     Raises:
-        ValueError: Shapes that do not fit, or an infinite reward.
+        ValueError: Shapes do not match, or a reward is infinite.
     """
 
-    rewards: Tensor  # [B, K], NaN where a reward has no value for a row
+    rewards: Tensor  # [B, K], NaN where a reward does not apply to a row
     weights: Tensor  # [K]
-    groups: Tensor  # [B] int64, any numbers; equal for the completions of a prompt
+    groups: Tensor  # [B] int64, arbitrary ids; equal for the completions of a prompt
     lengths: Tensor  # [B] trainable tokens of each row
     greedy: Tensor | None = None  # [B] total reward of the greedy completion of the row's prompt
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit together."""
+        """Reject shapes that do not match and infinite rewards."""
         rows, rewards = self.rewards.shape[:1], self.rewards.shape[1:]
         per_row = {"groups": self.groups, "lengths": self.lengths}
         if self.greedy is not None:
@@ -70,28 +70,28 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """What token-level estimators read: N response tokens of whole rows and whole groups.
+    """Input of token-level estimators: N response tokens of whole rows and whole groups.
 
-    Everything is read at trainable tokens alone. A row with a NaN among their rewards has no reward: it gets advantage
-    0 and joins no statistic.
+    Only trainable tokens are read. A row with a NaN reward at a trainable token has no reward: it gets advantage 0 and
+    enters no statistic.
 
     Raises:
-        ValueError: Shapes that do not fit, rows that are not laid end to end, or an infinite reward.
+        ValueError: Shapes do not match, rows are not laid end to end, or a reward is infinite.
     """
 
     rewards: Tensor  # [N] reward of each token: the row's total on its last trainable token, minus KL terms
     trainable: Tensor  # [N] bool, tokens that have a loss
     row_index: Tensor  # [N] int64, row of each token, in 0 .. B-1, never decreasing
     num_rows: int  # B
-    groups: Tensor  # [B] int64, any numbers; equal for the completions of a prompt
-    values: Tensor | None = None  # [N] of the critic, for the state in which the token was chosen
+    groups: Tensor  # [B] int64, arbitrary ids; equal for the completions of a prompt
+    values: Tensor | None = None  # [N] the critic's value of the state in which the token was chosen
     logprobs: Tensor | None = None  # [N] nats, log pi_old
-    log_collision: Tensor | None = None  # [N] nats, log sum p^2 over the vocabulary, of pi_old
+    log_collision: Tensor | None = None  # [N] nats, log sum p^2 over the vocabulary under pi_old
     # [N] nats, log of the importance weights that the loss is multiplied by: log pi_old - log mu, after any bound.
     log_ratio: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit together."""
+        """Reject shapes that do not match, rows out of order and infinite rewards."""
         optional = {name: getattr(self, name) for name in ("values", "logprobs", "log_collision", "log_ratio")}
         given = {name: tensor for name, tensor in optional.items() if tensor is not None}
         check_same_shape(rewards=self.rewards, trainable=self.trainable, row_index=self.row_index, **given)
@@ -108,31 +108,31 @@ def _check_finite(rewards: Tensor) -> None:
 
 
 def row_totals(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of a row's rewards that are not NaN: R_b = sum_k w_k r_bk.
+    """Weighted sum of the non-NaN rewards of each row: R_b = sum_k w_k r_bk.
 
     Args:
         rewards: [B, K].
         weights: [K].
 
     Returns:
-        [B] float64; NaN where all rewards are.
+        [B] float64; NaN where all rewards are NaN.
     """
     rewards = rewards.detach().double()
     return (rewards * weights.double()).nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
 
 
 def numbered(groups: Tensor) -> Tensor:
-    """The same partition of rows with numbers in 0 .. B-1, which the functions below need."""
+    """Renumber the groups to 0 .. B-1, as the functions below need; the partition of rows is unchanged."""
     numbers: Tensor = torch.unique(groups, return_inverse=True)[1]
     return numbers
 
 
 def centred(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
-    """[B] values minus the (weighted) mean of their group, over values that are not NaN; NaN stays.
+    """[B] values minus the (weighted) mean of the non-NaN values of their group; NaN stays NaN.
 
-    Equal values give exactly 0. Where all weights of a group are 0, the lowest value stands for the mean.
+    Equal values give exactly 0. Where all weights of a group are 0, its lowest value is used as the mean.
     """
-    # Measured from the lowest of the group, so that rounding does not give equal values a difference.
+    # Subtract the group's lowest value first, so that rounding cannot make equal values differ from their mean.
     lowest = torch.full_like(values, torch.inf).scatter_reduce(0, groups, values.nan_to_num(nan=torch.inf), "amin")
     shifted = values - lowest[groups]
     weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
@@ -141,16 +141,16 @@ def centred(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Te
 
 
 def group_std(values: Tensor, groups: Tensor) -> Tensor:
-    """[B] n-1 standard deviation of the values of each row's group that are not NaN; 0 if they are fewer than two."""
+    """[B] n-1 standard deviation of the non-NaN values in each row's group; 0 if there are fewer than two."""
     squares = group_sum(centred(values, groups).square(), groups)
     return (squares / (group_count(values, groups) - 1).clamp(min=1)).sqrt()[groups]
 
 
 def group_sum(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum of the values that are not NaN, at the number of each group."""
+    """Sum of the non-NaN values of each group, indexed by group number."""
     return torch.zeros_like(values).index_add(0, groups, values.nan_to_num(nan=0.0))
 
 
 def group_count(values: Tensor, groups: Tensor) -> Tensor:
-    """Number of values that are not NaN, at the number of each group."""
+    """Number of non-NaN values of each group, indexed by group number."""
     return torch.zeros_like(values).index_add(0, groups, (~values.isnan()).to(values.dtype))

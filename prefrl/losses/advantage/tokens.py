@@ -1,7 +1,7 @@
-"""Advantages of each token: what followed it, compared with a critic, the batch, or other rows at the same step.
+"""Token-level advantages: the rewards that follow a token, compared with a critic, the batch, or the group's rows.
 
-A row is the sequence of its trainable tokens: tokens of tools and environments were not chosen by the policy, so they
-are no steps, whatever stands on them.
+The steps of a row are its trainable tokens. The policy did not choose the tokens of tools and environments, so they
+are not steps, and nothing is read at them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = ["gae", "optimal_token_baseline", "reinforce_plus_plus"]
 
-# exp(2 * 30) times any number of tokens is finite in float32.
+# exp(2 * 30) times any realistic number of tokens is finite in float32.
 _MAX_LOG_RATIO = 30.0
 
 
 def gae(scored: ScoredTokens, *, gamma: float, lam: float) -> Advantages:
-    """Generalised advantage estimation: A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t.
+    """Generalized advantage estimation: A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t.
 
-    After the last trainable token of a row, V and A are 0. Returns are A + V, so a critic that fits them knows what it
-    is compared with; in rows without a reward they are V, from which a critic learns nothing.
+    After the last trainable token of a row, V and A are 0. The returns, the critic's targets, are A + V. In rows
+    without a reward they equal V, so that the critic has no error there.
 
     Args:
         scored: Needs `values`.
-        gamma: Discount of a step, in 0 .. 1.
-        lam: 0: the error of one step, with the critic's bias; 1: all that followed, with its variance.
+        gamma: Discount per step, in 0 .. 1.
+        lam: In 0 .. 1. At 0 the advantage is the one-step TD error, with the critic's bias; at 1 it uses all later
+            rewards, with their variance.
 
     Returns:
         values [N] and returns [N].
@@ -52,11 +53,11 @@ def gae(scored: ScoredTokens, *, gamma: float, lam: float) -> Advantages:
 
 
 def reinforce_plus_plus(scored: ScoredTokens, *, gamma: float) -> Advantages:
-    """Discounted rewards to go, A_t = sum_k gamma^k r_t+k; their baseline is the batch's mean, by whitening.
+    """Discounted rewards to go, A_t = sum_k gamma^k r_t+k. The caller whitens them, so the batch mean is the baseline.
 
     Args:
-        scored: Rewards with the KL terms of each token.
-        gamma: Discount of a step, in 0 .. 1.
+        scored: Its rewards include the KL terms of each token.
+        gamma: Discount per step, in 0 .. 1.
 
     Returns:
         values [N].
@@ -72,19 +73,19 @@ def reinforce_plus_plus(scored: ScoredTokens, *, gamma: float) -> Advantages:
 
 
 def optimal_token_baseline(scored: ScoredTokens, *, zero_tail: bool) -> Advantages:
-    """Rewards to go minus the baseline of least gradient variance at the same step of the group's rows.
+    """Rewards to go minus the minimum-variance baseline over the group's rows at the same step.
 
     With G_t the sum of rewards from step t on,
 
         A_t = G_t - B_t,  B_t = sum_G G_t W_t / sum_G W_t,  W_t = sum_{j <= t} rho_j^2 (1 - 2 p_j + sum_v p_jv^2)
 
-    over the rows of the group that have a step t. The bracket is the squared norm of the gradient of log p_j with
-    respect to the logits; rho are the importance weights, 1 without `log_ratio`.
+    where sum_G is over the rows of the group that have a step t. The bracket is the squared norm of the gradient of
+    log p_j with respect to the logits; rho are the importance weights, 1 without `log_ratio`.
 
     Args:
         scored: Needs `logprobs` and `log_collision`.
-        zero_tail: Where a row is the only one of its group that has a step t, it is its own baseline, and A_t = 0.
-            True: it has none there, and A_t = G_t.
+        zero_tail: What happens where only one row of a group has a step t. False: the row is its own baseline, so
+            A_t = 0. True: the baseline is 0 there, so A_t = G_t.
 
     Returns:
         values [N].
@@ -98,13 +99,13 @@ def optimal_token_baseline(scored: ScoredTokens, *, zero_tail: bool) -> Advantag
         raise ValueError("optimal_token_baseline needs logprobs and log_collision")
     steps = _steps(scored)
     logprobs, log_collision = steps.read(scored.logprobs), steps.read(scored.log_collision)
-    # (1 - p)^2 + (sum p^2 - p^2): both parts are positive and keep their digits where p is close to 1.
+    # (1 - p)^2 + (sum p^2 - p^2): both terms are non-negative and stay precise where p is close to 1.
     others = -log_collision.exp() * torch.expm1((2 * logprobs - log_collision).clamp(max=0))
     energy = torch.expm1(logprobs).square() + others
     if scored.log_ratio is not None:
         energy = energy * (2 * steps.read(scored.log_ratio).clamp(max=_MAX_LOG_RATIO)).exp()
     to_go = _to_go(steps.rewards, steps.row, discount=1.0)
-    # Sums so far are sums to go of the reversed tokens.
+    # A running sum is a sum to go over the reversed tokens.
     energy_so_far = _to_go(energy.flip(0), steps.row.flip(0), discount=1.0).flip(0)
     step = torch.arange(len(to_go), device=to_go.device) - torch.searchsorted(steps.row, steps.row)
     same_step = numbered(numbered(scored.groups)[steps.row] * len(step) + step)
@@ -116,15 +117,15 @@ def optimal_token_baseline(scored: ScoredTokens, *, zero_tail: bool) -> Advantag
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The M trainable tokens of all rows, end to end."""
+    """The M trainable tokens of all rows, laid end to end."""
 
     positions: Tensor  # [M] int64, in 0 .. N-1
     row: Tensor  # [M] int64
-    rewards: Tensor  # [M]; NaN in the whole row if one is
-    totals: Tensor  # [B]; NaN in rows without a reward or a step
+    rewards: Tensor  # [M]; NaN throughout a row if one of its rewards is NaN
+    totals: Tensor  # [B]; NaN in rows without a reward or without a step
 
     def read(self, per_token: Tensor) -> Tensor:
-        """[M] of [N], constant."""
+        """[M] the values of a [N] tensor at the steps, detached."""
         return per_token.detach()[self.positions]
 
 
@@ -145,7 +146,7 @@ def _steps(scored: ScoredTokens) -> _Steps:
 def _to_go(values: Tensor, row: Tensor, *, discount: float) -> Tensor:
     """[M] sum_k discount^k values_t+k over the steps from t to the end of the row.
 
-    A round with reach n doubles what a sum spans from n to 2 n steps, so a row of T steps takes log2(T) rounds.
+    Each round doubles the number of steps that a sum spans, so rows of T steps take log2(T) rounds.
     """
     longest = int(torch.bincount(row).max()) if len(row) else 0
     sums, reach = values, 1
@@ -156,7 +157,7 @@ def _to_go(values: Tensor, row: Tensor, *, discount: float) -> Tensor:
 
 
 def _later_in_row(values: Tensor, row: Tensor, distance: int) -> Tensor:
-    """[M] the value `distance` steps later; 0 after the row's end."""
+    """[M] the value `distance` steps later in the same row; 0 past the row's end."""
     following = torch.zeros_like(values)
     following[:-distance] = values[distance:].where(row[distance:] == row[:-distance], 0.0)
     return following
@@ -169,7 +170,7 @@ def _check_share(**shares: float) -> None:
 
 
 def _result(scored: ScoredTokens, steps: _Steps, values: Tensor, *, returns: Tensor | None = None) -> Advantages:
-    """[M] values and returns laid out as [N]."""
+    """Scatter [M] values and returns back to [N]."""
 
     def spread(per_step: Tensor) -> Tensor:
         return torch.zeros_like(scored.rewards).index_copy(0, steps.positions, per_step.to(scored.rewards.dtype))

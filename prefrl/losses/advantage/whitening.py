@@ -1,9 +1,9 @@
-"""Whitening: values over the tokens of all ranks get mean 0 and standard deviation 1.
+"""Whitening: normalize values to mean 0 and standard deviation 1 over the tokens of all ranks.
 
     total = moments(values, mask) of this rank, added up over ranks
     whitened(values, mask, mean=total.mean, std=total.std, ...)
 
-`mask` is the trainable tokens of rows that have a reward.
+`mask` selects the trainable tokens of rows that have a reward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Moments", "moments", "whitened"]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Host numbers that add up over ranks and batches."""
+    """Sums as Python floats, which can be added over ranks and batches."""
 
     total: float
     square_total: float
@@ -36,15 +36,15 @@ class Moments:
 
     @property
     def mean(self) -> float:
-        """0 without a value."""
+        """Mean of the values; 0 if there are none."""
         return self.total / self.count if self.count else 0.0
 
     @property
     def std(self) -> float:
-        """With n - 1 below the line; 0 if there are fewer than two values."""
+        """The n-1 standard deviation; 0 if there are fewer than two values."""
         if self.count < 2:
             return 0.0
-        # Rounding may leave a difference below 0 where all values are equal.
+        # Rounding may make the difference negative where all values are equal.
         return math.sqrt(max(0.0, self.square_total - self.total * self.mean) / (self.count - 1))
 
 
@@ -67,15 +67,15 @@ def moments(values: Tensor, mask: Tensor) -> Moments:
 def whitened(
     values: Tensor, mask: Tensor, *, mean: float, std: float, shift_mean: bool, advantage_epsilon: float
 ) -> Tensor:
-    """(values - mean) / (std + epsilon), plus mean unless it is shifted away.
+    """(values - mean) / (std + epsilon), plus mean if not `shift_mean`.
 
-    A single value, which is its own mean and has std 0, becomes 0, or stays as it is without `shift_mean`.
+    A single value is its own mean and has std 0: it becomes 0, or stays unchanged without `shift_mean`.
 
     Args:
         values: [N].
-        mask: [N] bool, the values that `mean` and `std` are of.
-        mean: Of all ranks.
-        std: Of all ranks.
+        mask: [N] bool, the values over which `mean` and `std` were computed.
+        mean: Over all ranks.
+        std: Over all ranks.
         shift_mean: Whether the result has mean 0; else it keeps the mean of the values.
         advantage_epsilon: Added to `std`, positive.
 

@@ -1,18 +1,19 @@
-"""Per-token estimates of KL(pi || ref) from the log-probs of sampled tokens, and the table of them.
+"""Per-token estimators of KL(pi || ref) from the log-probs of sampled tokens, and their table.
 
-All are in nats and zero where the two agree. For tokens sampled from pi behind given prefixes, d = log pi - log ref:
+All are in nats, and zero where the two policies agree. With d = log pi - log ref, for tokens sampled from pi given
+their prefixes:
 
 | name | value | expected value | expected gradient, as a loss |
 |---|---|---|---|
 | k1 | d | KL(pi, ref) | 0 |
-| abs | abs(d) | more than KL(pi, ref) | of sum abs(pi - ref), twice the total variation |
-| k2 | d^2 / 2 | close to KL(pi, ref) where the two are close | of KL(pi, ref) |
-| k3 | exp(-d) - 1 + d | KL(pi, ref) | of KL(ref, pi), the forward divergence |
-| k1+, abs+, k3+ | of the name without + | of the name without + | of KL(pi, ref): that of k2 |
+| abs | abs(d) | more than KL(pi, ref) | that of sum abs(pi - ref), twice the total variation |
+| k2 | d^2 / 2 | close to KL(pi, ref) where the two are close | that of KL(pi, ref) |
+| k3 | exp(-d) - 1 + d | KL(pi, ref) | that of KL(ref, pi), the forward divergence |
+| k1+, abs+, k3+ | as without + | as without + | that of KL(pi, ref), as with k2 |
 
-"Behind given prefixes" leaves out that a token changes what later tokens diverge by; `losses.sequence_kl` does not.
-For tokens of another policy mu, see `importance_corrected`. `TokenScores.full_kl` is no estimate, but the divergence
-of the two distributions over the whole vocabulary (`losses.full_kl`).
+"Given their prefixes" ignores that a token also changes the divergence of later tokens; `losses.sequence_kl` counts
+that. For tokens of another policy mu, see `importance_corrected`. `TokenScores.full_kl` is not an estimate but the
+divergence of the two distributions over the whole vocabulary (`losses.full_kl`).
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Tang and Munos 2025, On a few pitfalls in KL divergence
 gradient estimation for RL, arXiv 2506.09477 (gradients); verl 0.9.1, `kl_penalty` (abs, and +)
@@ -43,15 +44,15 @@ __all__ = [
     "straight_through",
 ]
 
-# What keeps float32 finite and no sample meets: of tokens sampled from q at most one in e^20, 5e8, has a larger
-# log p - log q, because E[p / q] = 1 (Markov's inequality).
+# This bound keeps float32 finite and is almost never reached: of tokens sampled from q, at most one in e^20 = 5e8 has
+# a larger log p - log q, because E[p / q] = 1 (Markov's inequality).
 _LARGEST_EXPONENT = 20.0
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Log-ratio d = log pi - log ref: unbiased for samples from pi, large variance, either sign.
+    """Log-ratio d = log pi - log ref: unbiased for samples from pi, with a large variance and either sign.
 
-    As a loss it teaches nothing: its gradient is that of log pi, whatever ref is; under pi that is 0 on average.
+    As a loss it has no effect on average: its gradient is that of log pi, whatever ref is, and its mean under pi is 0.
 
     Args:
         logprobs: [N] nats, gradient flows.
@@ -70,7 +71,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """abs(log pi - log ref): never negative, biased upwards. As a loss it lowers the total variation between the two.
 
-    Its gradient does not shrink where the two are close; it is 0 where they are equal.
+    Its gradient does not shrink as the two policies get closer; it is 0 only where they are equal.
 
     Args:
         logprobs: [N] nats, gradient flows.
@@ -86,7 +87,7 @@ def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log pi - log ref)^2 / 2: never negative, biased, small variance where the two are close.
+    """(log pi - log ref)^2 / 2: never negative, biased, with a small variance where the two are close.
 
     As a loss on samples from pi it has the gradient of KL(pi || ref): d * grad log pi.
 
@@ -106,8 +107,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(x) - 1 - x with x = log ref - log pi: never negative; unbiased for samples from pi.
 
-    As a loss on samples from pi it has the gradient of KL(ref || pi), not of KL(pi || ref). For x > 20 it goes on as
-    its tangent, so that neither loss nor gradient overflows or vanishes.
+    As a loss on samples from pi it has the gradient of KL(ref || pi), not of KL(pi || ref). For x > 20 it continues
+    along its tangent, so that neither loss nor gradient overflows or vanishes.
 
     Args:
         logprobs: [N] nats, gradient flows.
@@ -121,7 +122,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """
     check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     difference = ref_logprobs.detach() - logprobs
-    # exp(x) - 1 loses all digits where x is small, which is where policies are trained.
+    # exp(x) - 1 loses all precision where x is small, which is the usual case in training.
     estimate = torch.expm1(difference.clamp(max=_LARGEST_EXPONENT)) - difference
     return estimate + math.exp(_LARGEST_EXPONENT) * (difference - _LARGEST_EXPONENT).clamp(min=0)
 
@@ -144,11 +145,11 @@ def straight_through(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[
 
 @dataclass(frozen=True, slots=True)
 class KLEstimator:
-    """A row of `KL_ESTIMATORS`: `function(logprobs, ref_logprobs) -> [N]`, and what it promises for tokens of pi."""
+    """A row of `KL_ESTIMATORS`: `function(logprobs, ref_logprobs) -> [N]`, and its properties for tokens of pi."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     unbiased_value: bool  # its mean is KL(pi || ref)
-    unbiased_gradient: bool  # the mean of its gradient is that of KL(pi || ref), the prefix given
+    unbiased_gradient: bool  # the mean of its gradient is that of KL(pi || ref), given the prefix
     source: str
 
 
@@ -167,12 +168,12 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {
 
 
 def importance_corrected(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor, *, kl_estimator: str) -> Tensor:
-    """Ratio times estimate, r * k with r = pi / mu: what `KL_ESTIMATORS` promises for tokens of pi, for tokens of mu.
+    """Importance-weighted estimate r * k with r = pi / mu: gives an estimator its properties for tokens of mu.
 
-    With an estimator whose gradient is right for tokens of pi (k2 and those with +) the ratio is a constant. With the
-    others gradient flows through the ratio: E_mu[r k] = E_pi[k] as a function of pi, and r * k1 and r * k3 have both
-    the value and the gradient of KL(pi || ref), also where pi = mu and r is 1. Behind given prefixes, as ever. A ratio
-    above e^20 counts as e^20.
+    For an estimator with an unbiased gradient on tokens of pi (k2 and those with +) the ratio is a constant. For the
+    others, gradient flows through the ratio: E_mu[r k] = E_pi[k] as a function of pi, so r * k1 and r * k3 have both
+    the value and the gradient of KL(pi || ref), even where pi = mu and r is 1. All of this is given the prefixes.
+    Ratios above e^20 count as e^20.
 
     Args:
         logprobs: [N] nats, gradient flows.
@@ -184,7 +185,7 @@ def importance_corrected(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tens
         [N] nats.
 
     Raises:
-        ValueError: Shapes differ, or no estimator has this name.
+        ValueError: Shapes differ, or there is no estimator of this name.
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556 (unbiased KL estimate, k3); TRL,
         `use_bias_correction_kl`

@@ -1,11 +1,11 @@
-"""KL(pi || ref) over the whole vocabulary, for a chunk of tokens at a time.
+"""KL(pi || ref) over the whole vocabulary, one chunk of tokens at a time.
 
     KL = sum_j p_j (log p_j - log q_j)        d KL / d z_j = p_j (log p_j - log q_j - KL)
 
-with p = softmax(z) of the policy, q of the reference, and z the policy's logits over temperature. Nothing is estimated
-from the sampled token: value and gradient are exact, behind the prefix that was sampled. `chunked_logprobs` and
-`module_logprobs` compute it beside log-probs, where the policy's logits are at hand. Those of the reference are made
-of hidden states that were kept, chunk by chunk, in forward and again in backward.
+z are the policy's logits divided by the temperature, p = softmax(z), and q is the same distribution of the reference.
+Nothing is estimated from the sampled token: given the sampled prefix, value and gradient are exact. `chunked_logprobs`
+and `module_logprobs` compute the divergence along with the log-probs, while the policy's logits exist. The reference's
+logits are computed from its kept hidden states, chunk by chunk, in forward and again in backward.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["ReferenceLogits", "full_kl", "reference_log_probs"]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLogits:
-    """Logits of the reference at M tokens, not made yet."""
+    """What the reference's logits at M tokens are computed from."""
 
-    hidden: Tensor  # [M, h] last hidden states, constants; the policy's may be of another size
+    hidden: Tensor  # [M, h] last hidden states, constants; h may differ from the policy's hidden size
     head: Callable[[Tensor], Tensor]  # [m, h] -> [m, V] logits before temperature
 
 
 def reference_log_probs(
     reference: ReferenceLogits, *, temperature: float, dtype: torch.dtype
 ) -> Callable[[slice], Tensor]:
-    """A function that gives [c, V] log softmax(logits / temperature) of some tokens, without gradient.
+    """A function that returns [c, V] log softmax(logits / temperature) for a slice of tokens, without gradients.
 
-    The head runs under the autocast that is on now, also if the function is called later, in backward. Each call
-    returns a tensor of its own.
+    The head runs under the autocast state of this call, even if the returned function is called later, in backward.
+    Each call returns a new tensor.
     """
     device_type = reference.hidden.device.type
     autocast = partial(
@@ -60,7 +60,7 @@ def reference_log_probs(
 
 
 def full_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """sum_j p_j (log p_j - log q_j) for each token.
+    """KL divergence over the vocabulary, sum_j p_j (log p_j - log q_j), for each token.
 
     Args:
         log_probs: [c, V] nats, log p; gradient flows.

@@ -1,4 +1,4 @@
-"""The KL divergence of whole sequences, from samples of any policy: with what a token changes for later ones."""
+"""The KL divergence of whole sequences from samples of any policy, including a token's effect on later tokens."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def sequence_kl(
 
         E_mu[sum_s W_s d_s] = KL(pi || ref),  E_mu[sum_s W_s d_s sum_{j <= s} grad log pi_j] = grad KL(pi || ref)
 
-    both exactly, prefixes included: d is a constant here (W_s grad d_s is 0 on average), and gradient flows through
-    W. A token answers for all that later tokens of its row diverge by. On samples of pi itself, where W is 1, the
-    gradient is sum_j grad log pi_j sum_{s >= j} d_s. It is that of the divergence if the losses of a row are summed:
-    means over a row's tokens weigh rows by their lengths.
+    both exactly, including the distribution of prefixes. d is a constant here (W_s grad d_s is 0 on average), and
+    gradient flows through W. Each token gets credit for the divergence of all later tokens of its row. On samples of
+    pi itself, where W is 1, the gradient is sum_j grad log pi_j sum_{s >= j} d_s. It is the gradient of the divergence
+    only if the losses of a row are summed: a mean over a row's tokens would weight rows by their lengths.
 
-    The variance of W grows with the length of rows. `kl_weight_cap` lowers weights above it to it, before the
-    exponential. Gradient flows on as through any constant weight: where pi has moved far from mu, the pull towards
-    ref stays, at the size of the cap. Then the value is off by at most E_pi[sum_s abs(d_s) (1 - cap / W_s)+], in
-    either direction, and nothing where all W_s are at most the cap.
+    The variance of W grows with the length of rows. `kl_weight_cap` clips the weights from above, before the
+    exponential. Gradient still flows through a clipped weight, scaled by the cap, so that the pull towards ref remains
+    where pi has moved far from mu. The value is then off by at most E_pi[sum_s abs(d_s) (1 - cap / W_s)+], in either
+    direction, and is exact where all W_s are at most the cap.
 
     Args:
         logprobs: [N] nats, log pi, treated as constant: gradient flows through `log_ratio`.
         ref_logprobs: [N] nats, treated as constant.
         log_ratio: [N] nats, log pi - log mu of each token; gradient flows.
-        trainable: [N] bool, tokens that the policy chose; nothing is read at the others, and they get 0.
-        row_index: [N] int64, row of each token, in 0 .. B-1; rows stand one after the other in this order.
+        trainable: [N] bool, tokens that the policy chose; the others are not read and get 0.
+        row_index: [N] int64, row of each token, in 0 .. B-1; rows are laid end to end in this order.
         num_rows: B.
         kl_weight_cap: Largest weight, at least 1; None: no bound, and float32 overflows where log W is above 88.
 
@@ -52,7 +52,7 @@ def sequence_kl(
         [N] nats in the dtype of `logprobs`.
 
     Raises:
-        ValueError: Shapes differ, or a cap below 1, the weight of a sample from pi itself.
+        ValueError: Shapes differ, or the cap is below 1, the weight of a sample from pi itself.
 
     Source: Tang and Munos 2025, arXiv 2506.09477 (the gradient on samples of pi)
     """
@@ -69,13 +69,14 @@ def sequence_kl(
 
 
 def row_prefix_sums(values: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
-    """Sum of each token's value and those before it in its row; gradient flows.
+    """Cumulative sum of the values within each row, each token included; gradient flows.
 
-    Accumulated in float64: all rows are summed in one go, and what earlier rows sum to is taken off again.
+    Accumulated in float64, because one cumulative sum runs over all rows and the total of the earlier rows is then
+    subtracted.
 
     Args:
         values: [N].
-        row_index: [N] int64, row of each token, in 0 .. B-1; rows stand one after the other in this order.
+        row_index: [N] int64, row of each token, in 0 .. B-1; rows are laid end to end in this order.
         num_rows: B.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Which tokens lower the entropy of the policy most: those whose log-prob and advantage vary together.
+"""Select the tokens that lower the policy's entropy most: those with a high covariance of log-prob and advantage.
 
     cov_t = (A_t - mean A) * (log pi_t - mean log pi), means over all trainable tokens of a generation batch
 
-Tokens are selected once for each generation batch, among those of all ranks, and a random choice follows numbers that
-belong to the tokens. So an update does not depend on how its step is cut.
+Tokens are selected once per generation batch, over all ranks. Random choices use numbers that are tied to the tokens,
+so an update does not depend on how its step is split into micro-batches and ranks.
 
 Source: Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models,
     arXiv 2505.22617, section 4.2
@@ -28,7 +28,7 @@ __all__ = ["CovarianceSums", "covariance", "covariance_sums", "select_clip_cov",
 
 @dataclass(frozen=True, slots=True)
 class CovarianceSums:
-    """Sums over trainable tokens, scalars. They add up over ranks; divided by `num_tokens` they are the means."""
+    """Scalar sums over trainable tokens. They can be added over ranks; divided by `num_tokens` they are the means."""
 
     logprobs: Tensor  # float64, nats
     advantages: Tensor  # float64
@@ -36,7 +36,7 @@ class CovarianceSums:
 
 
 def covariance_sums(logprobs: Tensor, advantages: Tensor, trainable: Tensor) -> CovarianceSums:
-    """What the means in `covariance` are made of, in float64, where the order of summation hardly matters.
+    """Sums for the means in `covariance`, in float64, where the order of summation hardly matters.
 
     Args:
         logprobs: [N] nats, treated as constant; read at trainable tokens alone.
@@ -57,7 +57,7 @@ def covariance_sums(logprobs: Tensor, advantages: Tensor, trainable: Tensor) -> 
 def covariance(
     logprobs: Tensor, advantages: Tensor, trainable: Tensor, *, mean_logprob: float, mean_advantage: float
 ) -> Tensor:
-    """What each token adds to the covariance of log-probs and advantages: (A - mean A) (log pi - mean log pi).
+    """Contribution of each token to the covariance of log-probs and advantages: (A - mean A) (log pi - mean log pi).
 
     Args:
         logprobs: [N] nats, treated as constant; read at trainable tokens alone.
@@ -80,11 +80,11 @@ def covariance(
 
 
 def token_keys(row_seeds: Sequence[int], row_lengths: Sequence[int]) -> Tensor:
-    """A random number for each token, which follows from its row's seed and its place in the row.
+    """A random number for each token that depends only on its row's seed and its position in the row.
 
     Args:
-        row_seeds: B entries. A row's seed must not depend on the rank that holds it.
-        row_lengths: B entries, response tokens.
+        row_seeds: B entries. A row's seed must not depend on the rank that holds the row.
+        row_lengths: B entries, the number of response tokens.
 
     Returns:
         [N] float64 on the CPU, uniform in 0 .. 1.
@@ -106,15 +106,16 @@ def select_clip_cov(
     clip_cov_lb: float,
     clip_cov_ub: float,
 ) -> Tensor:
-    """Some of the tokens whose covariance is in (clip_cov_lb, clip_cov_ub), at random: those with the smallest keys.
+    """Select a random subset of the tokens whose covariance is in (clip_cov_lb, clip_cov_ub): the smallest keys.
 
-    As many as `clip_cov_ratio` of all trainable tokens, rounded down but at least one, if there are so many.
+    The number selected is `clip_cov_ratio` of all trainable tokens, rounded down but at least one, or all candidates
+    if there are fewer.
 
     Args:
         covariances: [N], see `covariance`; tokens of all ranks.
         trainable: [N] bool, tokens that have a loss.
         keys: [N] random numbers, see `token_keys`.
-        clip_cov_ratio: In 0 .. 1, above 0.
+        clip_cov_ratio: Above 0, at most 1.
         clip_cov_lb: Covariances need to be above this.
         clip_cov_ub: Covariances need to be below this.
 
@@ -122,7 +123,7 @@ def select_clip_cov(
         [N] bool.
 
     Raises:
-        ValueError: Shapes differ, or the hyper-parameters select nothing.
+        ValueError: Shapes differ, or the hyper-parameters cannot select anything.
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (Clip-Cov)
     """
@@ -136,21 +137,21 @@ def select_clip_cov(
 
 
 def select_kl_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, *, kl_cov_ratio: float) -> Tensor:
-    """The tokens with the largest covariance: `kl_cov_ratio` of all trainable ones, rounded down but at least one.
+    """Select the tokens with the largest covariance: `kl_cov_ratio` of all trainable ones, rounded down, at least one.
 
-    Equal covariances are common, at the tokens of which the policy is sure; among them, the smallest keys win.
+    Ties are common among tokens that the policy is certain of; they are broken by the smallest keys.
 
     Args:
         covariances: [N], see `covariance`; tokens of all ranks.
         trainable: [N] bool, tokens that have a loss.
         keys: [N] random numbers, see `token_keys`.
-        kl_cov_ratio: In 0 .. 1, above 0.
+        kl_cov_ratio: Above 0, at most 1.
 
     Returns:
         [N] bool.
 
     Raises:
-        ValueError: Shapes differ, or the hyper-parameter selects nothing.
+        ValueError: Shapes differ, or the hyper-parameter cannot select anything.
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (KL-Cov)
     """
@@ -171,7 +172,7 @@ def _share(trainable: Tensor, ratio: float) -> int:
 
 
 def _first(order: Tensor, is_candidate: Tensor, count: int) -> Tensor:
-    """[N] bool: the first `count` of an order of tokens that begins with the candidates."""
+    """[N] bool: the first `count` tokens in `order`, which lists the candidates first."""
     selected = torch.zeros_like(is_candidate)
     selected[order[: min(count, int(is_candidate.sum()))]] = True
     return selected

@@ -8,9 +8,9 @@ Symbols of the formulas, for each token:
     sg[x]  x as a constant
     clip   clip(r, low, high) = min(max(r, low), high)
 
-At r = 1 every loss has the gradient -A * (gradient of log pi), the policy gradient; only clip_cov drops tokens. Bounds
-are put on log r before exp: the gradient of a ratio that overflows is infinity times zero, NaN, even where it is
-clipped.
+At r = 1 every loss has the policy gradient, -A * (gradient of log pi), except for the tokens that clip_cov drops.
+Bounds are applied to log r before exp: the gradient of an overflowing ratio is infinity times zero, NaN, even where
+the ratio is clipped.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ __all__ = [
 def clipped_surrogate(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float, delta: float | None) -> TokenLoss:
     """PPO's surrogate with separate bounds: -min(r' A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r' = min(r, delta).
 
-    The clip limits only the side that the advantage favours; `delta` limits large ratios where A < 0, for which the
-    plain surrogate has no bound. That is the dual clip: where A < 0,
+    The clip limits only the side that the advantage favors. `delta` limits large ratios where A < 0, for which the
+    plain surrogate has no bound. This is the dual clip; where A < 0,
 
         -min(r' A, clip(r) A) = min(max(-r A, -clip(r) A), -delta A)
 
@@ -67,12 +67,12 @@ def clipped_surrogate(tokens: PolicyTokens, *, epsilon: float, epsilon_high: flo
             `lower_bound_ratio` in cosmos-rl.
 
     Returns:
-        loss [N], and 0/1 indicators of ratios outside the clip range on the side that it limits:
+        loss [N], and 0/1 indicators of ratios outside the clip range, on the side that the clip limits:
         `clip_ratio/low` (r < 1 - epsilon and A < 0), `clip_ratio/high` (r > 1 + epsilon_high and A > 0) and
         `clip_ratio/region` (either).
 
     Raises:
-        ValueError: Bounds that exclude each other.
+        ValueError: The bounds contradict each other.
 
     Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 10 (separate
         bounds); Ye et al. 2020, arXiv 1912.09729, eq. 5 and Prime Intellect 2025 (INTELLECT-2), arXiv 2505.07291
@@ -93,8 +93,8 @@ def clipped_surrogate(tokens: PolicyTokens, *, epsilon: float, epsilon_high: flo
 def cispo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float) -> TokenLoss:
     """REINFORCE with a clipped weight: -sg[clip(r, 1 - epsilon, 1 + epsilon_high)] A log pi.
 
-    No token loses its gradient. The bounds are relative to 1 as everywhere (TRL's bound is epsilon_high itself, so
-    that its default scales every gradient by 0.2; TRL's 5.0 is 4.0 here); epsilon=1 leaves no lower bound.
+    No token loses its gradient. As everywhere, the bounds are relative to 1. In TRL the bound is epsilon_high itself,
+    so its default scales every gradient by 0.2, and TRL's 5.0 is 4.0 here. epsilon=1 means no lower bound.
 
     Args:
         tokens: The tokens.
@@ -106,7 +106,7 @@ def cispo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float) -> Token
         above the bound where A > 0).
 
     Raises:
-        ValueError: Bounds that exclude each other.
+        ValueError: The bounds contradict each other.
 
     Source: MiniMax 2025 (MiniMax-M1), arXiv 2506.13585, section 3.1
     """
@@ -120,18 +120,18 @@ def cispo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float) -> Token
 def aipo(tokens: PolicyTokens, *, aipo_rho: float) -> TokenLoss:
     """REINFORCE with a weight that is bounded above: -sg[min(r, aipo_rho)] A log pi.
 
-    `old` is the policy that sampled. cosmos-rl lets the gradient flow through min(r, aipo_rho) instead, so that tokens
-    above the bound have none; here, as in the paper, they keep aipo_rho times theirs.
+    `old` is the sampling policy. In cosmos-rl the gradient flows through min(r, aipo_rho) instead, so tokens above the
+    bound have no gradient; here, as in the paper, their gradient keeps the weight aipo_rho.
 
     Args:
         tokens: The tokens.
-        aipo_rho: Largest ratio, at least 1; the paper finds 2 .. 10.
+        aipo_rho: Largest ratio, at least 1; the paper recommends 2 .. 10.
 
     Returns:
         loss [N], and `aipo_clip_ratio`: 1 where the ratio is above aipo_rho and A is not 0.
 
     Raises:
-        ValueError: aipo_rho < 1, which would scale the gradient of samples of the policy itself.
+        ValueError: aipo_rho < 1, which would scale down even the gradient of on-policy samples.
 
     Source: Wu et al. 2025 (LlamaRL), arXiv 2505.24034
     """
@@ -145,19 +145,20 @@ def aipo(tokens: PolicyTokens, *, aipo_rho: float) -> TokenLoss:
 
 
 def dppo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float, delta: float | None) -> TokenLoss:
-    """REINFORCE without the tokens whose probability has moved too far: -m sg[min(r, delta)] A log pi.
+    """REINFORCE that masks tokens whose probability has moved too far: -m sg[min(r, delta)] A log pi.
 
-    m = 0 where pi - old > epsilon_high and A > 0, or old - pi > epsilon and A < 0; else 1. For a token against all
-    others, |pi - old| is the total variation: rare tokens may change by a large factor, likely ones by a small one.
+    m = 0 where pi - old > epsilon_high and A > 0, or old - pi > epsilon and A < 0; else 1. |pi - old| is the total
+    variation of the binary distribution "this token or another". Rare tokens may therefore change by a large factor,
+    likely ones only by a small one.
 
     Args:
         tokens: The tokens.
-        epsilon: Most that a probability may fall; in 0 .. 1.
-        epsilon_high: Most that it may rise.
+        epsilon: How far a probability may fall; in 0 .. 1.
+        epsilon_high: How far it may rise.
         delta: Largest ratio, which bounds the weight of rare tokens; None: no bound. `clip_ratio_c` in verl.
 
     Returns:
-        loss [N], and indicators of tokens without a loss: `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`.
+        loss [N], and 0/1 indicators of masked tokens: `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`.
 
     Raises:
         ValueError: A bound is out of range.
@@ -175,7 +176,7 @@ def dppo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float, delta: fl
 
 
 def reinforce(tokens: PolicyTokens) -> TokenLoss:
-    """The policy gradient itself: -A log pi. Exact for samples of the policy as it is; there is no ratio.
+    """The plain policy gradient: -A log pi. There is no ratio, so it is exact only for on-policy samples.
 
     Args:
         tokens: The tokens; `old_logprobs` are not read.
@@ -189,10 +190,10 @@ def reinforce(tokens: PolicyTokens) -> TokenLoss:
 
 
 def sapo(tokens: PolicyTokens, *, sapo_temperature_pos: float, sapo_temperature_neg: float) -> TokenLoss:
-    """A soft gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A.
+    """A soft gate in place of a clip: -(4 / tau) sigmoid(tau (r - 1)) A.
 
-    The gradient is that of -r A times 4 p (1 - p), p = sigmoid(tau (r - 1)): 1 at r = 1, falling on both sides, the
-    faster the higher tau.
+    The gradient is that of -r A times 4 p (1 - p) with p = sigmoid(tau (r - 1)). This factor is 1 at r = 1 and falls
+    on both sides, faster for a higher tau.
 
     Args:
         tokens: The tokens.
@@ -203,7 +204,7 @@ def sapo(tokens: PolicyTokens, *, sapo_temperature_pos: float, sapo_temperature_
         loss [N], no statistics.
 
     Raises:
-        ValueError: A temperature that is not positive.
+        ValueError: A temperature is not positive.
 
     Source: Gao et al. 2025 (SAPO), arXiv 2511.20347
     """
@@ -216,11 +217,11 @@ def sapo(tokens: PolicyTokens, *, sapo_temperature_pos: float, sapo_temperature_
 
 
 def gmpo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float) -> TokenLoss:
-    """The geometric mean of a row's clipped ratios: -A R, with d = log r of a token and the row's
+    """Geometric mean of a row's clipped ratios: -A R. With d = log r of a token, the row's R is
 
         R = exp(mean_t sgn(A) min(sgn(A) d, sgn(A) clip(d, -epsilon, epsilon_high)))
 
-    R stands on every token of the row, so that the reduction `sequence_mean` counts it once.
+    Every token of the row gets the same R, so the reduction `sequence_mean` counts it once.
 
     Args:
         tokens: The tokens, at level `token`: the mean is taken here.
@@ -228,10 +229,10 @@ def gmpo(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float) -> TokenL
         epsilon_high: Nats: the ratio is clipped to <= exp(epsilon_high).
 
     Returns:
-        loss [N], and 0/1 indicators of clipped tokens as of `clipped_surrogate`, here of d.
+        loss [N], and the 0/1 indicators of `clipped_surrogate`, here for d.
 
     Raises:
-        ValueError: Bounds that are negative.
+        ValueError: A bound is negative.
 
     Source: Zhao et al. 2025 (GMPO), arXiv 2507.20673
     """
@@ -253,14 +254,14 @@ def vespo(
     vespo_k_neg: float,
     vespo_lambda_neg: float,
 ) -> TokenLoss:
-    """REINFORCE with a smooth weight of the whole row: -sg[phi(W)] A log pi, with W = pi / old of the row and
+    """REINFORCE with a smooth sequence-level weight: -sg[phi(W)] A log pi, with W = pi / old of the row and
 
         phi(W) = exp(lambda + k log W - lambda W) = W^k exp(lambda (1 - W))
 
     phi(1) = 1, and its maximum is at W = k / lambda.
 
     Args:
-        tokens: The tokens, at level `token`: the sum is taken here. `old` is the policy that sampled.
+        tokens: The tokens, at level `token`: the sum is taken here. `old` is the sampling policy.
         vespo_k_pos: k where A >= 0, not negative: how fast rows with W < 1 lose weight.
         vespo_lambda_pos: lambda where A >= 0, above 0: how fast rows with W > 1 lose weight.
         vespo_k_neg: k where A < 0.
@@ -270,7 +271,7 @@ def vespo(
         loss [N], and `vespo/phi_seq_mean`: phi. TRL's mean is over rows.
 
     Raises:
-        ValueError: k < 0 or lambda <= 0: phi would have no bound.
+        ValueError: k < 0 or lambda <= 0, which would make phi unbounded.
 
     Source: Shen et al. 2026 (VESPO), arXiv 2602.10693
     """
@@ -286,19 +287,19 @@ def vespo(
 
 
 def clip_cov(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float, delta: float | None) -> TokenLoss:
-    """`clipped_surrogate`, and 0 for selected tokens that it does not clip.
+    """`clipped_surrogate`, with loss 0 for those selected tokens that it does not clip.
 
     Args:
         tokens: The tokens, with `selected`: see `policy_covariance.select_clip_cov`.
-        epsilon: As of `clipped_surrogate`.
-        epsilon_high: As of `clipped_surrogate`.
-        delta: As of `clipped_surrogate`.
+        epsilon: As in `clipped_surrogate`.
+        epsilon_high: As in `clipped_surrogate`.
+        delta: As in `clipped_surrogate`.
 
     Returns:
         loss [N], the indicators of `clipped_surrogate`, and `clip_cov/selected`: 1 where the loss is dropped.
 
     Raises:
-        ValueError: Bounds that exclude each other, or no selection.
+        ValueError: The bounds contradict each other, or there is no selection.
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (Clip-Cov)
     """
@@ -309,7 +310,7 @@ def clip_cov(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float, delta
 
 
 def kl_cov(tokens: PolicyTokens, *, kl_cov_coef: float) -> TokenLoss:
-    """The surrogate without a clip, -r A, and a penalty on selected tokens: -r A + kl_cov_coef |log r|.
+    """The unclipped surrogate -r A, plus a penalty on selected tokens: -r A + kl_cov_coef |log r|.
 
     Args:
         tokens: The tokens, with `selected`: see `policy_covariance.select_kl_cov`.
@@ -319,7 +320,7 @@ def kl_cov(tokens: PolicyTokens, *, kl_cov_coef: float) -> TokenLoss:
         loss [N], and `kl_cov/selected`: 1 where the penalty is added.
 
     Raises:
-        ValueError: A negative coefficient, or no selection.
+        ValueError: The coefficient is negative, or there is no selection.
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (KL-Cov)
     """
@@ -345,7 +346,7 @@ def _check_positive(**values: float) -> None:
 
 
 def _clip_stats(log_ratio: Tensor, advantages: Tensor, lowest: float, highest: float) -> dict[str, Tensor]:
-    """Where a log-ratio, or what stands for it, is outside the bound that limits it."""
+    """0/1 indicators of where a log-ratio, or a quantity used in its place, is outside the bound that limits it."""
     is_low = (log_ratio < lowest) & (advantages < 0)
     is_high = (log_ratio > highest) & (advantages > 0)
     stats = {"clip_ratio/low": is_low, "clip_ratio/high": is_high, "clip_ratio/region": is_low | is_high}
@@ -370,9 +371,9 @@ class PolicyLoss:
     function: Callable[..., TokenLoss]
     reduction: Reduction
     source: str
-    # What `PolicyTokens.level` may be. Losses that make a ratio of rows themselves, or have none, say `token`.
+    # Allowed values of `PolicyTokens.level`. Losses that compute a row ratio themselves, or use none, have `token`.
     levels: tuple[ImportanceLevel, ...]
-    # `selection(covariances, trainable, keys, **hyperparameters)`, once for each generation batch; None: none.
+    # `selection(covariances, trainable, keys, **hyperparameters)`, called once per generation batch, if there is one.
     selection: Callable[..., Tensor] | None = None
 
     @property
@@ -388,10 +389,10 @@ class PolicyLoss:
 
 _COV = "Cui et al. 2025, arXiv 2505.22617, section 4.2"
 _TOKEN: tuple[ImportanceLevel, ...] = ("token",)
-# A row's ratio belongs to one term of a row: with a mean over tokens, long rows would count twice.
+# A row's ratio must enter once per row. With a mean over all tokens, long rows would count twice.
 _NOT_SUM: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_token")
 _ANY: tuple[ImportanceLevel, ...] = (*_NOT_SUM, "sequence_sum")
-# Where the ratio is a constant weight, sequence and sequence_token are the same.
+# If the ratio is a constant weight, sequence and sequence_token are the same.
 _WEIGHT: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_sum")
 
 # Stats that depend on the ratio also where A = 0. All others are known there without it.

@@ -1,13 +1,13 @@
-"""Importance weights for samples of another policy: an inference engine's rounding, or older weights.
+"""Importance weights for samples of another policy, due to an inference engine's rounding or to older weights.
 
 Samples come from mu, and the loss is an expectation under pi, the trained policy before the update:
 
     E_pi[f] = E_mu[w f],  w = pi / mu
 
-The ratio of whole responses, `sequence`, is unbiased and its variance grows with their length. The ratio of each token
-alone, `token`, leaves out that the tokens before it came from mu as well: its bias grows with the length instead.
-`geometric` is the ratio of an average token of the response. Bounds trade bias for variance: `truncate` lowers large
-weights to the bound, `mask` drops what is outside.
+The ratio of whole responses, `sequence`, is unbiased, but its variance grows with their length. The ratio of single
+tokens, `token`, ignores that the earlier tokens came from mu as well, so its bias grows with the length instead.
+`geometric` is the geometric mean of a response's token ratios. Bounds trade bias for variance: `truncate` clips ratios
+to the bounds, `mask` sets the weight of ratios outside them to 0.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = [
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["truncate", "mask"]
 
-# Every ratio is kept within e^-30 .. e^30: the squares of 1e12 of them still have a finite sum in float32.
+# Every ratio is clipped to e^-30 .. e^30: the sum of 1e12 of their squares is still finite in float32.
 _MAX_LOG_RATIO = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeights:
-    """The weight of each token, and scalars about the ratios before any bound but e^-30 .. e^30. All are constants.
+    """The weight of each token, and scalar statistics of the ratios, taken before any bound but e^-30 .. e^30.
 
-    A ratio belongs to a trainable token at level `token`, else to a row that has one. Sums and counts add up over
-    batches, minima and maxima merge; without a trainable token these are +inf and -inf. So the effective sample size,
-    as a share, is (ratio_sum)^2 / (num_ratios * ratio_square_sum): Kong 1992, A Note on Importance Sampling using
-    Standardized Weights.
+    All are constants. At level `token` there is one ratio per trainable token, else one per row that has a trainable
+    token. Over batches, sums and counts are added, and minima and maxima merged; without a trainable token these are
+    +inf and -inf. The effective sample size, as a share, is (ratio_sum)^2 / (num_ratios * ratio_square_sum): Kong
+    1992, A Note on Importance Sampling using Standardized Weights.
     """
 
     weights: Tensor  # [N]; 0 where not trainable
@@ -71,21 +71,21 @@ def importance_weights(
     low: float | None,
     high: float | None,
 ) -> ImportanceWeights:
-    """What the loss of each token is multiplied by, so that samples of mu stand for samples of pi.
+    """Weights for the loss of each token, so that samples of mu stand in for samples of pi.
 
     With d = log pi - log mu of a token, and the sum or mean over the trainable tokens of its row:
 
         token: r = exp(d);  sequence: r = exp(sum d);  geometric: r = exp(mean d)
         truncate: w = min(max(r, low), high);  mask: w = r if low <= r <= high else 0
 
-    The bounds are put on the logarithm, so nothing overflows. NaN stays NaN.
+    The bounds are applied to the logarithm, so nothing overflows. NaN stays NaN.
 
     Args:
-        log_ratio: [N] nats, log pi - log mu, treated as constant; read at trainable tokens alone.
-        trainable: [N] bool, tokens that have a loss; the others weigh 0.
+        log_ratio: [N] nats, log pi - log mu, treated as constant; read at trainable tokens only.
+        trainable: [N] bool, tokens that have a loss; the others get weight 0.
         row_index: [N] int64, row of each token, in 0 .. B-1.
         num_rows: B.
-        level: What a ratio is of.
+        level: Whether a ratio is that of a token, of a row, or a row's geometric mean.
         bound: What happens to ratios outside `low` .. `high`.
         low: Smallest ratio, in 0 .. 1; None: no bound.
         high: Largest ratio, at least 1; None: no bound.
@@ -94,7 +94,7 @@ def importance_weights(
         Weights [N] in the dtype of `log_ratio`, and statistics.
 
     Raises:
-        ValueError: Shapes differ, or the bounds leave out 1, the ratio of a sample from pi itself.
+        ValueError: Shapes differ, or the bounds exclude 1, the ratio of a sample from pi itself.
 
     Source: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training,
         https://fengyao.notion.site/off-policy-rl (truncate); Liu et al. 2025, When Speed Kills Stability: Demystifying
@@ -127,7 +127,7 @@ def importance_weights(
 def _result(
     weights: Tensor, log_ratio: Tensor, trainable: Tensor, ratio: Tensor, counted: Tensor, is_cut: Tensor
 ) -> ImportanceWeights:
-    """Statistics of the log-ratios of `trainable` tokens, and of the ratios that are `counted`."""
+    """Statistics of the log-ratios of `trainable` tokens and of the `counted` ratios."""
     difference = log_ratio.abs()
     return ImportanceWeights(
         weights=weights,
@@ -156,7 +156,7 @@ _TRUNCATED = "Yao et al. 2025, https://fengyao.notion.site/off-policy-rl"
 _MASKED = "Liu et al. 2025, When Speed Kills Stability"
 _GEOMETRIC = "ratio: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 7"
 
-# TRL's names, and two of our own.
+# TRL's names, and two of our own (geometric_*).
 OFF_POLICY_CORRECTIONS: dict[str, OffPolicyCorrection] = {
     "token_truncate": OffPolicyCorrection("token", "truncate", _TRUNCATED),
     "token_mask": OffPolicyCorrection("token", "mask", _MASKED),

@@ -1,4 +1,4 @@
-"""What a policy loss is multiplied by and what is added to it, beside the weights of `off_policy` and the KL term."""
+"""Masks and extra terms of a policy loss, besides the importance weights of `off_policy` and the KL term."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["off_policy_sequence_mask", "positive_nll"]
 def off_policy_sequence_mask(
     tokens: PolicyTokens, sampling_logprobs: Tensor, *, off_policy_mask_threshold: float
 ) -> Tensor:
-    """0 where A < 0 in a row that the policy has moved away from since it was sampled, else 1.
+    """0 for tokens with A < 0 in rows that the policy has moved away from since sampling, else 1.
 
-    A row is dropped if the mean over its trainable tokens of log mu - log pi is above the threshold, where mu is the
-    policy that it was sampled from. Counts of tokens and rows stay as they are.
+    A row counts as off-policy if the mean of log mu - log pi over its trainable tokens is above the threshold, where
+    mu is the policy that it was sampled from. Dropped tokens still count in the loss denominator.
 
     Args:
-        tokens: The tokens; all is treated as constant.
-        sampling_logprobs: [N] nats, log mu; read at trainable tokens alone. A row with NaN is kept.
+        tokens: The tokens; everything is treated as constant.
+        sampling_logprobs: [N] nats, log mu; read at trainable tokens only. A row with NaN is kept.
         off_policy_mask_threshold: Nats, not negative.
 
     Returns:
@@ -46,7 +46,7 @@ def off_policy_sequence_mask(
 def positive_nll(tokens: PolicyTokens, is_positive: Tensor) -> Tensor:
     """Negative log-likelihood of the tokens of good responses, as in supervised training: -log pi.
 
-    Its mean is over the tokens that it is of, not over all tokens, so it has a count of its own:
+    It is averaged over the tokens of good responses, not over all tokens, so it has its own count:
     `(is_positive & trainable).sum()`.
 
     Args:

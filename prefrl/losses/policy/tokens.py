@@ -1,4 +1,4 @@
-"""What a policy loss reads and returns, and the ratio of two policies at the level of tokens or of whole rows."""
+"""Inputs and results of a policy loss, and the importance ratio at the level of tokens or of whole rows."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ __all__ = ["MAX_LOG_RATIO", "ImportanceLevel", "PolicyTokens", "TokenLoss"]
 
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 
-# Where a ratio has no other bound it is at most e^20: far from what a policy can be trained on, and its products with
-# advantages, and their gradients, are finite in every dtype but float16.
+# Ratios without another bound are limited to e^20. That is far beyond what a policy can be trained on, and products
+# with advantages and their gradients stay finite in every dtype but float16.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The loss of each token, and what is logged about it."""
+    """The loss of each token and its statistics for logging."""
 
     loss: Tensor  # [N], gradient flows
-    stats: dict[str, Tensor]  # [N] float each, constants; averaged over trainable tokens by the caller
+    stats: dict[str, Tensor]  # [N] float each, constants; the caller averages them over trainable tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyTokens:
-    """Response tokens of B rows laid end to end. Tokens that are not trainable are not read, and their loss is 0.
+    """Response tokens of B rows, laid end to end. Tokens that are not trainable are not read, and their loss is 0.
 
     Raises:
         ValueError: Shapes differ.
     """
 
     logprobs: Tensor  # [N] nats, log pi; gradient flows
-    old_logprobs: Tensor  # [N] nats, constants: the policy before this generation's first update
+    old_logprobs: Tensor  # [N] nats, constants: log-probs before this generation's first update
     advantages: Tensor  # [N], constants
     trainable: Tensor  # [N] bool: tokens that have a loss
     row_index: Tensor  # [N] int64: row of each token, in 0 .. B-1
@@ -46,7 +46,7 @@ class PolicyTokens:
     selected: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat apart
 
     def __post_init__(self) -> None:
-        """Check shapes; cut the constants off from any graph; no advantage where there is no loss."""
+        """Check shapes, detach the constants, and set advantages to 0 where there is no loss."""
         optional = {} if self.selected is None else {"selected": self.selected}
         check_same_shape(
             logprobs=self.logprobs,
@@ -71,14 +71,15 @@ class PolicyTokens:
             token:           d
             sequence:        mean of d over the trainable tokens of the row: GSPO
             sequence_token:  sg[mean of d] + log pi - sg[log pi]: GSPO-token
-            sequence_sum:    sum of d over the trainable tokens of the row, within -20 .. 20: the row's own probability
+            sequence_sum:    sum of d over the trainable tokens of the row, within -20 .. 20: ratio of the whole row
 
-        Levels of a row put one value on each of its tokens. The gradient of `sequence` and `sequence_sum` reaches
-        every trainable token of the row from each of them; that of `sequence_token` reaches its own token alone. With
-        equal advantages in a row, its mean over tokens has the same gradient at `sequence` and `sequence_token`.
+        All levels but `token` give every token of a row the same value. At `sequence` and `sequence_sum` the gradient
+        of each of these values reaches all trainable tokens of the row; at `sequence_token` it reaches only its own
+        token. If all advantages in a row are equal, the mean of its loss over tokens has the same gradient at
+        `sequence` and `sequence_token`.
 
         Returns:
-            [N] nats, gradient flows, but not where the sum is out of bounds. At level `token`, 0 where not trainable.
+            [N] nats. Gradient flows, except where the sum is out of bounds. At level `token`, 0 where not trainable.
 
         Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 7 (sequence) and section 4.3 (sequence_token); Ahmadian
             et al. 2024 (RLOO), arXiv 2402.14740 (sequence_sum)

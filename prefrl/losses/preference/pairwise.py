@@ -1,4 +1,4 @@
-"""Losses of pairs of a chosen and a rejected response to one prompt, and the table of them.
+"""Pairwise preference losses, for a chosen and a rejected response to one prompt, and their table.
 
 Symbols of the formulas, for each of P pairs:
 
@@ -9,7 +9,7 @@ Symbols of the formulas, for each of P pairs:
     e         label_smoothing, the probability that a label is wrong
     |y_w|     tokens of the chosen response that have a loss
 
-Every loss takes `Pairs` and returns [P]. Shapes are checked when the pairs are made.
+Every loss takes `Pairs` and returns [P]. `Pairs` checks the shapes when it is constructed.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = [
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
-# exp(40) and its square, which IPO needs, fit into float32.
+# exp(40) and its square, which IPO needs, are finite in float32.
 _LARGEST_EXPONENT = 40.0
-# Below this a Box-Cox transform is the logarithm to the last digit.
+# Below this power, a Box-Cox transform equals the logarithm to within rounding.
 _SMALLEST_POWER = 1e-6
 
 
 def box_cox(log_value: Tensor, *, power: float) -> Tensor:
-    """Box-Cox transform of exp(log_value): (exp(power * log_value) - 1) / power; log_value where the power is 0.
+    """Box-Cox transform of exp(log_value): (exp(power * log_value) - 1) / power, or log_value if the power is 0.
 
-    The exponent is clamped to at most 40. Beyond that the result is constant and has no gradient.
+    The exponent is clamped to at most 40. Above that the result is constant and has no gradient.
 
     Args:
         log_value: Any shape, nats, gradient flows.
@@ -67,7 +67,7 @@ def box_cox(log_value: Tensor, *, power: float) -> Tensor:
 
 
 def divergence_score(log_ratio: Tensor, *, divergence: Divergence, alpha: float) -> Tensor:
-    """f'(pi / ref) of an f-divergence: the implicit reward, up to b and a constant, of a policy regularised by it.
+    """f'(pi / ref) of an f-divergence: the implicit reward, up to b and a constant, under that regularization.
 
     | divergence | f'(exp(u)) |
     |---|---|
@@ -76,16 +76,16 @@ def divergence_score(log_ratio: Tensor, *, divergence: Divergence, alpha: float)
     | js_divergence | log 2 + log sigmoid(u) |
     | alpha_divergence | (exp((alpha - 1) u) - 1) / (alpha - 1) |
 
-    Each is 0 at u = 0 and rises. alpha = 1 is the reverse and alpha = 0 the forward KL divergence; `alpha` is 1 minus
-    that of the paper.
+    Each is 0 at u = 0 and increasing. alpha = 1 is the reverse and alpha = 0 the forward KL divergence; `alpha` is 1
+    minus the paper's alpha.
 
     Args:
         log_ratio: u, any shape, nats, gradient flows.
         divergence: See above.
-        alpha: Read by `alpha_divergence` alone.
+        alpha: Used by `alpha_divergence` only.
 
     Returns:
-        The shape of `log_ratio`; large values are limited as in `box_cox`.
+        The shape of `log_ratio`; exponents are clamped as in `box_cox`.
 
     Source: Wang et al. 2023, arXiv 2309.16240, table of f-divergences
     """
@@ -96,10 +96,10 @@ def divergence_score(log_ratio: Tensor, *, divergence: Divergence, alpha: float)
 
 
 def smoothed_logistic(margin: Tensor, *, label_smoothing: float) -> Tensor:
-    """Cross-entropy of a margin whose label may be wrong: -(1 - e) log sigmoid(margin) - e log sigmoid(-margin).
+    """Cross-entropy with label smoothing: -(1 - e) log sigmoid(margin) - e log sigmoid(-margin).
 
     Args:
-        margin: [P], difference of rewards, gradient flows.
+        margin: [P], reward difference, gradient flows.
         label_smoothing: e, in 0 .. 0.5.
 
     Returns:
@@ -164,7 +164,7 @@ class Pairs:
 
     @property
     def score_margin(self) -> Tensor:
-        """What most losses are a function of, m = s_w - s_l, [P]."""
+        """The score margin m = s_w - s_l that most losses are a function of, [P]."""
         return self.chosen_score - self.rejected_score
 
     @property
@@ -174,7 +174,7 @@ class Pairs:
 
 
 def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """Direct preference optimisation, or its conservative form where e > 0.
+    """Direct preference optimization; conservative DPO where e > 0.
 
         -(1 - e) log sigmoid(b m) - e log sigmoid(-b m)
 
@@ -187,7 +187,7 @@ def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
 
 
 def hinge(pairs: Pairs, *, beta: float) -> Tensor:
-    """SLiC's hinge on the margin of log-ratios: max(0, 1 - b m).
+    """SLiC's hinge loss on the margin of log-ratios: max(0, 1 - b m).
 
     Source: Zhao et al. 2023 (SLiC-HF), arXiv 2305.10425, section 2; Liu et al. 2023 (RSO), arXiv 2309.06657 (ratios)
     """
@@ -195,9 +195,9 @@ def hinge(pairs: Pairs, *, beta: float) -> Tensor:
 
 
 def ipo(pairs: Pairs, *, beta: float) -> Tensor:
-    """Identity preference optimisation, for each token: (s_w / |y_w| - s_l / |y_l| - 1 / (2 b))^2, b their tau.
+    """Identity preference optimization on per-token means: (s_w / |y_w| - s_l / |y_l| - 1 / (2 b))^2, b is their tau.
 
-    The paper has sums in the place of means over tokens, for which a fixed target 1 / (2 b) depends on lengths.
+    The paper uses sums over tokens, which grow with the length of the responses while the target 1 / (2 b) is fixed.
 
     Source: Azar et al. 2023, arXiv 2310.12036, eq. 17
     """
@@ -207,10 +207,10 @@ def ipo(pairs: Pairs, *, beta: float) -> Tensor:
 def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """Reverse KL divergence from the policy's preference to the smoothed label: KL([p, 1 - p] || [1 - e, e]).
 
-    p = sigmoid(b m). Least, 0, at b m = log((1 - e) / e), so that e sets how far the margin is pushed.
+    p = sigmoid(b m). The minimum, 0, is at b m = log((1 - e) / e), so e determines how far the margin is pushed.
 
     Raises:
-        ValueError: `label_smoothing` is not between 0 and 0.5, both excluded: the divergence is infinite at 0.
+        ValueError: Not 0 < `label_smoothing` < 0.5; at 0 the divergence is infinite.
 
     Source: Ji et al. 2024, arXiv 2402.00856, eq. 16
     """
@@ -236,10 +236,10 @@ def robust(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
 
         (-(1 - e) log sigmoid(b m) + e log sigmoid(-b m)) / (1 - 2 e)
 
-    Not bounded below.
+    It is not bounded below.
 
     Raises:
-        ValueError: `label_smoothing` is not in 0 .. 0.5, 0.5 excluded: such labels say nothing.
+        ValueError: Not 0 <= `label_smoothing` < 0.5; at 0.5 the labels carry no information.
 
     Source: Chowdhury et al. 2024, arXiv 2403.00409, section 3.1
     """
@@ -252,12 +252,12 @@ def robust(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
 
 
 def bco_pair(pairs: Pairs, *, beta: float, reward_shift: float) -> Tensor:
-    """Binary classifier optimisation of both rows: -log sigmoid(b u_w - t) - log sigmoid(t - b u_l).
+    """Binary classifier optimization on both responses: -log sigmoid(b u_w - t) - log sigmoid(t - b u_l).
 
     Args:
         pairs: P pairs.
         beta: b.
-        reward_shift: t, running mean of the rewards b u of both sides.
+        reward_shift: t, running mean of the rewards b u of chosen and rejected responses.
 
     Returns:
         [P] nats.
@@ -270,7 +270,7 @@ def bco_pair(pairs: Pairs, *, beta: float, reward_shift: float) -> Tensor:
 
 
 def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
-    """Self-play with win probabilities 1 and 0: (u_w - 1 / (2 b))^2 + (u_l + 1 / (2 b))^2, b = 1 / eta.
+    """Self-play with hard win probabilities, 1 and 0: (u_w - 1 / (2 b))^2 + (u_l + 1 / (2 b))^2, b = 1 / eta.
 
     Source: Wu et al. 2024, arXiv 2405.00675, eq. 4.7
     """
@@ -279,10 +279,10 @@ def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
 
 
 def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """Alignment via optimal transport of margins: the policy's distribution of margins is to dominate the reference's.
+    """Alignment via optimal transport, paired: push the policy's distribution of margins to dominate the reference's.
 
-    d_i is the difference of the i-th smallest margins log pi(y_w) - log pi(y_l) of policy and reference; the loss is
-    `smoothed_logistic` of b d_i. Entry i belongs to a rank, not to pair i.
+    d_i is the policy's i-th smallest margin log pi(y_w) - log pi(y_l) minus the reference's i-th smallest margin; the
+    loss is `smoothed_logistic` of b d_i. Entry i belongs to the i-th position of the sorted margins, not to pair i.
 
     Raises:
         ValueError: `label_smoothing` is not in 0 .. 0.5.
@@ -295,10 +295,10 @@ def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
 
 
 def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """Alignment via optimal transport of rewards: those of chosen responses are to dominate those of rejected ones.
+    """Alignment via optimal transport, unpaired: push the rewards of chosen responses to dominate the rejected ones'.
 
-    d_i is the i-th smallest u_w less the i-th smallest u_l; the loss is `smoothed_logistic` of b d_i. Entry i belongs
-    to a rank, not to pair i.
+    d_i is the i-th smallest u_w minus the i-th smallest u_l; the loss is `smoothed_logistic` of b d_i. Entry i belongs
+    to the i-th position of the sorted log-ratios, not to pair i.
 
     Raises:
         ValueError: `label_smoothing` is not in 0 .. 0.5.
@@ -311,7 +311,9 @@ def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor
 
 
 def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
-    """Anchored: chosen up, rejected down, 1 - sigmoid(b u_w) + sigmoid(b u_l); for pairs better than the model.
+    """Anchored preference optimization, APO-zero: 1 - sigmoid(b u_w) + sigmoid(b u_l).
+
+    It raises the chosen and lowers the rejected response. Meant for chosen responses that are better than the model's.
 
     Source: D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7
     """
@@ -319,7 +321,9 @@ def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
 
 
 def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
-    """Anchored: chosen down, rejected more, sigmoid(b u_w) + 1 - sigmoid(b (u_w - u_l)); for pairs below the model.
+    """Anchored preference optimization, APO-down: sigmoid(b u_w) + 1 - sigmoid(b (u_w - u_l)).
+
+    It lowers both responses, the rejected one more. Meant for chosen responses that are worse than the model's.
 
     Source: D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 8
     """
@@ -333,7 +337,7 @@ def discopop(pairs: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
     Args:
         pairs: P pairs.
         beta: b.
-        discopop_tau: tau, 0.05 in the paper; from 1 up the loss grows exponentially for negative margins.
+        discopop_tau: tau, 0.05 in the paper; above 1 the loss grows exponentially for negative margins.
 
     Returns:
         [P].
@@ -342,21 +346,21 @@ def discopop(pairs: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
     """
     margin = beta * pairs.score_margin
     logistic = -torch.sigmoid(-margin / discopop_tau) * logsigmoid(margin)
-    # g exp(-b m) as one exponential: for negative margins g is 0 and the other factor overflows.
+    # g exp(-b m) as one exponential: for negative margins g would be 0 and the other factor would overflow.
     return logistic + torch.exp(logsigmoid(margin / discopop_tau) - margin)
 
 
 def sft(pairs: Pairs) -> Tensor:
     """Negative log-likelihood of the chosen response: -log pi(y_w | x), a sum over its tokens.
 
-    The mean over tokens is the sum over all pairs of a step divided by the step's tokens of chosen responses, not by
-    its pairs.
+    The caller divides the sum over all pairs of a step by the step's number of chosen tokens, not by its number of
+    pairs, which gives a mean over tokens.
     """
     return -pairs.chosen_logps
 
 
 def sigmoid_norm(pairs: Pairs, *, beta: float) -> Tensor:
-    """Length-normalised DPO: -log sigmoid(b (s_w / |y_w| - s_l / |y_l|)).
+    """Length-normalized DPO: -log sigmoid(b (s_w / |y_w| - s_l / |y_l|)).
 
     Source: Lambert et al. 2024 (Tulu 3), arXiv 2411.15124, section 5
     """
@@ -364,7 +368,7 @@ def sigmoid_norm(pairs: Pairs, *, beta: float) -> Tensor:
 
 
 def rpo_nll(pairs: Pairs) -> Tensor:
-    """Negative log-likelihood of the chosen response per token: -log pi(y_w | x) / |y_w|, the term added by RPO.
+    """The NLL term that RPO adds, per token of the chosen response: -log pi(y_w | x) / |y_w|.
 
     Args:
         pairs: P pairs.
@@ -380,15 +384,15 @@ def rpo_nll(pairs: Pairs) -> Tensor:
 def length_desensitized(
     logprobs: Tensor, trainable: Tensor, row_index: Tensor, shared_lengths: Tensor, num_rows: int, *, ld_alpha: float
 ) -> Tensor:
-    """Log-probs of responses in which the tokens past the length shared with the other one of the pair weigh less.
+    """Length-desensitized log-probs: tokens beyond the length of the pair's shorter response get a smaller weight.
 
         sum of the first `shared_length` log-probs + ld_alpha * sum of the others
 
     Args:
-        logprobs: [N] nats, gradient flows; read at trainable tokens alone.
-        trainable: [N] bool, tokens that have a loss and count as length.
+        logprobs: [N] nats, gradient flows; read at trainable tokens only.
+        trainable: [N] bool, tokens that have a loss; only these count towards the length.
         row_index: [N] int64, row of each token, in 0 .. B-1, rows in order.
-        shared_lengths: [B], trainable tokens of the shorter response of the row's pair.
+        shared_lengths: [B], number of trainable tokens of the shorter response in the row's pair.
         num_rows: B.
         ld_alpha: In 0 .. 1; 1 is the plain sum.
 
@@ -415,14 +419,15 @@ def length_desensitized(
 def wpo_weights(
     logprobs: Tensor, log_collision: Tensor, trainable: Tensor, row_index: Tensor, num_rows: int
 ) -> Tensor:
-    """How likely the policy is to write a response, compared with what it writes itself; a pair's is the product.
+    """WPO weights: how likely a response is under the policy, relative to responses that the policy samples itself.
 
         exp(mean over tokens of (log p(token) - log sum_v p(v)^2))
 
-    sum_v p(v)^2 is the mean probability of a token that is sampled from p, so sampled responses weigh about 1.
+    sum_v p(v)^2 is the expected probability of a token sampled from p, so sampled responses get a weight of about 1.
+    The weight of a pair is the product of the weights of its two responses.
 
     Args:
-        logprobs: [N] nats; read at trainable tokens alone.
+        logprobs: [N] nats; read at trainable tokens only.
         log_collision: [N] nats, log sum_v p(v)^2 of the distribution that each token is drawn from.
         trainable: [N] bool, tokens that have a loss.
         row_index: [N] int64, row of each token, in 0 .. B-1.
@@ -445,8 +450,8 @@ def wpo_weights(
 class PairLoss(LossRow):
     """A row of `PAIR_LOSSES`: `function(pairs, **hyperparameters)` -> [P]."""
 
-    uses_log_ratios: bool = False  # reads log-ratios in the place of scores: for the reverse KL divergence alone
-    is_batch_loss: bool = False  # ranks pairs against each other: all pairs of a step at once, and no weights of pairs
+    uses_log_ratios: bool = False  # uses log-ratios in place of scores, so it allows only the reverse KL divergence
+    is_batch_loss: bool = False  # sorts the pairs: needs all pairs of a step at once and allows no pair weights
 
 
 PAIR_LOSSES: dict[str, PairLoss] = {

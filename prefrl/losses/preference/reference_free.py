@@ -1,4 +1,4 @@
-"""Losses of pairs that need no reference model: CPO, SimPO, AlphaPO and ORPO.
+"""Pairwise losses without a reference model: CPO, SimPO, AlphaPO and ORPO.
 
 Every CPO loss is called as f(chosen_logps, rejected_logps, chosen_lengths, rejected_lengths, **hyperparameters) and
 returns [P], for P pairs:
@@ -6,8 +6,8 @@ returns [P], for P pairs:
     chosen_logps, rejected_logps      [P] nats, log pi(y | x) summed over tokens, gradient flows
     chosen_lengths, rejected_lengths  [P] float32, tokens with a loss, >= 1
 
-In formulas l_w, l_l are these log-probs, a_w, a_l their means over tokens, b is beta > 0, g is simpo_gamma and e is
-label_smoothing. CPO's negative log-likelihood of the chosen response is the caller's to add.
+In the formulas l_w, l_l are these log-probs, a_w, a_l their means over tokens, b is beta > 0, g is simpo_gamma and e
+is label_smoothing. The caller adds CPO's negative log-likelihood of the chosen response.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sigmoid(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """Direct preference optimisation with a uniform reference; m = b (l_w - l_l).
+    """Direct preference optimization with a uniform reference; m = b (l_w - l_l).
 
         -(1 - e) log sigmoid(m) - e log sigmoid(-m)
 
@@ -88,7 +88,7 @@ def simpo(
     label_smoothing: float,
     simpo_gamma: float,
 ) -> Tensor:
-    """Simple preference optimisation: rewards are means over tokens and have to differ by g; m = b (a_w - a_l) - g.
+    """Simple preference optimization: per-token mean log-probs with a target margin g; m = b (a_w - a_l) - g.
 
         -(1 - e) log sigmoid(m) - e log sigmoid(-m)
 
@@ -120,12 +120,12 @@ def alphapo(
     simpo_gamma: float,
     alpha: float,
 ) -> Tensor:
-    """SimPO with the reward r = (1 - exp(-alpha a)) / alpha, which is the mean log-prob a where alpha is 0.
+    """SimPO with the reward r = (1 - exp(-alpha a)) / alpha, which equals the mean log-prob a if alpha is 0.
 
         -(1 - e) log sigmoid(m) - e log sigmoid(-m), m = b (r_w - r_l) - g
 
-    With alpha > 0 unlikely responses are told apart more than likely ones; with alpha < 0 the other way round. The
-    exponent is limited as in `box_cox`.
+    alpha > 0 enlarges reward differences between unlikely responses, alpha < 0 between likely ones. The exponent is
+    clamped as in `box_cox`.
 
     Raises:
         ValueError: Shapes differ, or `label_smoothing` is not in 0 .. 0.5.
@@ -140,17 +140,17 @@ def alphapo(
 
 @dataclass(frozen=True, slots=True)
 class OddsRatio:
-    """ORPO's loss of P pairs, and what is logged about it."""
+    """ORPO's preference loss of P pairs, and the log odds ratio for logging."""
 
     loss: Tensor  # [P] nats, gradient flows
     log_odds_ratio: Tensor  # [P] nats, constant
 
 
 def odds_ratio(chosen_mean_logps: Tensor, rejected_mean_logps: Tensor) -> OddsRatio:
-    """ORPO's term for the preference: -log sigmoid(log odds(p_w) - log odds(p_l)), odds(p) = p / (1 - p).
+    """ORPO's preference term: -log sigmoid(log odds(p_w) - log odds(p_l)), odds(p) = p / (1 - p).
 
-    p = exp(mean log-prob) is the geometric mean of a response's token probabilities. Above 1 - 1.2e-7, which float32
-    cannot tell from 1, it is held there and has no gradient.
+    p = exp(mean log-prob) is the geometric mean of a response's token probabilities. It is clamped to at most
+    1 - 1.2e-7, the float32 resolution near 1, and has no gradient above that.
 
     Args:
         chosen_mean_logps: [P] nats, <= 0, gradient flows.
@@ -172,7 +172,7 @@ def odds_ratio(chosen_mean_logps: Tensor, rejected_mean_logps: Tensor) -> OddsRa
 
 def _log_odds(mean_logps: Tensor) -> Tensor:
     below_one = mean_logps.clamp(max=-torch.finfo(mean_logps.dtype).eps)
-    # log(1 - exp(x)) without the digits that 1 - exp(x) loses for small x.
+    # log(1 - exp(x)), computed without the cancellation in 1 - exp(x) for x near 0.
     return below_one - torch.log(-torch.expm1(below_one))
 
 

@@ -1,4 +1,4 @@
-"""Losses of a model that scores the two responses of a pair."""
+"""Reward model losses, from the scores of the two responses of a pair."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Te
     Args:
         chosen: [P] scores of the preferred responses of P pairs, gradient flows.
         rejected: [P] scores of the others, gradient flows.
-        margin: [P], by how much a chosen score has to lead for a loss of ln 2, treated as constant; None: 0.
+        margin: [P], the lead of the chosen score at which the loss is ln 2, treated as constant; None: 0.
 
     Returns:
         [P] nats.
@@ -36,7 +36,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Te
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Squared sum of the two scores, which fixes the constant that `bradley_terry` leaves open: mean score 0.
+    """Squared sum of the two scores. It centers the scores at 0, since `bradley_terry` ignores a constant offset.
 
     Args:
         chosen: [P] scores of the preferred responses of P pairs, gradient flows.

@@ -1,7 +1,7 @@
-"""Losses of single responses that are called desirable or undesirable.
+"""Unpaired preference losses, for single responses labeled desirable or undesirable.
 
-A log-ratio is that of a whole response: log pi(y | x) - log ref(y | x), summed over its tokens. The weights of
-desirable and undesirable rows are the caller's.
+A log-ratio is that of a whole response: log pi(y | x) - log ref(y | x), summed over its tokens. The caller applies the
+weights of desirable and undesirable rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["KTO_LOSSES", "apo_zero_unpaired", "bco", "density_ratio_weights", "k
 
 
 def kto(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, kl: Tensor) -> Tensor:
-    """Kahneman-Tversky loss: 1 - sigmoid(b (u - z)) of a desirable row, 1 - sigmoid(b (z - u)) of an undesirable one.
+    """Kahneman-Tversky loss: 1 - sigmoid(b (u - z)) for desirable rows, 1 - sigmoid(b (z - u)) for undesirable ones.
 
-    u is the log-ratio and z = max(kl, 0) the reference point: what counts as a gain is a log-ratio above it. An
-    estimate of a divergence may be negative, the divergence is not.
+    u is the log-ratio and z = max(kl, 0) the reference point: a log-ratio above it counts as a gain. The maximum is
+    there because an estimate of the divergence may be negative, but the divergence itself is not.
 
     Args:
         log_ratio: [B] nats, gradient flows.
@@ -48,9 +48,9 @@ def kto(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, kl: Tensor) -> 
 
 
 def apo_zero_unpaired(log_ratio: Tensor, is_desirable: Tensor, *, beta: float) -> Tensor:
-    """APO-zero of single rows: 1 - sigmoid(b u) of a desirable row, sigmoid(b u) of an undesirable one.
+    """Unpaired APO-zero: 1 - sigmoid(b u) for desirable rows, sigmoid(b u) for undesirable ones.
 
-    That is `kto` with a reference point of 0, the log-ratio at the start of training.
+    This is `kto` with a reference point of 0, the log-ratio at the start of training.
 
     Args:
         log_ratio: [B] nats, u, gradient flows.
@@ -69,13 +69,13 @@ def apo_zero_unpaired(log_ratio: Tensor, is_desirable: Tensor, *, beta: float) -
 
 
 def bco(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, reward_shift: float) -> Tensor:
-    """Cross-entropy of a classifier with logit b u - t: -log sigmoid(b u - t), undesirable: -log sigmoid(t - b u).
+    """Cross-entropy of a classifier with logit b u - t: -log sigmoid(b u - t), if undesirable -log sigmoid(t - b u).
 
     Args:
         log_ratio: [B] nats, u, gradient flows.
         is_desirable: [B] bool.
         beta: b > 0, in 1 / nats.
-        reward_shift: t, running mean of the rewards b u of both kinds of rows.
+        reward_shift: t, running mean of the rewards b u of desirable and undesirable rows.
 
     Returns:
         [B] nats.
@@ -90,7 +90,7 @@ def bco(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, reward_shift: f
 
 
 def density_ratio_weights(probability_desirable: Tensor, *, lowest: float, highest: float) -> Tensor:
-    """Weights of undesirable rows whose prompts are distributed otherwise than those of desirable ones: p / (1 - p).
+    """Weights p / (1 - p) of undesirable rows, to match the distribution of their prompts to the desirable rows'.
 
     Args:
         probability_desirable: [B], p(desirable | prompt) of a classifier, in 0 .. 1.
@@ -101,7 +101,7 @@ def density_ratio_weights(probability_desirable: Tensor, *, lowest: float, highe
         [B], constant.
 
     Raises:
-        ValueError: The bounds exclude each other.
+        ValueError: Not 0 <= lowest <= highest.
 
     Source: Jung et al. 2024, arXiv 2404.04656, section 4 (underlying distribution matching)
     """
@@ -112,7 +112,7 @@ def density_ratio_weights(probability_desirable: Tensor, *, lowest: float, highe
 
 
 def _side(is_desirable: Tensor) -> Tensor:
-    """[B]: 1 of desirable, -1 of undesirable rows."""
+    """[B]: 1 for desirable rows, -1 for undesirable ones."""
     return torch.where(is_desirable, 1.0, -1.0)
 
 

@@ -1,8 +1,8 @@
-"""Flat attention as one kernel over blocks of 128 x 128 tokens: torch's flex_attention with a mask made of the layout.
+"""Flat attention as one kernel over blocks of 128 x 128 tokens: flex_attention with a mask built from the layout.
 
-What a token sees are two intervals of the flat row: a piece of the trunk and a piece of its own segment up to itself.
-Three numbers for each token therefore say everything, sliding windows included, and one compiled kernel serves every
-layout.
+A token sees two intervals of the flat row: a part of the trunk, and a part of its own segment up to itself. Three
+numbers per token therefore describe the mask completely, sliding windows included, and one compiled kernel serves
+every layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK = 128
 def attend(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attention of a flat row; see `attention.flat_attention`.
+    """Attention over a flat row; see `attention.flat_attention`.
 
     Returns:
         [1, T, H, D].
@@ -38,9 +38,9 @@ def attend(
     total = query.size(2)
     padding = bucket(total) - total
     mask = layout.once(("blocks", window, query.device), lambda: block_mask(layout, window, query.device))
-    # Also where nothing is padded: the compiled kernel is for one order in memory.
+    # Contiguous even without padding: the compiled kernel expects one memory layout.
     query, key, value = (pad(x, (0, 0, 0, padding)).contiguous() for x in (query, key, value))
-    # Compiled code is bound to the state of autocast, and the inputs have their dtype already.
+    # Compiled code depends on the autocast state, and the inputs already have the right dtype.
     with torch.autocast(query.device.type, enabled=False):
         output = _compiled(query.dtype, query.size(1), key.size(1), query.size(3), value.size(3), scaling)(
             query, key, value, mask
@@ -49,17 +49,17 @@ def attend(
 
 
 def bucket(total: int) -> int:
-    """Tokens after padding: whole blocks, and two at least, since torch compiles a size of 1 as a constant."""
+    """Number of tokens after padding: whole blocks, at least two, since torch compiles a size of 1 as a constant."""
     return max(2, -(-total // BLOCK)) * BLOCK
 
 
 @cache
 def _compiled(*shape_and_scaling: Any) -> Callable[..., Tensor]:
-    """flex_attention for one kind of inputs, compiled once for gradients and once without.
+    """flex_attention for one kind of inputs, compiled once with and once without gradients.
 
-    The number of blocks is dynamic: steps of all sizes share one kernel, so that buckets need not grow to be few.
-    torch gives up compiling a function after 8 variants and then makes all T x T scores without a word. Variants are
-    counted by code object, hence one for each kind of inputs; and `fullgraph` makes giving up an error.
+    The number of blocks is dynamic: steps of all sizes share one kernel, so buckets can be small. After 8 variants of
+    a function torch stops compiling it and silently computes all T x T scores. It counts variants per code object,
+    hence one code object for each kind of inputs; and `fullgraph` turns such a fallback into an error.
     """
     scaling: float | None = shape_and_scaling[-1]
 
@@ -85,7 +85,7 @@ class Intervals:
 
 
 def intervals(layout: Layout, total: int, window: int | None) -> Intervals:
-    """The intervals of the layout's tokens, and of padding up to `total`, which is one more sequence. On the host."""
+    """The intervals of the layout's tokens, on the host. Padding up to `total` is treated as one more sequence."""
     segments = [(s.start, s.length, s.trunk_start, s.trunk_start + s.trunk_length) for s in layout.segments()]
     used = sum(length for _, length, _, _ in segments)
     segments.append((used, total - used, used, used))
@@ -95,15 +95,15 @@ def intervals(layout: Layout, total: int, window: int | None) -> Intervals:
     if window is not None:
         token = torch.arange(total)
         own_start = torch.maximum(start, token - window + 1)
-        # Distances run along trunk and branch, as if the branch followed on the trunk's end.
+        # Distances are measured along trunk and branch, as if the branch followed directly after the trunk.
         trunk_start = torch.maximum(trunk_start, trunk_stop + token - start - window + 1).minimum(trunk_stop)
     return Intervals(trunk_start.int(), trunk_stop.int(), own_start.int())
 
 
 def block_mask(layout: Layout, window: int | None, device: torch.device) -> BlockMask:
-    """The layout as flex_attention reads it: which blocks hold a visible pair, and which nothing else.
+    """The layout as a flex_attention block mask: which blocks hold some visible pairs, and which only visible pairs.
 
-    Made on the host, in memory of (T / 128)^2 entries, and sent without waiting.
+    It is built on the host with memory for (T / 128)^2 entries, and sent to the device without waiting.
     """
     total = bucket(sum(layout.lengths))
     seen = intervals(layout, total, window)
@@ -134,9 +134,9 @@ def block_mask(layout: Layout, window: int | None, device: torch.device) -> Bloc
 
 
 def _blocks(seen: Intervals) -> tuple[Tensor, Tensor]:
-    """[blocks, blocks] bool, twice: blocks of queries and keys with some and with only visible pairs, in this order.
+    """Two [blocks, blocks] bool tensors: query-key blocks with some visible pairs, and with only visible pairs.
 
-    A block that trunk and own segment fill together counts as one with some.
+    A block that trunk and own segment fill only together counts as one with some.
     """
     token = torch.arange(len(seen.own_start))
     trunk_touched, trunk_filled = _blocks_of(seen.trunk_start.long(), seen.trunk_stop.long())
@@ -146,14 +146,14 @@ def _blocks(seen: Intervals) -> tuple[Tensor, Tensor]:
 
 
 def _blocks_of(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, blocks] numbers of queries whose interval of keys touches a block, and of those whose fills it."""
+    """Two [blocks, blocks] tensors: the number of queries whose key interval touches a block, and fills it."""
     touched = _count(start // BLOCK, torch.where(start < stop, -(-stop // BLOCK), start // BLOCK))
     first_whole = -(-start // BLOCK)
     return touched, _count(first_whole, torch.maximum(first_whole, stop // BLOCK))
 
 
 def _count(first: Tensor, stop: Tensor) -> Tensor:
-    """[blocks, blocks] how many queries of a block have a block of keys in first .. stop - 1."""
+    """[blocks, blocks] how many queries of a block have a given key block in first .. stop - 1."""
     num_blocks = len(first) // BLOCK
     width = num_blocks + 1
     row = torch.arange(len(first)) // BLOCK * width

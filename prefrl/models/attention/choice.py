@@ -1,4 +1,4 @@
-"""Which kernel computes flat attention: the first in order that serves the inputs and passed its trial."""
+"""Choose the kernel for flat attention: the first one that supports the inputs and passed its trial."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["KERNELS", "Inputs", "Kernel", "choose_kernel"]
 
 logger = logging.getLogger(__name__)
 
-# Largest relative error of a token's head, against segment-by-segment attention in float32. A kernel that computes
-# something else is off by about 1; TF32 products may pass.
+# Largest relative error of one head at one token, compared with segment-by-segment attention in float32. A kernel that
+# computes something else has an error of about 1; TF32 products are meant to pass.
 _TOLERANCES = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
 
-# Two sizes, since a compiled kernel may be compiled again for the second; lengths on both sides of a block of 128.
+# Two sizes, since a compiled kernel may be recompiled for the second; lengths below and above a block of 128.
 _TRIALS = (
     (Tree(130, (40, 1, 90)), Tree(33)),
     (Tree(7, (200, 3)), Tree(150), Tree(1, (20, 300))),
@@ -37,7 +37,7 @@ _TRIAL_WINDOWS = (None, 20)
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a kernel's fitness depends on."""
+    """The properties of inputs that decide whether a kernel supports them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -45,11 +45,11 @@ class Inputs:
     num_kv_heads: int
     key_size: int
     value_size: int
-    scaling: float | None  # also here because it is compiled into kernels
+    scaling: float | None  # included because it is compiled into kernels
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Inputs:
-        """Of [1, H, T, D], [1, KV, T, D] and [1, KV, T, E]."""
+        """From query [1, H, T, D], key [1, KV, T, D] and value [1, KV, T, E]."""
         return cls(query.device, query.dtype, query.size(1), key.size(1), query.size(3), value.size(3), scaling)
 
 
@@ -87,8 +87,8 @@ def _is_for_blocks(inputs: Inputs) -> bool:
     return inputs.device.type == "cuda" and inputs.dtype in _TOLERANCES
 
 
-# In order of preference. The first compiles nothing, but knows half precision alone; the second is compiled at first
-# use; the last launches kernels for each segment, works everywhere, and is what the others are compared with.
+# In order of preference. The first needs no compilation but supports half precision only. The second is compiled at
+# first use. The last launches kernels for each segment; it works everywhere and is the reference for the others.
 KERNELS = (
     Kernel("variable-length", varlen.attend, _is_for_varlen),
     Kernel("block-mask", block_mask.attend, _is_for_blocks),
@@ -97,9 +97,9 @@ KERNELS = (
 
 
 def choose_kernel(inputs: Inputs, kernels: Sequence[Kernel] = KERNELS) -> Kernel:
-    """The first of `kernels` that serves `inputs` and passed its trial; the last needs none.
+    """The first of `kernels` that supports `inputs` and passed its trial; the last one needs no trial.
 
-    A kernel is tried once for each kind of inputs, which waits for the device. One that fails is reported once.
+    A kernel is tried once for each kind of inputs, and the trial waits for the device. A failure is logged once.
     """
     *tried, last = kernels
     return next((k for k in tried if k.serves(inputs) and _passes(k, inputs)), last)
@@ -107,8 +107,8 @@ def choose_kernel(inputs: Inputs, kernels: Sequence[Kernel] = KERNELS) -> Kernel
 
 @cache
 def _passes(kernel: Kernel, inputs: Inputs) -> bool:
-    # A fresh thread has default settings: whatever surrounds a model's first forward pass (autocast, no_grad, hooks of
-    # gradient checkpointing that count saved tensors) neither changes the trial nor is changed by it.
+    # A fresh thread has default settings, so the context of a model's first forward pass (autocast, no_grad, gradient
+    # checkpointing hooks that count saved tensors) neither affects the trial nor is affected by it.
     with ThreadPoolExecutor(1, thread_name_prefix="prefrl-trial") as pool:
         mistake = pool.submit(_mistake, kernel, inputs).result()
     if mistake is not None and is_main():
@@ -120,17 +120,17 @@ def _mistake(kernel: Kernel, inputs: Inputs) -> str | None:
     """What is wrong with the kernel's outputs or gradients on small random inputs; None if nothing is.
 
     Raises:
-        OutOfMemoryError: That is no property of the kernel.
+        OutOfMemoryError: The device is out of memory, which says nothing about the kernel.
     """
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     try:
-        # Compiling may draw random numbers, which the training run must not notice.
+        # Compilation may draw random numbers, which must not affect the training run.
         with torch.random.fork_rng(devices):
             trials = product(_TRIALS, _TRIAL_WINDOWS)
             largest = max(error for trees, window in trials for error in _errors(kernel, inputs, trees, window))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # missing compiler, head size, chip: another kernel serves
+    except Exception as error:  # missing compiler, unsupported head size or chip: another kernel is used
         return f"{type(error).__name__}: {error}"
     if largest <= _TOLERANCES[inputs.dtype]:
         return None
@@ -138,7 +138,7 @@ def _mistake(kernel: Kernel, inputs: Inputs) -> str | None:
 
 
 def _errors(kernel: Kernel, inputs: Inputs, trees: tuple[Tree, ...], window: int | None) -> Iterator[float]:
-    """Of the output, of the gradients, and of the output without gradients."""
+    """Relative errors of the output, of the gradients, and of the output without gradients."""
     query, key, value = _random_tensors(inputs, Layout(trees))
     exact = [x.detach().float().requires_grad_() for x in (query, key, value)]
     expected = segments.attend(exact[0], exact[1], exact[2], Layout(trees), scaling=inputs.scaling, window=window)
@@ -156,7 +156,7 @@ def _errors(kernel: Kernel, inputs: Inputs, trees: tuple[Tree, ...], window: int
 
 
 def _random_tensors(inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value; each token's heads lie together, as projections leave them."""
+    """Query, key and value; the heads of a token are contiguous in memory, as projections produce them."""
     generator = torch.Generator().manual_seed(0)
 
     def tensor(num_heads: int, size: int) -> Tensor:
@@ -168,7 +168,7 @@ def _random_tensors(inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor, Ten
 
 
 def _relative_error(vectors: Tensor, truth: Tensor) -> float:
-    """Largest norm of a vector's difference, by its own norm and the root mean square of norms; NaN is infinite."""
+    """Largest norm of a vector's error, relative to its norm plus the root mean square norm; infinite for NaN."""
     error = (vectors.detach().float() - truth.detach()).norm(dim=-1)
     norm = truth.detach().norm(dim=-1)
     largest = float((error / (norm + norm.square().mean().sqrt())).max())

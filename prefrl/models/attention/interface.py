@@ -1,12 +1,13 @@
 """Attention over one flat row of many sequences, as functions that transformers' AttentionInterface calls.
 
-The tokens of a flat row form trees, see `Layout`. It travels in a keyword argument of the model's forward, down to the
-attention function: gradient checkpointing passes it again when it recomputes a layer, where a global variable would be
-stale. Without that argument our functions are the implementation that they replace. On CUDA a single kernel computes
-what the trees say where one can, see `kernels`; elsewhere it is done segment by segment.
+The tokens of a flat row form trees, see `Layout`. The layout is passed as a keyword argument of the model's forward,
+down to the attention function. Gradient checkpointing then passes it again when it recomputes a layer, where a global
+variable would be stale. Without that argument, our functions call the implementation that they replace. On CUDA a
+single kernel computes attention over the trees where one is available, see `kernels`; elsewhere it is computed segment
+by segment.
 
-Of a row that the processes of a team share, each has some tokens of all heads. For attention they exchange them, so
-that each has all tokens of some heads, and back (Ulysses).
+If the processes of a team share a row, each holds some tokens of all heads. For attention they exchange them, so that
+each holds all tokens of some heads, and exchange back afterwards (Ulysses).
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ __all__ = ["LAYOUT_KWARG", "Layout", "Tree", "install", "is_installed", "mask_pl
 # The keyword argument of the model's forward that carries the layout.
 LAYOUT_KWARG = "prefrl_layout"
 
-# Implementation that a model was loaded with -> ours, which replaces it.
+# Attention implementation that a model was loaded with -> our replacement.
 _OUR_NAME = {"sdpa": "prefrl_sdpa", "eager": "prefrl_eager"}
 _REPLACED_NAME = {ours: replaced for replaced, ours in _OUR_NAME.items()}
 
-# Arguments with which some models change what attention computes; we do not implement them.
+# Arguments by which some models change what attention computes. We do not implement them.
 _UNSUPPORTED_KWARGS = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
 
 
 def mask_placeholder(device: torch.device) -> Tensor:
-    """An empty 4D mask: transformers takes a 4D mask as it is, so it builds none of its own, which would be T x T."""
+    """An empty 4D mask. transformers uses a 4D mask as given, so it does not build its own mask of size T x T."""
     return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
 
 
@@ -59,22 +60,22 @@ def flat_attention(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """Attention of a flat row: every token sees its own segment up to itself and, in a branch, the trunk before it.
+    """Attention over a flat row: every token sees its own segment up to itself and, in a branch, the trunk before it.
 
     Args:
-        query: [1, H, T, D]; of a row that processes share, this one's part of the tokens.
+        query: [1, H, T, D]; if processes share the row, this process's part of the tokens.
         key: [1, KV, T, D] with KV dividing H.
         value: [1, KV, T, D].
         layout: Trees of all tokens of the row.
-        scaling: Factor on the scores; None is D^-0.5.
-        dropout: Probability, on the attention weights.
-        window: A token sees at most this many tokens, itself included; distances run along trunk and branch.
+        scaling: Factor on the scores; None means D^-0.5.
+        dropout: Dropout probability of the attention weights.
+        window: A token sees at most this many tokens, itself included; distances are measured along trunk and branch.
     Returns:
         [1, T, H, D].
     """
     query, key, value = (_as_autocast_would(x) for x in (query, key, value))
     if layout.num_parts > 1:
-        # Where there are fewer heads of keys than processes, each goes to all that read it.
+        # If there are fewer key heads than processes, each key head is copied to all processes that read it.
         copies = layout.num_parts // gcd(layout.num_parts, key.size(1))
         key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
         query, key, value = (exchange_in_team(x, split=1, join=2) for x in (query, key, value))
@@ -92,17 +93,17 @@ def _attend(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """`flat_attention` of all tokens of the row."""
+    """`flat_attention` over all tokens of the row."""
     if window is not None and window >= layout.longest:
         window = None
-    if dropout > 0:  # of the kernels, only this one drops
+    if dropout > 0:  # the only kernel with dropout
         return segments.attend(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
     kernel = choose_kernel(Inputs.of(query, key, value, scaling))
     return kernel.attend(query, key, value, layout, scaling=scaling, window=window)
 
 
 def _as_autocast_would(tensor: Tensor) -> Tensor:
-    """Cast once, not in each segment; and a causal bias needs inputs of one dtype to find its kernel."""
+    """Cast once instead of in each segment. A causal bias also needs inputs of one dtype to find its kernel."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(device))
@@ -170,16 +171,16 @@ AttentionMaskInterface.register(_OUR_NAME["eager"], eager_mask)
 
 
 def install(model: PreTrainedModel) -> bool:
-    """Let the model's attention understand layouts; False if it is neither sdpa nor eager, and then left as it is.
+    """Let the model's attention understand layouts. Returns False, and changes nothing, if it is not sdpa or eager.
 
-    It is meant to stay: checkpointed layers read the implementation's name again in the backward pass.
+    Keep it installed: checkpointed layers read the implementation's name again in the backward pass.
     """
     _rename(model, _OUR_NAME)
     return is_installed(model)
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Give the model the attention back that it had before `install`."""
+    """Restore the attention implementation that the model had before `install`."""
     _rename(model, _REPLACED_NAME)
 
 
@@ -191,7 +192,7 @@ def is_installed(model: PreTrainedModel) -> bool:
 def _rename(model: PreTrainedModel, new_name: Mapping[str, str]) -> None:
     for config in _configs(model):
         if config._attn_implementation in new_name:
-            # The dict with the key "" sets this config and leaves its sub-configs to their own turn.
+            # A dict with the key "" sets this config only; its sub-configs are set in their own iterations.
             config._attn_implementation = {"": new_name[config._attn_implementation]}
 
 

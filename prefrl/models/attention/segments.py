@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attend"]
 
-# Queries that share one explicit mask: bounds a mask's memory to this many rows.
+# Number of queries that share one explicit mask, which bounds the mask's memory.
 _ROWS_PER_MASK = 512
 
 
@@ -30,7 +30,7 @@ def attend(
     window: int | None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of a flat row; see `attention.flat_attention`.
+    """Attention over a flat row; see `attention.flat_attention`.
 
     Returns:
         [1, T, H, D].
@@ -58,7 +58,7 @@ _Piece = tuple["Tensor", "Tensor", "Tensor", "Tensor | None"]
 def _visible(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Iterator[_Piece]:
     """The queries, in order, with the keys and values that they may see; the mask is None for plain causal attention.
 
-    Queries are the last positions of the keys.
+    The queries are the last positions of the keys.
     """
     num_queries, num_keys = q.size(2), k.size(2)
     if window is not None and window >= num_keys:
@@ -78,7 +78,7 @@ def _visible(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None
 
 
 def _mask(layout: Layout, rows: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-    """[rows, keys] to add to scores of the last `rows` of `keys` positions; a view of one for all segments."""
+    """[rows, keys] additive mask for the last `rows` of `keys` positions; a view of one mask for all segments."""
     before = layout.longest
 
     def make() -> Tensor:
@@ -95,7 +95,7 @@ def _mask(layout: Layout, rows: int, keys: int, window: int | None, like: Tensor
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float) -> Tensor:
     if q.is_cuda and mask is not None and k.size(1) != q.size(1):
-        # CUDA's fast kernels take a mask or grouped heads, not both.
+        # CUDA's fast kernels support a mask or grouped heads, but not both.
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     return scaled_dot_product_attention(
         q,

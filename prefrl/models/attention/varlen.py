@@ -1,8 +1,8 @@
-"""Flat attention as one call of a FlashAttention kernel for sequences of different lengths.
+"""Flat attention as one call of a variable-length FlashAttention kernel.
 
-Each segment is a sequence of queries whose keys are the trunk that it sees and then its own tokens. The kernels align
-queries with the last keys, which is what a branch needs. Keys and values of a trunk are copied for each of its
-branches, as padded rows would do.
+Each segment is a sequence of queries whose keys are the trunk that it sees, followed by its own tokens. The kernels
+align queries with the last keys, as a branch requires. Keys and values of a trunk are copied for each of its branches,
+as in padded rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Kernel = Callable[["Tensor", "Tensor", "Tensor", "Sequences", "float | None", "i
 def attend(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attention of a flat row in float16 or bfloat16, on CUDA; see `attention.flat_attention`.
+    """Attention over a flat row in float16 or bfloat16, on CUDA; see `attention.flat_attention`.
 
     Returns:
         [1, T, H, D].
@@ -50,10 +50,10 @@ def attend(
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Queries in flat order, cut into sequences, and the keys of each; its last query stands at its last key."""
+    """Queries in flat order, cut into sequences, and the keys of each; its last query is aligned with its last key."""
 
     query_offsets: Tensor  # [sequences + 1] int32: where each starts among the T tokens, and T
-    key_offsets: Tensor  # [sequences + 1] int32: where its keys start among the S, and S
+    key_offsets: Tensor  # [sequences + 1] int32: where its keys start among the S keys, and S
     longest_query: int
     longest_key: int
     keys: Tensor | None  # [S] int64: the tokens that are keys, sequence by sequence; None: all tokens in flat order
@@ -70,7 +70,7 @@ class Sequences:
 
 
 def sequences(layout: Layout, window: int | None) -> Sequences:
-    """The layout as these kernels read it, on the host. Of a trunk only what the window reaches is copied."""
+    """The layout in the form that these kernels need, on the host. Only trunk keys inside the window are copied."""
     query_lengths, key_lengths, keys = [], [], []
     for segment in layout.segments():
         if segment.length == 0:
@@ -111,14 +111,14 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(rows: Tensor, index: Tensor) -> Tensor:
-    """`rows[index]`, whose gradient is summed in float32: a trunk's token gets as many terms as there are branches."""
+    """`rows[index]` with a gradient summed in float32: a trunk token gets a term from each of its branches."""
     output: Tensor = _Gather.apply(rows, index)  # type: ignore[no-untyped-call]
     return output
 
 
 @cache
 def kernel() -> Kernel | None:
-    """The first that is installed: torch's own (from 2.11 on), then flash-attn's; None if there is none."""
+    """The first kernel that is installed: torch's own (from 2.11 on), then flash-attn's; None if there is none."""
     return _torch_kernel() or _flash_attn_kernel()
 
 
@@ -129,7 +129,7 @@ def _torch_kernel() -> Kernel | None:
     parameters = inspect.signature(varlen_attn).parameters
     if not {"scale", "window_size"} <= parameters.keys():
         return None
-    # Before there was this switch, grouped heads needed none.
+    # Versions without this option support grouped heads by default.
     options = {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
     def run(q: Tensor, k: Tensor, v: Tensor, held: Sequences, scaling: float | None, window: int | None) -> Tensor:
@@ -166,5 +166,5 @@ def _flash_attn_kernel() -> Kernel | None:
 
 
 def _reach(window: int | None) -> tuple[int, int]:
-    """How many keys before and after its own place a query sees, -1 for all."""
+    """How many keys a query sees before and after its own position; -1 for all."""
     return (-1 if window is None else window - 1, 0)

@@ -1,4 +1,4 @@
-"""A stream is cut as a dataset of the same rows is."""
+"""A stream is cut in the same way as a dataset with the same rows."""
 
 from __future__ import annotations
 

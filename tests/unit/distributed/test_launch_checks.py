@@ -1,4 +1,4 @@
-"""Launches that would train copies of a run, or less sharded than was asked for, are refused with what to change."""
+"""Launches that would train copies of a run, or shard less than asked for, raise an error that says what to change."""
 
 from __future__ import annotations
 

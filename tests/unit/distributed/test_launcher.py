@@ -1,4 +1,4 @@
-"""Which of several processes that failed is told, and that one that failed ends."""
+"""The launcher reports which process failed first, and a process that failed ends."""
 
 from __future__ import annotations
 

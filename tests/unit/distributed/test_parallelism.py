@@ -1,4 +1,4 @@
-"""Parallelism beside data parallelism is refused by name, value, reason and remedy where it cannot work."""
+"""Other parallelism than data parallelism is refused where it cannot work, with name, value, reason and remedy."""
 
 from __future__ import annotations
 

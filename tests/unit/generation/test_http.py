@@ -1,4 +1,4 @@
-"""Every request ends: with its answer, or with an error that says what was asked of whom, in time."""
+"""Every request ends in time, with its answer or with an error that names the request and the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least busy server that works is next; nobody waits for a server that will not be asked."""
+"""The least busy working server is next; nothing waits for a server that will not be asked."""
 
 from __future__ import annotations
 

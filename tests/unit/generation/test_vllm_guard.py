@@ -1,4 +1,4 @@
-"""Who gets through the guard; what it says of a server is tested on a real one."""
+"""Which requests the guard lets through. What it reports about a server is tested with a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and what of its answers is believed."""
+"""The requests to vLLM, and the checks of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden states beside log-probs: those of one plain forward for each row, whatever the plan."""
+"""Hidden states that are returned with log-probs are those of a plain forward pass of each row, for every plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Liger's kernels in a model: in all of it, in no other, and never other numbers. A stand-in patches as Liger does."""
+"""Liger's kernels are in all of a model, in no other model, and change no numbers. A stand-in patches like Liger."""
 
 from __future__ import annotations
 

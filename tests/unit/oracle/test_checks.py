@@ -1,4 +1,4 @@
-"""The checks find what they are for, and let what is right pass."""
+"""The checks find the faults that they look for, and accept correct functions."""
 
 import dataclasses
 import functools

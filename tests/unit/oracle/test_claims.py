@@ -1,4 +1,4 @@
-"""What losses, advantages, KL estimates and corrections are said to do on average, exactly: float64, 1e-10."""
+"""The claims about what losses, advantages, KL estimates and corrections do on average hold to 1e-10 in float64."""
 
 import functools
 import itertools

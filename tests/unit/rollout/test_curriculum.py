@@ -1,4 +1,4 @@
-"""Which prompts are asked next."""
+"""Which prompts are sampled next."""
 
 from __future__ import annotations
 

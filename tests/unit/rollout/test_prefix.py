@@ -1,4 +1,4 @@
-"""Shared beginnings with rewards that contradict each other."""
+"""Common prefixes of completions whose rewards contradict each other."""
 
 from __future__ import annotations
 

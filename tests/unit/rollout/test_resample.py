@@ -1,4 +1,4 @@
-"""Other prompts in the place of groups without a signal."""
+"""Groups without a signal are replaced by groups of other prompts."""
 
 from __future__ import annotations
 

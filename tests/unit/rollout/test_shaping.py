@@ -1,4 +1,4 @@
-"""What happens to total rewards before advantages."""
+"""Shaping of total rewards before advantages are computed."""
 
 from __future__ import annotations
 

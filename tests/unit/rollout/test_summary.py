@@ -1,4 +1,4 @@
-"""What is logged of rollouts."""
+"""What is logged about rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training and a server as one: small programs stand for them, and each leaves a process that only force ends."""
+"""Training and a server run as a unit. Small programs stand in for them; each leaves a process that must be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of two processes, of which the second outlives the first unless somebody ends it."""
+"""A server with two processes, the second of which outlives the first unless it is ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the activations of a forward pass wait for its backward pass."""
+"""Where the activations of a forward pass are kept until its backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phases of a step, by a clock that the test moves."""
+"""The phases of a step, timed with a clock that the test advances."""
 
 from __future__ import annotations
 

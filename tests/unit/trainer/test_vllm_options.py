@@ -1,4 +1,4 @@
-"""What GRPOConfig refuses of the options for a vLLM server, and what follows from those that are left out."""
+"""Which options for a vLLM server GRPOConfig refuses, and what follows from options that are not set."""
 
 from __future__ import annotations
 
