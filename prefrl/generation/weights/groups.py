@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,8 @@ class GroupSync:
             _broadcast(transfer, live, message)
         for server in live:
             if server.error is None:
-                _finish_request(server, "loading weights")
+                with _failures(server, "loading weights"):
+                    _finish_request(server)
         transfer.for_each(servers, "finishing", transfer.finish_update)
 
     def _join(self, transfer: Transfer, servers: Sequence[Server]) -> None:
@@ -66,7 +66,7 @@ class GroupSync:
         for server, (host, future) in joining.items():
             with _failures(server, "meeting it"):
                 server.group = _await_group(transfer, server, future)
-                _finish_request(server, "meeting it")
+                _finish_request(server)
             host.cancel()
 
     def _invite(self, transfer: Transfer, server: Server) -> wire.Host:
@@ -96,13 +96,9 @@ def _broadcast(transfer: Transfer, groups: Mapping[Server, wire.Group], message:
 
 
 def _await_group(transfer: Transfer, server: Server, joining: Future[wire.Group]) -> wire.Group:
-    while True:
-        try:
-            return joining.result(timeout=0.01)
-        except FutureTimeout:
-            if joining.done():
-                raise
+    while not wait([joining], timeout=0.01).done:
         _check(transfer, server)
+    return joining.result()
 
 
 def _check(transfer: Transfer, server: Server) -> None:
@@ -117,14 +113,11 @@ def _begin_request(transfer: Transfer, server: Server, path: str, json: Any) -> 
     server.answer = transfer.http.submit(transfer.post(server, path, json, grace=_MESSAGE_SECONDS))
 
 
-def _finish_request(server: Server, doing: str) -> None:
+def _finish_request(server: Server, *, timeout: float | None = None) -> None:
     """Wait for the answer to the request that is under way."""
     answer, server.answer = server.answer, None
-    try:
-        if answer is not None:
-            answer.result()
-    except HttpError as error:
-        server.fail(doing, error)
+    if answer is not None:
+        answer.result(timeout)
 
 
 @contextmanager
@@ -135,13 +128,11 @@ def _failures(server: Server, doing: str) -> Iterator[None]:
     except HttpError as error:
         server.fail(doing, error)
     except (RuntimeError, TimeoutError) as error:
-        answer, server.answer = server.answer, None
         reason: Exception = error
         try:
-            if answer is not None:
-                answer.result(timeout=_MESSAGE_SECONDS)
+            _finish_request(server, timeout=_MESSAGE_SECONDS)
         except HttpError as answered:
             reason = answered
-        except FutureTimeout:
+        except TimeoutError:
             pass
         server.fail(doing, reason)

@@ -51,7 +51,7 @@ class Server:
 
 @dataclass
 class Transfer:
-    """One transfer of weights. A server that fails in it is left out of the rest."""
+    """One transfer of weights. A server that fails is left out of the rest of it."""
 
     http: Http
     known: Collection[Server]  # also those that these weights do not go to
@@ -105,9 +105,8 @@ class Transfer:
 class Transport(Protocol):
     """A way for weights to get to servers."""
 
-    adapter_name: str | None
-    """What requests name as their model where the policy is an adapter; None: the server's own model."""
+    adapter_name: str | None  # what requests name as their model; None: the server's own model
 
     def send(self, transfer: Transfer, servers: Sequence[Server], weights: WeightSource) -> None:
-        """Give the weights to all servers that have not failed; those that fail now are told so by `Server.fail`."""
+        """Give the weights to all servers that have not failed, and call `Server.fail` of those that fail now."""
         ...

@@ -47,7 +47,7 @@ class Servers:
         return {"weight_version": self.versions[url]} if path == "/weight_info" else None
 
 
-class Asking(SimpleNamespace):
+class Asking:
     """An asker with all that it needs."""
 
     def __init__(self, servers: Servers) -> None:
