@@ -37,7 +37,7 @@ from prefrl.generation.http import Http
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.handshake import Requirements
-from prefrl.generation.weights.send import SyncMethod, WeightSync
+from prefrl.generation.weights.sync import SyncMethod, WeightSync
 from prefrl.models.export import PolicyWeights
 from prefrl.scripts import demo
 from prefrl.trainer.grpo_config import GRPOConfig

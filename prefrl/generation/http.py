@@ -127,12 +127,12 @@ class Http:
         """End the thread; requests that are under way are broken off."""
         if self._loop.is_closed():
             return
-        self.submit(self._end()).result()
+        self.submit(self._cancel_all()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _end(self) -> None:
+    async def _cancel_all(self) -> None:
         under_way = asyncio.all_tasks() - {asyncio.current_task()}
         for task in under_way:
             task.cancel()

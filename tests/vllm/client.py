@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from prefrl.generation.http import Http
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.handshake import Requirements
-from prefrl.generation.weights.send import WeightSync
+from prefrl.generation.weights.sync import WeightSync
 from tests.assets import tiny_tokenizer
 
 PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55, 56], [60], list(range(30, 70))]

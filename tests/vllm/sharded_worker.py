@@ -22,7 +22,7 @@ from prefrl import distributed
 from prefrl.generation.http import Http, HttpError
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.weights import wire
-from prefrl.generation.weights.send import WeightSync
+from prefrl.generation.weights.sync import WeightSync
 from prefrl.models.export import PolicyWeights
 from tests.distributed.backends import enter, leave_training
 from tests.leave import leave

@@ -423,7 +423,7 @@ def test_a_killed_server_that_is_started_again_goes_on_with_the_right_weights(
         assert stats.restarts == 1
         assert stats.requests > len(prompts), "the kill came too late"
 
-        generator._server_timeout = 2.0
+        generator.fleet.server_timeout = 2.0
         arriving = generator.start(prompts, how, seeds=seeds).as_completed()
         server.kill()
         with within(20), pytest.raises(GenerationError, match=f"{server.url} did not answer within 2 s.*vllm-serve"):

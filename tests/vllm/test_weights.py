@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from prefrl.errors import ConfigError, WeightSyncError
 from prefrl.generation.http import Http, Refused
 from prefrl.generation.server_info import INFO_PATH, ServerInfo
-from prefrl.generation.weights.send import UPDATING, SyncMethod, WeightSync
+from prefrl.generation.weights.sync import UPDATING, SyncMethod, WeightSync
 from prefrl.models.export import PolicyWeights
 from tests.vllm.conftest import StartServer
 from tests.vllm.server import MAX_LORA_RANK, ROOT, Server, save_tiny_model
@@ -513,7 +513,7 @@ KILLED_TRAINER = """
     import torch
     from prefrl.generation.http import Http
     from prefrl.generation.server_info import INFO_PATH, ServerInfo
-    from prefrl.generation.weights.send import WeightSync
+    from prefrl.generation.weights.sync import WeightSync
 
     url, key = sys.argv[1:]
     http = Http(key=key)

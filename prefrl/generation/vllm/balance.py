@@ -39,7 +39,6 @@ class Balance:
 
     def __init__(self, urls: Sequence[str], max_under_way: int) -> None:
         self.servers = [Server(url) for url in urls]
-        self.urls = list(urls)
         self._max_under_way = max_under_way
         self._waiting: deque[_Waiting] = deque()
 

@@ -49,7 +49,7 @@ class Guard:
         elif not self._may_enter(scope):
             await _refuse(scope, send)
         elif scope["path"] == INFO_PATH and scope["type"] == "http":
-            await self._tell(scope, send)
+            await self._send_info(scope, send)
         else:
             await self._app(scope, receive, send)
 
@@ -59,7 +59,7 @@ class Guard:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
 
-    async def _tell(self, scope: Scope, send: Send) -> None:
+    async def _send_info(self, scope: Scope, send: Send) -> None:
         if scope["method"] != "GET":
             await _answer(send, 405, {"error": f"{scope['method']} {INFO_PATH}: only GET is allowed"})
             return

@@ -21,7 +21,7 @@ __all__ = ["PROBE_SECONDS", "Requirements", "check_url", "handshake", "is_health
 # An answer that costs the server nothing: health, weight version.
 PROBE_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0
-_WORDS = {
+_LABELS = {
     "architecture": "architecture",
     "vocab_size": "size of the vocabulary",
     "hidden_size": "hidden size",
@@ -69,11 +69,11 @@ class Requirements:
         Raises:
             GenerationError: It does; says what was found and expected.
         """
-        for field, words in _WORDS.items():
+        for field, label in _LABELS.items():
             found, expected = getattr(info, field), getattr(self, field)
             if found != expected:
                 raise self.error(
-                    url, f"serves another model: its {words} is {found!r}, that of the policy {expected!r}"
+                    url, f"serves another model: its {label} is {found!r}, that of the policy {expected!r}"
                 )
         if info.logprobs_mode != "processed_logprobs":
             reason = f"has logprobs_mode {info.logprobs_mode!r}, where training needs 'processed_logprobs'"

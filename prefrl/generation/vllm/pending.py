@@ -136,10 +136,10 @@ class VLLMPending:
 
 def raise_shared(error: Exception | None) -> None:
     """Raise, on all processes, the error of the first process that has one. All processes must call it."""
-    told = error
+    shareable = error
     if error is not None and not isinstance(error, PrefrlError):
-        told = GenerationError(f"{type(error).__name__}: {error}")
-    first = next((its_error for its_error in gather_objects(told) if its_error is not None), None)
+        shareable = GenerationError(f"{type(error).__name__}: {error}")
+    first = next((its_error for its_error in gather_objects(shareable) if its_error is not None), None)
     if first is not None and first is error:
         raise error
     if first is not None:

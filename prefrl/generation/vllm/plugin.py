@@ -147,13 +147,13 @@ def _read(folder: Path) -> Iterator[Named]:
 def _check_unique(names: list[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(f"sent more than once: {_some(twice)}")
+        raise ValueError(f"sent more than once: {_shortened(twice)}")
 
 
 def _check_finite(weights: list[Named]) -> None:
     bad = [name for name, tensor in weights if not _is_finite(tensor)]
     if bad:
-        raise ValueError(f"not finite: {_some(bad)}")
+        raise ValueError(f"not finite: {_shortened(bad)}")
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -191,9 +191,9 @@ def _check_fit(model: Any, weights: list[Named]) -> None:
             if not (reloading.twins(module) & loaded and module not in loaded) and _keeps_old_weights(module)
         ]
     if twice:
-        raise ValueError(f"these layers share their weights, send them once: {_some(twice)}")
+        raise ValueError(f"these layers share their weights, send them once: {_shortened(twice)}")
     if missing:
-        raise ValueError(f"the weights are not complete, these layers would keep old ones: {_some(missing)}")
+        raise ValueError(f"the weights are not complete, these layers would keep old ones: {_shortened(missing)}")
 
 
 def _keeps_old_weights(module: nn.Module) -> bool:
@@ -299,7 +299,7 @@ def _load_adapters_once() -> None:
     LRUCacheWorkerLoRAManager._apply_adapters = apply_loaded
 
 
-def _some(names: Iterable[str]) -> str:
+def _shortened(names: Iterable[str]) -> str:
     """The first few names."""
     names = sorted(names)
     rest = len(names) - _SHOWN_NAMES

@@ -63,7 +63,7 @@ _DTYPES = {
 }
 _POLL_SECONDS = 0.0005
 _JOIN_POLL_SECONDS = 0.005
-_END_POLL_SECONDS = 0.1
+_ABORT_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Group:
         self._backend = self._store = self._under_way = None
         if backend is not None and under_way is not None and not under_way.is_completed():
             arguments = (backend, store, under_way)
-            threading.Thread(target=_end, args=arguments, name="prefrl-group-end", daemon=True).start()
+            threading.Thread(target=_abort, args=arguments, name="prefrl-group-end", daemon=True).start()
 
 
 def _gloo(store: PrefixStore, rank: int, invitation: Invitation, address: str) -> Any:
@@ -179,14 +179,14 @@ def _nccl(store: PrefixStore, rank: int, invitation: Invitation) -> Any:
                 os.environ[name] = value
 
 
-def _end(backend: Any, _store: Any, under_way: Any) -> None:
+def _abort(backend: Any, _store: Any, under_way: Any) -> None:
     """Break off what is under way, and let go of the group after that, with the end of this thread.
 
     gloo ends a message at its deadline and not before; until then its destructor would stop all threads of Python.
     """
     backend.abort()
     while not under_way.is_completed():
-        time.sleep(_END_POLL_SECONDS)
+        time.sleep(_ABORT_POLL_SECONDS)
 
 
 class Host:
@@ -234,7 +234,9 @@ class Host:
 
     def _join(self) -> Group:
         invitation = self.invitation
-        keys = [_present(invitation, invitation.rank_offset + worker) for worker in range(invitation.world_size - 1)]
+        keys = [
+            _arrival_key(invitation, invitation.rank_offset + worker) for worker in range(invitation.world_size - 1)
+        ]
         deadline = time.monotonic() + invitation.timeout_s
         # Before the group is made, which could not be broken off.
         while not self._store.check(keys):
@@ -264,12 +266,12 @@ def join(invitation: Invitation, *, worker: int) -> Group:
         wait_for_workers=False,
     )
     rank = invitation.rank_offset + worker
-    store.set(_present(invitation, rank), "")
+    store.set(_arrival_key(invitation, rank), "")
     address = address_towards(invitation.host, invitation.port)
     return Group(invitation, rank=rank, store=store, address=address)
 
 
-def _present(invitation: Invitation, rank: int) -> str:
+def _arrival_key(invitation: Invitation, rank: int) -> str:
     return f"prefrl/{invitation.tag}/present/{rank}"
 
 
@@ -358,10 +360,10 @@ def messages(weights: Iterable[Named], *, device: torch.device, bucket_bytes: in
                 buffer = torch.empty(max(total, bucket_bytes), dtype=torch.uint8, device=device)
             for (_, tensor), start, size in zip(bucket, offsets, header.sizes(), strict=True):
                 buffer[start : start + size].copy_(_bytes(tensor))
-            yield from _announce(header, device)
+            yield from _header_messages(header, device)
             yield from _pieces(buffer[:total])
     except Exception as error:
-        yield from _announce(_Header([], [], [], error=f"{type(error).__name__}: {error}"), device)
+        yield from _header_messages(_Header([], [], [], error=f"{type(error).__name__}: {error}"), device)
         raise
     yield torch.zeros(8, dtype=torch.uint8, device=device)
 
@@ -376,19 +378,19 @@ def receive(group: Group) -> list[Named]:
     """
     received: list[Named] = []
     while True:
-        length = _take(group, 8).view(torch.int64).item()
+        length = _receive_bytes(group, 8).view(torch.int64).item()
         if length == 0:
             return received
         if not 0 < length <= _HEADER_LIMIT:
             raise ValueError(f"a header of {length} bytes: this is no trainer of prefrl")
-        header = _Header(**json.loads(_take(group, int(length)).numpy().tobytes()))
+        header = _Header(**json.loads(_receive_bytes(group, int(length)).numpy().tobytes()))
         if header.error is not None:
             raise ValueError(f"the trainer gave up: {header.error}")
         unknown = sorted(set(header.dtypes) - _DTYPES.keys())
         if unknown:
             raise ValueError(f"unknown dtypes {unknown}; known are {sorted(_DTYPES)}")
         offsets, total = header.offsets()
-        received.extend(_unpack(header, offsets, _take(group, total)))
+        received.extend(_unpack(header, offsets, _receive_bytes(group, total)))
 
 
 def _header(bucket: list[Named]) -> _Header:
@@ -410,7 +412,7 @@ def _unpack(header: _Header, offsets: list[int], buffer: Tensor) -> Iterator[Nam
         yield name, buffer[start : start + size].view(_DTYPES[dtype]).view(shape)
 
 
-def _announce(header: _Header, device: torch.device) -> Iterator[Tensor]:
+def _header_messages(header: _Header, device: torch.device) -> Iterator[Tensor]:
     text = json.dumps(asdict(header)).encode()
     yield torch.tensor([len(text)], dtype=torch.int64).view(torch.uint8).to(device)
     yield from _pieces(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device))
@@ -422,7 +424,7 @@ def _pieces(message: Tensor) -> Iterator[Tensor]:
         yield message[start : start + BUCKET_BYTES]
 
 
-def _take(group: Group, size: int) -> Tensor:
+def _receive_bytes(group: Group, size: int) -> Tensor:
     """The next `size` bytes, on the host."""
     target = torch.empty(size, dtype=torch.uint8)
     for part in _pieces(target):

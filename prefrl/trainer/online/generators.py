@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.generation.http import Http
 from prefrl.generation.local.generator import LocalGenerator, end_token_ids
-from prefrl.generation.vllm.client import VLLMGenerator, VLLMStats
+from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.generation.vllm.fleet import VLLMStats
 from prefrl.generation.vllm.guard import KEY_VARIABLE
 from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.vllm.requests import Guided
-from prefrl.generation.weights.send import WeightSync
+from prefrl.generation.weights.sync import WeightSync
 from prefrl.metrics import Max, Metric, Sum
 from prefrl.models.adapters import is_peft_model
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from prefrl.generation.base import WeightSource
-    from prefrl.generation.weights.send import SyncMethod
+    from prefrl.generation.weights.sync import SyncMethod
     from prefrl.trainer.online.config import OnlineConfig
     from prefrl.trainer.online.vllm_options import VLLMOptions
 

@@ -1,0 +1,198 @@
+"""Requests for completions: which server is asked, what is asked again, and what a failure means.
+
+Requests run on the thread of `Http`. A prompt has one of three outcomes: its completions; lost, because its server is
+gone or has other weights, so that it is asked for again once servers and weights are back; or failed, because asking
+again would not help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from prefrl.distributed import rank
+from prefrl.errors import GenerationError
+from prefrl.generation.http import HttpError, Overdue, Refused, Unreachable
+from prefrl.generation.vllm.balance import Balance, Server
+from prefrl.generation.vllm.handshake import PROBE_SECONDS, is_healthy, weight_version
+from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
+from prefrl.generation.vllm.requests import (
+    Aborted,
+    BadAnswer,
+    Expected,
+    Guided,
+    OtherWeights,
+    Prompt,
+    completions_of,
+    request_body,
+)
+
+if TYPE_CHECKING:
+    from prefrl.generation.http import Http
+    from prefrl.generation.vllm.fleet import Fleet
+    from prefrl.types import Completion
+
+__all__ = ["ServerAsker"]
+
+_MAX_TRIES = 3
+_BACKOFF_SECONDS = 0.5
+
+
+class ServerAsker:
+    """`prefrl.generation.vllm.pending.Asker` of the servers of a fleet.
+
+    Args:
+        fleet: The servers and their weights.
+        balance: Which of them is asked next.
+        http: With the key of the servers.
+        vocab_size: Of the policy.
+        stop_ids: Tokens that end a completion, besides those of a prompt's sampling parameters.
+        request_timeout: Seconds for one request; a prompt is given up after twice that.
+        guided: What every completion has to match.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        balance: Balance,
+        *,
+        http: Http,
+        vocab_size: int,
+        stop_ids: Sequence[int],
+        request_timeout: float,
+        guided: Guided | None,
+    ) -> None:
+        self._fleet = fleet
+        self._balance = balance
+        self._http = http
+        self._vocab_size = vocab_size
+        self._stop_ids = frozenset(stop_ids)
+        self._request_timeout = request_timeout
+        self._guided = guided
+
+    def submit(self, prompts: Sequence[Prompt], report: Callable[[Outcome], None]) -> Future[None]:
+        """Ask for prompts on the thread of the requests; each one's outcome is reported there, once."""
+        return self._http.submit(self._ask_all(prompts, report, self._fleet.version))
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds within which one of the prompts that were submitted has an outcome."""
+        tries = 2 * self._request_timeout + _MAX_TRIES * (_BACKOFF_SECONDS * 2.0**_MAX_TRIES + PROBE_SECONDS)
+        return PROBE_SECONDS + tries + 30  # for a busy machine
+
+    def recover(self) -> None:
+        """Wait for all servers, give them the weights if they lost them, and use them again."""
+        self._fleet.recover()
+        self._balance.trust_all()
+
+    async def _ask_all(self, prompts: Sequence[Prompt], report: Callable[[Outcome], None], version: str) -> None:
+        await asyncio.gather(*(self._check_version(server, version) for server in self._balance.servers))
+        await asyncio.gather(*(self._ask_and_report(prompt, report) for prompt in prompts))
+
+    async def _check_version(self, server: Server, version: str) -> None:
+        """Leave a server out whose weights are not ours; it was restarted or its last update failed."""
+        try:
+            found = await weight_version(self._http, server.url)
+        except HttpError:
+            server.num_failures += 1
+            return
+        if found != version and not self._fleet.is_sending:
+            self._balance.distrust(server, f"{server.url} has the weights {found!r}, not {version!r}")
+
+    async def _ask_and_report(self, prompt: Prompt, report: Callable[[Outcome], None]) -> None:
+        try:
+            outcome = await self._ask(prompt)
+        except Exception as error:
+            outcome = Failed(prompt, error)
+        report(outcome)
+
+    async def _ask(self, prompt: Prompt) -> Outcome:
+        """Ask servers for completions of a prompt until one has them, a few times."""
+        clock = asyncio.get_running_loop().time
+        deadline = None
+        tried: set[str] = set()
+        outcome: Outcome = Lost(prompt, "not asked for")
+        for attempt in range(_MAX_TRIES):
+            server = await self._balance.take(avoid=tried)
+            if server is None:
+                return Lost(prompt, self._balance.reasons)
+            deadline = deadline or clock() + 2 * (self._request_timeout + _BACKOFF_SECONDS)
+            self._fleet.stats.requests += 1
+            self._fleet.stats.retries += attempt > 0
+            try:
+                timeout = min(self._request_timeout, deadline - clock())
+                return Done(prompt, await self._ask_once(server, prompt, timeout))
+            except OtherWeights as error:
+                self._balance.distrust(server, f"{server.url}: {error}")
+                outcome = Lost(prompt, self._balance.reasons)
+            except (HttpError, Aborted) as error:
+                tried.add(server.url)
+                outcome = await self._outcome_of(error, server, prompt)
+            finally:
+                self._balance.give_back(server)
+            backoff = 0.0 if server.distrust else _BACKOFF_SECONDS * 2**attempt
+            if attempt + 1 == _MAX_TRIES or deadline - clock() < backoff:
+                break
+            await asyncio.sleep(backoff)
+        return outcome
+
+    async def _outcome_of(self, problem: Exception, server: Server, prompt: Prompt) -> Outcome:
+        """What a request that failed was, if it was the last: a server that is gone may come back."""
+        server.num_failures += 1
+        if not await is_healthy(self._http, server.url):
+            self._balance.distrust(server, f"{server.url} is gone: {problem}")
+        if server.distrust or isinstance(problem, Unreachable):
+            return Lost(prompt, f"{server.url}: {problem}")
+        hint = " Raise vllm_request_timeout if completions take that long." if isinstance(problem, Overdue) else ""
+        message = f"is healthy and did not generate in several tries; the last one: {problem}.{hint}"
+        return Failed(prompt, _error(server, prompt, message))
+
+    async def _ask_once(self, server: Server, prompt: Prompt, timeout: float) -> list[Completion]:
+        """Completions of a prompt, from one request.
+
+        Raises:
+            HttpError: Another request may do better.
+            Aborted: Likewise.
+            OtherWeights: It will do once the server has our weights.
+            GenerationError: Asking again would not help.
+        """
+        try:
+            return await self._completions(server, prompt, timeout)
+        except Refused as error:
+            if error.status >= 500:
+                raise
+            # A server that was restarted knows neither our adapter nor, perhaps, requests of this length.
+            found = await weight_version(self._http, server.url)
+            if not found.startswith(f"{self._fleet.run}:"):
+                raise OtherWeights(f"has the weights {found!r}, not ours, and refuses: {error}") from error
+            raise _error(server, prompt, f"refuses: {error}") from error
+
+    async def _completions(self, server: Server, prompt: Prompt, timeout: float) -> list[Completion]:
+        expected = Expected(
+            request_id=secrets.token_hex(8),
+            run=self._fleet.run,
+            vocab_size=self._vocab_size,
+            stop_ids=self._stop_ids.union(prompt.sampling.stop_token_ids),
+            is_guided=self._guided is not None,
+        )
+        body = request_body(
+            prompt,
+            expected,
+            model=self._fleet.model_name(server.url),
+            salt=self._fleet.version,
+            guided=self._guided,
+        )
+        answer = await self._http.send("POST", f"{server.url}/inference/v1/generate", timeout=timeout, json=body)
+        try:
+            completions = completions_of(answer, prompt, expected)
+        except BadAnswer as error:
+            raise _error(server, prompt, f"answers request {expected.request_id} wrongly: {error}") from error
+        server.num_failures = 0
+        return completions
+
+
+def _error(server: Server, prompt: Prompt, reason: str) -> GenerationError:
+    return GenerationError(f"prompt {prompt.number} of process {rank()}: the vLLM server at {server.url} {reason}")

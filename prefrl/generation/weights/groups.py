@@ -1,0 +1,138 @@
+"""All weights through process groups, one for each server."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from prefrl.generation.http import HttpError
+from prefrl.generation.weights import wire
+
+if TYPE_CHECKING:
+    from prefrl.generation.weights.transfer import Server, Transfer
+
+__all__ = ["GroupSync"]
+
+# Extra seconds to wait for the server's error message after a failure.
+_MESSAGE_SECONDS = 10.0
+
+
+class GroupSync:
+    """`Transport` by process groups, which stay open between transfers.
+
+    Args:
+        backend: What carries the bytes.
+    """
+
+    adapter_name: str | None = None
+
+    def __init__(self, backend: wire.Transport) -> None:
+        self._backend = backend
+
+    def send(self, transfer: Transfer, servers: Sequence[Server], weights: Iterable[wire.Named]) -> None:
+        """Broadcast all weights. They are read once, and no further when all servers have failed."""
+        self._join(transfer, [server for server in servers if server.error is None and server.group is None])
+        transfer.for_each(servers, "starting", transfer.start_update)
+        live = {server: server.group for server in servers if server.error is None and server.group is not None}
+        for server in live:
+            _begin_request(transfer, server, "/update_weights", {"update_info": {}})
+        device = next((group.device for group in live.values()), wire.HOST_DEVICE)
+        messages = wire.messages(weights, device=device)
+        while any(server.error is None for server in live) and (message := next(messages, None)) is not None:
+            transfer.bytes_sent += message.nbytes
+            _broadcast(transfer, live, message)
+        for server in live:
+            if server.error is None:
+                with _failures(server, "loading weights"):
+                    _finish_request(server)
+        transfer.for_each(servers, "finishing", transfer.finish_update)
+
+    def _join(self, transfer: Transfer, servers: Sequence[Server]) -> None:
+        """New groups with servers."""
+        joining: dict[Server, tuple[wire.Host, Future[wire.Group]]] = {}
+        for server in servers:
+            try:
+                host = self._invite(transfer, server)
+            except (OSError, RuntimeError) as error:
+                server.fail("opening a port for it", error)
+                continue
+            joining[server] = (host, host.join())
+            _begin_request(transfer, server, "/init_weight_transfer_engine", {"init_info": host.invitation.as_json()})
+        for server, (host, future) in joining.items():
+            with _failures(server, "meeting it"):
+                server.group = _await_group(transfer, server, future)
+                _finish_request(server)
+            host.cancel()
+
+    def _invite(self, transfer: Transfer, server: Server) -> wire.Host:
+        parts = urlsplit(server.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        return wire.Host(
+            self._backend,
+            parts.hostname or "",
+            port,
+            num_workers=server.info.num_workers,
+            tag=secrets.token_hex(8),
+            timeout=transfer.timeout,
+        )
+
+
+def _broadcast(transfer: Transfer, groups: Mapping[Server, wire.Group], message: Any) -> None:
+    """One message to all servers that have not failed."""
+    for server, group in groups.items():
+        if server.error is None:
+            with _failures(server, "sending weights"):
+                _check(transfer, server)  # messages that arrive at once are not waited for
+                group.start(message)
+    for server, group in groups.items():
+        if server.error is None:
+            with _failures(server, "sending weights"):
+                group.wait(check=partial(_check, transfer, server))
+
+
+def _await_group(transfer: Transfer, server: Server, joining: Future[wire.Group]) -> wire.Group:
+    while not wait([joining], timeout=0.01).done:
+        _check(transfer, server)
+    return joining.result()
+
+
+def _check(transfer: Transfer, server: Server) -> None:
+    """Raise what ends a wait for the server: its error message, or the deadline."""
+    if server.answer is not None and server.answer.done():
+        server.answer.result()
+    transfer.check_deadline()
+
+
+def _begin_request(transfer: Transfer, server: Server, path: str, json: Any) -> None:
+    """Begin a request that the server answers when its part of the work is done."""
+    server.answer = transfer.http.submit(transfer.post(server, path, json, grace=_MESSAGE_SECONDS))
+
+
+def _finish_request(server: Server, *, timeout: float | None = None) -> None:
+    """Wait for the answer to the request that is under way."""
+    answer, server.answer = server.answer, None
+    if answer is not None:
+        answer.result(timeout)
+
+
+@contextmanager
+def _failures(server: Server, doing: str) -> Iterator[None]:
+    """Leave out a server that fails, with its own error message: a broken connection says little."""
+    try:
+        yield
+    except HttpError as error:
+        server.fail(doing, error)
+    except (RuntimeError, TimeoutError) as error:
+        reason: Exception = error
+        try:
+            _finish_request(server, timeout=_MESSAGE_SECONDS)
+        except HttpError as answered:
+            reason = answered
+        except TimeoutError:
+            pass
+        server.fail(doing, reason)

@@ -1,0 +1,163 @@
+"""The trainer's side of a weight sync: the same weights to several servers at once, all of them or an error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from prefrl.errors import ConfigError, WeightSyncError
+from prefrl.generation.http import Http, HttpError, Refused, Unreachable
+from prefrl.generation.weights.adapter import AdapterSync
+from prefrl.generation.weights.files import FileSync, PrivateFolder
+from prefrl.generation.weights.groups import GroupSync
+from prefrl.generation.weights.transfer import Server, Transfer, Transport
+
+if TYPE_CHECKING:
+    from prefrl.generation.base import WeightSource
+    from prefrl.generation.server_info import ServerInfo
+
+__all__ = ["UPDATING", "SyncMethod", "WeightSync"]
+
+SyncMethod = Literal["nccl", "gloo", "shm", "adapter"]
+# The server's version while weights are on their way, so that half of an update is never taken for one.
+UPDATING = "updating"
+
+
+class WeightSync:
+    """Gives the policy's weights to vLLM servers.
+
+    Args:
+        http: Requests, with the servers' key.
+        method: "nccl", "gloo": all weights in one process group for each server. "shm": all weights as files that the
+            server reads. "adapter": as "shm", and only the adapter once the server has the weights that it is on.
+        folder: Where files go, seen by trainer and servers under the same name, best in memory; private ones are made
+            in it. Only for "shm" and "adapter".
+        timeout: Seconds that one `send` may take, and that a server waits for the trainer. A server that failed has a
+            few more to say why.
+
+    Raises:
+        ConfigError: `folder` is missing, or has no effect.
+    """
+
+    def __init__(self, http: Http, *, method: SyncMethod, folder: Path | None, timeout: float) -> None:
+        needs_folder = method in ("shm", "adapter")
+        if needs_folder != (folder is not None):
+            wanted = "a folder that trainer and servers share, like /dev/shm" if needs_folder else "None"
+            raise ConfigError(f"folder={folder}: weight sync by {method!r} needs {wanted}")
+        self._http = http
+        self._method = method
+        self._timeout = timeout
+        self._folder = None if folder is None else PrivateFolder(folder)
+        self._transport = _transport(method, self._folder)
+        self._servers: dict[str, Server] = {}
+        self.bytes_sent = 0  # of the last `send`: bytes that each server received
+        self.seconds = 0.0  # of the last `send`
+
+    def model_name(self, info: ServerInfo) -> str:
+        """What requests to a server must name as their model."""
+        return self._transport.adapter_name or info.model
+
+    def forget(self, url: str) -> None:
+        """The server was restarted: what it was sent counts for nothing."""
+        server = self._servers.pop(url, None)
+        if server is not None:
+            server.leave()
+
+    def close(self) -> None:
+        """Leave all groups and remove all files."""
+        for url in list(self._servers):
+            self.forget(url)
+        if self._folder is not None:
+            self._folder.remove()
+
+    def send(self, servers: Mapping[str, ServerInfo], weights: WeightSource, *, version: str) -> None:
+        """Give servers these weights. What they are generating goes on with them.
+
+        `weights` is read once, in order, and no further when all servers have failed.
+
+        Args:
+            servers: By base URL.
+            weights: Of the policy.
+            version: The servers' name for them.
+
+        Raises:
+            WeightSyncError: Not all servers took them in time. A server that failed has its old weights, or (after a
+                lack of memory) a mixture that runs, under the version "updating"; send again.
+        """
+        started = time.monotonic()
+        chosen = [self._register(url, info) for url, info in servers.items()]
+        transfer = Transfer(self._http, known=self._servers.values(), timeout=self._timeout)
+        try:
+            transfer.for_each(chosen, "pausing", partial(_pause, transfer))
+            self._transport.send(transfer, chosen, weights)
+            transfer.for_each(chosen, "clearing the prefix cache", partial(_clear_cache, transfer))
+            transfer.for_each(chosen, "naming the version", partial(_set_version, transfer, version=version))
+        except BaseException as error:
+            for server in chosen:
+                server.fail("broken off", error)
+            raise
+        finally:
+            self._resume(chosen)
+            self.bytes_sent = transfer.bytes_sent
+            self.seconds = time.monotonic() - started
+        errors = [server.error for server in chosen if server.error is not None]
+        if errors:
+            reasons = "\n".join(map(str, errors))
+            raise WeightSyncError(
+                f"weights {version!r} were not taken by {len(errors)} of {len(chosen)} servers "
+                f"(by {self._method}, timeout {self._timeout:g} s):\n{reasons}"
+            ) from errors[0]
+
+    def _register(self, url: str, info: ServerInfo) -> Server:
+        server = self._servers.setdefault(url, Server(url, info))
+        server.info, server.error, server.is_paused, server.answer = info, None, False, None
+        return server
+
+    def _resume(self, servers: list[Server]) -> None:
+        """Let servers go on, and forget what failed."""
+        paused = [server for server in servers if server.is_paused]
+        # With seconds of its own: a server must not stay paused because the weights took all.
+        resuming = [
+            self._http.submit(self._http.send("POST", server.url + "/resume", timeout=self._timeout))
+            for server in paused
+        ]
+        for server, future in zip(paused, resuming, strict=True):
+            try:
+                future.result()
+            except HttpError as error:
+                server.fail("resuming", error)
+        for server in servers:
+            if server.error is not None:
+                self.forget(server.url)
+
+
+def _transport(method: SyncMethod, folder: PrivateFolder | None) -> Transport:
+    if folder is None:
+        return GroupSync("nccl" if method == "nccl" else "gloo")
+    return AdapterSync(folder) if method == "adapter" else FileSync(folder)
+
+
+async def _pause(transfer: Transfer, server: Server) -> None:
+    try:
+        await transfer.post(server, "/pause?mode=keep&clear_cache=true")
+    except Unreachable:
+        raise
+    except HttpError:
+        server.is_paused = True  # perhaps
+        raise
+    server.is_paused = True
+    await _set_version(transfer, server, version=UPDATING)
+
+
+async def _clear_cache(transfer: Transfer, server: Server) -> None:
+    path = "/reset_prefix_cache"
+    answer = await transfer.post(server, path)
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise Refused(f"POST {server.url}{path}: answered {answer}: prompts computed with old weights", status=200)
+
+
+async def _set_version(transfer: Transfer, server: Server, *, version: str) -> None:
+    await transfer.post(server, "/update_weight_version", {"new_version": version})

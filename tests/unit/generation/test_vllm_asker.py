@@ -1,0 +1,177 @@
+"""What becomes of a prompt when servers fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefrl.generation.base import SamplingParams
+from prefrl.generation.http import Overdue, Refused, Unreachable
+from prefrl.generation.vllm import asker as code
+from prefrl.generation.vllm.asker import ServerAsker
+from prefrl.generation.vllm.balance import Balance
+from prefrl.generation.vllm.fleet import VLLMStats
+from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
+from prefrl.generation.vllm.requests import Prompt
+from tests.unit.generation.scripted import A, B, ScriptedHttp
+
+GENERATE = "/inference/v1/generate"
+OURS = "run:3"
+PROMPT = Prompt(0, [1, 2], 7, SamplingParams(num_samples=1, max_tokens=2))
+
+
+def completion(json: Any, version: str = OURS) -> Any:
+    content = [{"token_id": token, "logprob": -1.0} for token in (5, 6)]
+    spans = [{"version": version, "start": 0, "end": 2}]
+    choice = {"index": 0, "finish_reason": "length", "token_ids": [5, 6], "logprobs": {"content": content}}
+    choice["weight_versions"] = spans
+    return {"request_id": f"generate-tokens-{json['request_id']}", "choices": [choice]}
+
+
+class Servers:
+    """Two servers; `generate` answers for both of them."""
+
+    def __init__(self, generate: Callable[[str, Any], Any]) -> None:
+        self.generate = generate
+        self.versions = {A: OURS, B: OURS}
+        self.gone: set[str] = set()
+
+    def answer(self, url: str, path: str, json: Any) -> Any:
+        if url in self.gone:
+            raise Unreachable("no connection")
+        if path == GENERATE:
+            return self.generate(url, json)
+        return {"weight_version": self.versions[url]} if path == "/weight_info" else None
+
+
+class Asking:
+    """An asker with all that it needs."""
+
+    def __init__(self, servers: Servers) -> None:
+        self.http = ScriptedHttp(servers.answer)
+        self.fleet = SimpleNamespace(
+            run="run",
+            version=OURS,
+            is_sending=False,
+            stats=VLLMStats(),
+            model_name=lambda url: "m",
+            recover=lambda: None,
+        )
+        self.balance = Balance([A, B], 4)
+        self.asker = ServerAsker(
+            self.fleet,
+            self.balance,
+            http=self.http,
+            vocab_size=8,
+            stop_ids=[7],
+            request_timeout=5.0,
+            guided=None,
+        )
+
+    def ask(self) -> Outcome:
+        outcomes: list[Outcome] = []
+        self.asker.submit([PROMPT], outcomes.append).result(timeout=20)
+        (outcome,) = outcomes
+        return outcome
+
+    def requests(self, url: str) -> int:
+        return self.http.paths(url).count(GENERATE)
+
+
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Servers], Asking]]:
+    monkeypatch.setattr(code, "_BACKOFF_SECONDS", 0.01)
+    made: list[Asking] = []
+
+    def make(servers: Servers) -> Asking:
+        made.append(Asking(servers))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.http.close()
+
+
+MakeAsking = Callable[[Servers], Asking]
+
+
+def fails(error: Exception) -> Callable[[str, Any], Any]:
+    def generate(url: str, json: Any) -> Any:
+        raise error
+
+    return generate
+
+
+def test_a_prompt_of_a_server_that_is_gone_goes_to_another_one(asking: MakeAsking) -> None:
+    servers = Servers(lambda _, json: completion(json))
+    ask = asking(servers)
+    servers.gone = {A}
+    ask.balance.servers[1].num_failures = 9  # the other one comes first
+    outcome = ask.ask()
+    assert isinstance(outcome, Done)
+    assert outcome.completions[0].token_ids == [5, 6]
+    assert (ask.requests(A), ask.requests(B)) == (1, 1)
+    assert (ask.fleet.stats.requests, ask.fleet.stats.retries) == (2, 1)
+
+
+def test_a_prompt_is_lost_when_all_servers_are_gone_and_asked_for_after_recovery(asking: MakeAsking) -> None:
+    servers = Servers(lambda _, json: completion(json))
+    ask = asking(servers)
+    servers.gone = {A, B}
+    outcome = ask.ask()
+    assert isinstance(outcome, Lost)
+    assert "is gone: no connection" in outcome.reason
+    servers.gone = set()
+    assert isinstance(ask.ask(), Lost), "asked before recovery"
+    ask.asker.recover()
+    assert isinstance(ask.ask(), Done)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (Refused("broken", status=500), "is healthy and did not generate in several tries; the last one: broken."),
+        (Overdue("late"), "the last one: late. Raise vllm_request_timeout if completions take that long."),
+    ],
+)
+def test_a_prompt_fails_when_servers_live_and_never_answer_it(
+    error: Exception, words: str, asking: MakeAsking
+) -> None:
+    ask = asking(Servers(fails(error)))
+    outcome = ask.ask()
+    assert isinstance(outcome, Failed)
+    assert str(outcome.error).startswith("prompt 0 of process 0: the vLLM server at http://")
+    assert words in str(outcome.error)
+    assert ask.fleet.stats.requests == 3
+    assert ask.requests(A) >= 1
+    assert ask.requests(B) >= 1
+
+
+def test_a_request_that_is_refused_is_not_repeated(asking: MakeAsking) -> None:
+    ask = asking(Servers(fails(Refused("too long", status=400))))
+    outcome = ask.ask()
+    assert isinstance(outcome, Failed)
+    assert "refuses: too long" in str(outcome.error)
+    assert ask.fleet.stats.requests == 1
+
+
+def test_tokens_by_other_weights_are_lost_and_their_server_is_left_out(asking: MakeAsking) -> None:
+    ask = asking(Servers(lambda _, json: completion(json, "other:3")))
+    outcome = ask.ask()
+    assert isinstance(outcome, Lost)
+    assert (ask.requests(A), ask.requests(B)) == (1, 1)
+    assert "other:3" in ask.balance.reasons
+
+
+@pytest.mark.parametrize(("is_sending", "expected"), [(False, Lost), (True, Done)])
+def test_servers_with_other_weights_are_asked_only_while_ours_are_on_their_way(
+    is_sending: bool, expected: type[Outcome], asking: MakeAsking
+) -> None:
+    servers = Servers(lambda _, json: completion(json))
+    servers.versions = {A: "updating", B: "updating"}
+    ask = asking(servers)
+    ask.fleet.is_sending = is_sending
+    assert isinstance(ask.ask(), expected)
