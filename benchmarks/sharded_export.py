@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["| back-end | read | model, MiB | largest layer | growth on rank 0 | on rank 1 | seconds |"]
+    lines = ["| backend | read | model, MiB | largest layer | growth on rank 0 | on rank 1 | seconds |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     lines += [
         f"| {row['backend']} | {row['what']} | {row['model']:.0f} | {row['layer']:.0f} | {row['growth'][0]:.0f} | "

@@ -56,7 +56,7 @@ STEPS = 6  # the first of them is the warm-up
 
 def memory(sizes: ModelSizes, backends: Sequence[str]) -> None:
     """Print what the first of two processes holds for SFT with Adam, between steps and at its peak, by backend."""
-    print("| back-end | bytes of a weight | formula, MiB | measured | with gradients | formula, MiB | peak measured |")
+    print("| backend | bytes of a weight | formula, MiB | measured | with gradients | formula, MiB | peak measured |")
     print("|---|---|---|---|---|---|---|")
     for backend in backends:
         found = run(backend, "memory", json.dumps([getattr(sizes, name) for name in ModelSizes.__slots__]))
@@ -84,7 +84,7 @@ def cost(backends: Sequence[str], rounds: int) -> None:
                     seconds.setdefault((backend, library), []).extend(found["seconds"])
                     losses[backend, library] = found["loss"]
         print(f"\n{WORKLOADS[name].title}: CPU seconds of a step on each process, median\n")
-        print("| back-end | prefrl | / DDP | TRL | TRL / prefrl | loss |\n|---|---|---|---|---|---|")
+        print("| backend | prefrl | / DDP | TRL | TRL / prefrl | loss |\n|---|---|---|---|---|---|")
         medians = {key: statistics.median(values) for key, values in seconds.items()}
         for backend in backends:
             own = medians[backend, "prefrl"]

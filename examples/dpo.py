@@ -1,4 +1,4 @@
-"""Direct preference optimisation on a JSON lines file: python examples/dpo.py MODEL PAIRS.jsonl OUTPUT_DIR.
+"""Direct preference optimization on a JSON lines file: python examples/dpo.py MODEL PAIRS.jsonl OUTPUT_DIR.
 
 Rows are {"prompt": ..., "chosen": ..., "rejected": ...}, all text or all lists of messages.
 """

@@ -41,7 +41,7 @@ REGISTRY: dict[str, Algorithm] = {
             name="sft",
             config="prefrl.trainer.sft_config:SFTConfig",
             trainer="prefrl.trainer.sft_trainer:SFTTrainer",
-            dataset="language modelling or prompt-completion",
+            dataset="language modeling or prompt-completion",
             docs="docs/trainers/sft.md",
         ),
         Algorithm(

@@ -173,12 +173,12 @@ def _no_common_start(unit: str) -> str:
 
 def _unpair_batch(batch: Mapping[str, list[Any]], kept: Sequence[str]) -> dict[str, list[Any]]:
     pairs = range(len(batch["chosen"]))
-    labelled = [(k, k % 2 == 0) for k in pairs] + [(k, k % 2 == 1) for k in pairs]
+    labeled = [(k, k % 2 == 0) for k in pairs] + [(k, k % 2 == 1) for k in pairs]
     sides = {True: batch["chosen"], False: batch["rejected"]}
     return {
-        **{name: [batch[name][k] for k, _ in labelled] for name in kept},
-        "completion": [sides[label][k] for k, label in labelled],
-        "label": [label for _, label in labelled],
+        **{name: [batch[name][k] for k, _ in labeled] for name in kept},
+        "completion": [sides[label][k] for k, label in labeled],
+        "label": [label for _, label in labeled],
     }
 
 

@@ -141,7 +141,7 @@ def _is_usable(row: Mapping[str, Any]) -> bool:
 def _check_no_processes(num_proc: int | None) -> None:
     if num_proc is not None:
         raise ConfigError(
-            f"dataset_num_proc={num_proc}: a streaming dataset is tokenised while it is read, not beforehand. "
+            f"dataset_num_proc={num_proc}: a streaming dataset is tokenized while it is read, not beforehand. "
             "Set dataset_num_proc=None"
         )
 

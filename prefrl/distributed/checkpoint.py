@@ -68,7 +68,7 @@ def check_resumable(accelerator: Any, folder: Path) -> None:
     if saved.backend == now.backend and (not _is_deepspeed(accelerator) or _loads_universal(accelerator)):
         return
     has_weights = any(folder.glob("model*.safetensors")) or (folder / "adapter_model.safetensors").exists()
-    convert = "" if has_weights else ", once the back-end's own tool has made whole weights of those in the checkpoint"
+    convert = "" if has_weights else ", once the backend's own tool has made whole weights of those in the checkpoint"
     raise ConfigError(
         f"resume_from_checkpoint={str(folder)!r} was written by {saved}, and this run has {now}, which cannot read "
         f"the optimizer's state. Resume with {saved}, or start a new training from the weights, "

@@ -101,7 +101,7 @@ def check_back_end(args: Any, environment: Mapping[str, str], accelerator: Any) 
 
 
 def check_quantized(accelerator: Any, model: Any) -> None:
-    """Refuse quantised weights that the back-end would leave whole, fail on, or cast as if they were numbers.
+    """Refuse quantized weights that the backend would leave whole, fail on, or cast as if they were numbers.
 
     Args:
         accelerator: The trainer's.
@@ -124,7 +124,7 @@ def check_quantized(accelerator: Any, model: Any) -> None:
     is_cast = storage is not None and storage.is_floating_point and storage != computed
     if is_cast and accelerator.mixed_precision != "no":
         raise ConfigError(
-            f"bnb_4bit_quant_storage={storage} with {accelerator.mixed_precision}: the back-end would cast what is "
+            f"bnb_4bit_quant_storage={storage} with {accelerator.mixed_precision}: the backend would cast what is "
             f"stored. Set bnb_4bit_quant_storage={computed}, which stores the same four bits."
         )
 

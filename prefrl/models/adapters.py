@@ -93,7 +93,7 @@ def _check_init(peft_config: PeftConfig) -> None:
     init = peft_config.to_dict().get("init_lora_weights", True)
     if init in ("eva", "corda", "lora_ga"):
         raise ConfigError(
-            f"peft_config.init_lora_weights={init!r} needs data, which is not given here. Initialise the adapter with "
+            f"peft_config.init_lora_weights={init!r} needs data, which is not given here. Initialize the adapter with "
             "peft and give the PeftModel instead of peft_config."
         )
     if isinstance(init, str) and init.startswith("pissa_niter"):
@@ -134,7 +134,7 @@ def prepare_quantized(model: PreTrainedModel) -> None:
     it is switched on, transformers makes the output of the embeddings require a gradient.
     """
     if not is_peft_model(model):
-        peft = require("peft", extra="peft", feature="a quantised model")
+        peft = require("peft", extra="peft", feature="a quantized model")
         peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     for module in model.modules():
         # On some CPUs bitsandbytes packs weights at the first pass in eval mode and keeps them packed. No gradients
@@ -151,9 +151,9 @@ def bitsandbytes_config(
     Args:
         bits: 4 or 8. The other options are for 4.
         quant_type: Which 16 values a weight of 4 bits can have.
-        nested: Quantise the scales, too.
+        nested: Quantize the scales, too.
         compute_dtype: Weights become this for each matrix product. Four-bit ones are stored in tensors of it: FSDP2
-            shares out no others, and a back-end that casts weights leaves these alone.
+            shares out no others, and a backend that casts weights leaves these alone.
 
     Raises:
         ImportError: bitsandbytes is not installed.

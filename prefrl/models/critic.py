@@ -281,7 +281,7 @@ def _copy_with_head(policy: PreTrainedModel) -> PreTrainedModel:
     """A copy of the policy's body, in its dtype, with a new head; all of it is trained."""
     if getattr(policy, "is_quantized", False):
         raise ConfigError(
-            "value_model=None: the policy is quantised, and a copy of it could not be trained. Give a value_model, or "
+            "value_model=None: the policy is quantized, and a copy of it could not be trained. Give a value_model, or "
             "use a value head."
         )
     if not is_peft_model(policy):
@@ -399,7 +399,7 @@ def _check(model: nn.Module, policy: PreTrainedModel) -> None:
         )
     if getattr(model, "is_quantized", False) or model._hf_peft_config_loaded:
         raise ConfigError(
-            "value_model is quantised or has an adapter inside, and a critic is trained in full: load it without, or "
+            "value_model is quantized or has an adapter inside, and a critic is trained in full: load it without, or "
             "merge the adapter."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -124,7 +124,7 @@ class _Checkpoint:
         """Reject weights that no checkpoint could hold."""
         if getattr(_base_model(self.model), "is_quantized", False):
             raise ConfigError(
-                "the policy is quantised: its weights cannot be sent, because an adapter cannot be merged into them "
+                "the policy is quantized: its weights cannot be sent, because an adapter cannot be merged into them "
                 "without rounding it away. Set weight_sync='adapter' and serve the same base model, or load the "
                 "policy without quantization_config."
             )

@@ -228,7 +228,7 @@ def arguments_for_other(
         name: Name or path of the other model. In the policy's own repository it is of the policy's revision; in
             another one, revision, subfolder and the like mean nothing.
         policy: The loaded policy.
-        model_init_kwargs: What the policy is loaded with. Only the policy is quantised.
+        model_init_kwargs: What the policy is loaded with. Only the policy is quantized.
     """
     places = () if os.fspath(name) == str(policy.config.name_or_path) else _PLACES
     left_out = {"quantization_config", *places}
@@ -296,7 +296,7 @@ def _trainable(
     if getattr(model, "is_quantized", False):
         if peft_config is None and not is_peft_model(model):
             raise ConfigError(
-                "the model is quantised and peft_config=None: quantised weights cannot be trained. Give a peft_config "
+                "the model is quantized and peft_config=None: quantized weights cannot be trained. Give a peft_config "
                 "(use_peft=True on the command line), or load the model without quantization_config."
             )
         prepare_quantized(model)

@@ -327,7 +327,7 @@ def _check_same_architecture(first: _Tensors, other: _Tensors) -> None:
         if configs[0].get(key) != configs[1].get(key):
             raise ConfigError(f"{pair}: {key}={configs[0].get(key)} and {configs[1].get(key)}; it must be the same")
     if any("quantization_config" in config for config in configs):
-        raise ConfigError(f"{pair}: quantised weights have no average. Use the models as they were before.")
+        raise ConfigError(f"{pair}: quantized weights have no average. Use the models as they were before.")
     ours, theirs = first.shapes(), other.shapes()
     if ours.keys() != theirs.keys():
         raise ConfigError(f"{pair} have different weights: {_some(ours.keys() ^ theirs.keys())} in one of them only")

@@ -56,7 +56,7 @@ class SuccessCurriculum:
     asked counts as inside, with p = 1/2, so it is asked once before it can be left out. Estimates of prompts that are
     left out grow old while the policy learns: `floor` is what lets them be asked again, and with 0 nothing does.
 
-    The policy is trained on another mixture of prompts than the dataset, by intention: what is optimised is not the
+    The policy is trained on another mixture of prompts than the dataset, by intention: what is optimized is not the
     dataset's mean reward.
 
     Args:
@@ -122,7 +122,7 @@ class SuccessCurriculum:
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """[R] chances of being drawn, not normalised."""
+        """[R] chances of being drawn, not normalized."""
         if self.weighting == "band":
             return self.is_in_band.astype(np.float64) + self.floor
         rates = np.where(self.counts == 0, 0.5, self.rates)

@@ -62,7 +62,7 @@ def contested_prefix_lengths(
 def _contested(completions: list[Sequence[int]], rewards: list[float]) -> list[int]:
     """The lengths of one group in lexical order.
 
-    There, two completions share as many tokens as the least that neighbours between them share: going outwards, the
+    There, two completions share as many tokens as the least that neighbors between them share: going outwards, the
     first with another reward shares the most.
     """
     shared = [_num_shared(a, b) for a, b in itertools.pairwise(completions)]

@@ -82,7 +82,7 @@ class RunningMoments:
         self.sum_of_squares += new.sum_of_squares + difference**2 * self.count * share
         self.count = count
 
-    def normalised(self, values: Tensor, *, subtract_mean: bool) -> Tensor:
+    def normalized(self, values: Tensor, *, subtract_mean: bool) -> Tensor:
         """Values over the standard deviation seen so far; over 1 while all that was seen is equal.
 
         Args:
@@ -125,8 +125,8 @@ def stop_properly(totals: Tensor, finish_reasons: Sequence[FinishReason], *, coe
     if not coefficient <= 1:
         raise ValueError(f"coefficient={coefficient}: needs to be in 0..1 to scale, or below 0 to set; not a bonus")
     is_truncated = _where(finish_reasons, totals, reasons={"length"})
-    penalised = totals * coefficient if coefficient >= 0 else totals.new_full((), coefficient)
-    return torch.where(is_truncated & ~totals.isnan(), penalised, totals)
+    penalized = totals * coefficient if coefficient >= 0 else totals.new_full((), coefficient)
+    return torch.where(is_truncated & ~totals.isnan(), penalized, totals)
 
 
 def minus_missing_eos(totals: Tensor, finish_reasons: Sequence[FinishReason], *, penalty: float) -> Tensor:
@@ -185,8 +185,8 @@ def shaped(
         finish_reasons: [B].
         stop_properly_penalty_coef: See `stop_properly`.
         missing_eos_penalty: See `minus_missing_eos`.
-        moments: See these totals first and normalise them then, so that the first batch is normalised too.
-        subtract_mean: See `RunningMoments.normalised`.
+        moments: See these totals first and normalize them then, so that the first batch is normalized too.
+        subtract_mean: See `RunningMoments.normalized`.
         reward_clip_range: See `clipped`.
 
     Returns:
@@ -201,7 +201,7 @@ def shaped(
         totals = minus_missing_eos(totals, finish_reasons, penalty=missing_eos_penalty)
     if moments is not None:
         moments.update(totals)
-        totals = moments.normalised(totals, subtract_mean=subtract_mean)
+        totals = moments.normalized(totals, subtract_mean=subtract_mean)
     if reward_clip_range is not None:
         totals = clipped(totals, low=reward_clip_range[0], high=reward_clip_range[1])
     return totals

@@ -127,7 +127,7 @@ class ScriptArguments:
             raise ConfigError("load_in_4bit=True and load_in_8bit=True: set one of them")
         if self.bits is not None and not self.use_peft:
             raise ConfigError(
-                f"load_in_{self.bits}bit=True and use_peft=False: quantised weights cannot be trained. "
+                f"load_in_{self.bits}bit=True and use_peft=False: quantized weights cannot be trained. "
                 "Set use_peft=True."
             )
         if not self.load_in_4bit:

@@ -1,4 +1,4 @@
-"""Binary classifier optimisation."""
+"""Binary classifier optimization."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["BCOTrainer"]
 
 
 class BCOTrainer(OfflineTrainer):
-    """Minimises the mean over rows of -log sigmoid(+-(beta log r - delta)), + for desirable rows.
+    """Minimizes the mean over rows of -log sigmoid(+-(beta log r - delta)), + for desirable rows.
 
     r = policy / reference; delta is the mean of all rewards beta log r so far. With `embedding_func`, undesirable rows
     weigh the ratio of the densities of desirable and undesirable prompts, which a logistic regression on embeddings of
@@ -85,7 +85,7 @@ class BCOTrainer(OfflineTrainer):
                 )
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Tokenise; with `embedding_func`, weight the undesirable rows."""
+        """Tokenize; with `embedding_func`, weight the undesirable rows."""
         rows = prepare_unpaired(dataset, tokenizer, self.args, with_mismatched=False)
         if self._embed is None or self._embedding_tokenizer is None:
             return rows

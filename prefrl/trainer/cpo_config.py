@@ -22,7 +22,7 @@ class CPOConfig(OfflineConfig):
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = opt(
-        "sigmoid", "sigmoid: CPO. simpo: length-normalised with a target margin; for SimPO alone set cpo_alpha=0."
+        "sigmoid", "sigmoid: CPO. simpo: length-normalized with a target margin; for SimPO alone set cpo_alpha=0."
     )
     beta: Annotated[float, Gt(0)] = opt(0.1, "Rewards are beta * log policy.")
     label_smoothing: Annotated[float, Ge(0), Le(0.5)] = opt(0.0, "Probability that a label is wrong.")

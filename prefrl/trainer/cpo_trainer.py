@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation and its relatives without a reference: SimPO, AlphaPO."""
+"""Contrastive preference optimization and its relatives without a reference: SimPO, AlphaPO."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_MEANS = ("ipo", "simpo", "alphapo")
 
 
 class CPOTrainer(OfflineTrainer):
-    """Minimises the mean over pairs of -log sigmoid(beta (log pi(chosen) - log pi(rejected))), plus cpo_alpha * NLL.
+    """Minimizes the mean over pairs of -log sigmoid(beta (log pi(chosen) - log pi(rejected))), plus cpo_alpha * NLL.
 
     `loss_type` names other losses of the same log-probs. The NLL of the chosen responses is a mean over tokens.
     Datasets: preference rows, as for DPO. There is no reference.

@@ -39,7 +39,7 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
         False, "Weight each pair by how likely its responses are under the policy (WPO, arXiv 2406.11827)."
     )
     rpo_alpha: Annotated[float, Gt(0)] | None = opt(
-        None, "Weight of the length-normalised NLL of the chosen response (RPO, arXiv 2404.19733); None: not there."
+        None, "Weight of the length-normalized NLL of the chosen response (RPO, arXiv 2404.19733); None: not there."
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Direct preference optimisation."""
+"""Direct preference optimization."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["DPOTrainer"]
 
 
 class DPOTrainer(OfflineTrainer):
-    """Minimises the mean over pairs of -log sigmoid(beta (log r(chosen) - log r(rejected))), r = policy / reference.
+    """Minimizes the mean over pairs of -log sigmoid(beta (log r(chosen) - log r(rejected))), r = policy / reference.
 
     `loss_type` names other losses of the same log-ratios; several are added with their weights.
 

@@ -57,7 +57,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
             self.shapes_rewards or self.kl_in == "reward"
         ):
             raise ConfigError(
-                "multi_objective_aggregation='normalize_then_sum' normalises each reward, and kl_in='reward', "
+                "multi_objective_aggregation='normalize_then_sum' normalizes each reward, and kl_in='reward', "
                 "reward_clip_range, missing_eos_penalty, normalize_rewards and stop_properly_penalty_coef change "
                 "their total. Use 'sum_then_normalize', or leave these out."
             )
@@ -69,7 +69,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
             raise ConfigError(
                 f"scale_rewards={self.scale_rewards!r} has no effect with "
-                "multi_objective_aggregation='normalize_then_sum', which normalises by group and then by batch. Use "
+                "multi_objective_aggregation='normalize_then_sum', which normalizes by group and then by batch. Use "
                 "scale_rewards='group'."
             )
 

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation."""
+"""Group relative policy optimization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["GRPOTrainer"]
 
 
 class GRPOTrainer(OnlineTrainer):
-    """Minimises -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta * KL(pi || ref) over sampled tokens.
+    """Minimizes -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta * KL(pi || ref) over sampled tokens.
 
     r = exp(log pi - log pi_old); A = (reward - mean of its group) / (standard deviation + 1e-4); KL is Schulman's k3.
     Options choose other losses, advantages and estimates; `GRPOConfig.preset` those of a paper. See `OnlineTrainer`

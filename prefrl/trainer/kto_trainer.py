@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation."""
+"""Kahneman-Tversky optimization."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class KTOTrainer(OfflineTrainer):
-    """Minimises the mean over rows of weight * (1 - sigmoid(+-beta (log r - KL))), + for desirable rows.
+    """Minimizes the mean over rows of weight * (1 - sigmoid(+-beta (log r - KL))), + for desirable rows.
 
     r = policy / reference; KL = max(0, mean of log r over prompts with another prompt's completion), one number
     for the whole optimizer step.
@@ -78,7 +78,7 @@ class KTOTrainer(OfflineTrainer):
         return self.args.loss_type == "kto"
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Tokenise, and give each row another prompt's completion for the KL estimate."""
+        """Tokenize, and give each row another prompt's completion for the KL estimate."""
         return prepare_unpaired(dataset, tokenizer, self.args, with_mismatched=self._estimates_kl)
 
     def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:

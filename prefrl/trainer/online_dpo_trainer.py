@@ -1,4 +1,4 @@
-"""Direct preference optimisation on pairs of the policy's own completions."""
+"""Direct preference optimization on pairs of the policy's own completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["OnlineDPOTrainer"]
 
 
 class OnlineDPOTrainer(OnlineTrainer):
-    """Minimises -log sigmoid(beta * (log-ratio of the better - log-ratio of the worse completion)).
+    """Minimizes -log sigmoid(beta * (log-ratio of the better - log-ratio of the worse completion)).
 
     Log-ratios are log pi - log pi_ref; the better of the completions of a prompt is the one with the higher reward.
     A judge that compares completions is a reward too: `prefrl.rewards.get_judge_reward`. See `OnlineTrainer` for the

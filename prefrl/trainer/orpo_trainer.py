@@ -1,4 +1,4 @@
-"""Odds ratio preference optimisation."""
+"""Odds ratio preference optimization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ORPOTrainer"]
 
 
 class ORPOTrainer(OfflineTrainer):
-    """Minimises the NLL of the chosen responses, a mean over tokens, plus beta * the mean odds-ratio term of pairs.
+    """Minimizes the NLL of the chosen responses, a mean over tokens, plus beta * the mean odds-ratio term of pairs.
 
     Datasets: preference rows, as for DPO. There is no reference.
 

@@ -21,7 +21,7 @@ class PPOConfig(PolicyGradientConfig):
 
     gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount of the reward of a token for the token before it.")
     lam: Annotated[float, Ge(0), Le(1)] = opt(
-        0.95, "Lambda of generalised advantage estimation; 1: the critic is a baseline alone, and has no bias."
+        0.95, "Lambda of generalized advantage estimation; 1: the critic is a baseline alone, and has no bias."
     )
     critic: Literal["head", "model"] = opt(
         "head", "A head on the policy's hidden states, or a model of its own: value_model, or a copy of the policy's."

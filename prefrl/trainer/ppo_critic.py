@@ -143,13 +143,13 @@ def save_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
 
 
 def load_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
-    """Read the critic of a checkpoint, unless the back-end has loaded it with the policy. On all ranks."""
+    """Read the critic of a checkpoint, unless the backend has loaded it with the policy. On all ranks."""
     if _is_left_out(trainer):
         critic.load(folder / "critic")
 
 
 def _is_left_out(trainer: OnlineTrainer) -> bool:
-    """Whether the back-end loads no critic: HuggingFace does not know it, and FSDP2 may save adapters alone."""
+    """Whether the backend loads no critic: HuggingFace does not know it, and FSDP2 may save adapters alone."""
     if trainer.is_fsdp_enabled:
         return is_peft_model(trainer.policy)
     return not trainer.is_deepspeed_enabled

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with a critic."""
+"""Proximal policy optimization with a critic."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ __all__ = ["PPOTrainer"]
 
 
 class PPOTrainer(OnlineTrainer):
-    """Minimises the clipped surrogate with advantages of a critic, and vf_coef * value loss of the critic.
+    """Minimizes the clipped surrogate with advantages of a critic, and vf_coef * value loss of the critic.
 
-    A_t = sum over s >= t of (gamma lam)^(s - t) (r_s + gamma V_(s+1) - V_s), normalised over the tokens of the batch;
+    A_t = sum over s >= t of (gamma lam)^(s - t) (r_s + gamma V_(s+1) - V_s), normalized over the tokens of the batch;
     r_s is -beta * (log pi_old - log pi_ref), and the reward on the last token. The critic learns A_t + V_t.
 
     The critic of `critic="model"` is the argument `value_model`: name, path or instance of a sequence classifier with
@@ -90,7 +90,7 @@ class PPOTrainer(OnlineTrainer):
         )
         self.critic: Critic = make_critic(self.args, self.policy, value_model)
         self.scorer.critic = self.critic
-        # One module is trained, so that any back-end reduces and shards the gradients of both.
+        # One module is trained, so that any backend reduces and shards the gradients of both.
         attach_critic(self.policy, self.critic)
 
     @property
@@ -145,12 +145,12 @@ class PPOTrainer(OnlineTrainer):
             self.critic.save(Path(output_dir or self.args.output_dir) / "critic", critic)
 
     def save_update_state(self, folder: Path) -> None:
-        """See `OnlineTrainer`; the critic is not in all checkpoints of a back-end."""
+        """See `OnlineTrainer`; the critic is not in all checkpoints of a backend."""
         super().save_update_state(folder)
         save_left_out(self, self.critic, folder)
 
     def load_update_state(self, folder: Path) -> None:
-        """See `OnlineTrainer`; back-ends that shard have mostly loaded the critic with the policy."""
+        """See `OnlineTrainer`; backends that shard have mostly loaded the critic with the policy."""
         super().load_update_state(folder)
         load_left_out(self, self.critic, folder)
 

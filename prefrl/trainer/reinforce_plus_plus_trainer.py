@@ -1,4 +1,4 @@
-"""REINFORCE++: rewards of tokens, normalised over the batch, without a critic."""
+"""REINFORCE++: rewards of tokens, normalized over the batch, without a critic."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["ReinforcePlusPlusTrainer"]
 
 
 class ReinforcePlusPlusTrainer(OnlineTrainer):
-    """Minimises -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over tokens.
+    """Minimizes -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over tokens.
 
-    A_t = sum over s >= t of gamma^(s - t) r_s, normalised over the tokens of the batch; r_s is
+    A_t = sum over s >= t of gamma^(s - t) r_s, normalized over the tokens of the batch; r_s is
     -beta * (log pi_old - log pi_ref), and the reward on the last token. The baseline form takes the mean reward of the
     prompt's completions away instead. See `OnlineTrainer` for the arguments.
 

@@ -1,4 +1,4 @@
-"""Options of reward modelling."""
+"""Options of reward modeling."""
 
 from __future__ import annotations
 

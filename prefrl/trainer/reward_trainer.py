@@ -1,4 +1,4 @@
-"""Reward modelling."""
+"""Reward modeling."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["RewardTrainer"]
 
 
 class RewardTrainer(OfflineTrainer):
-    """Minimises the mean over pairs of -log sigmoid(reward(chosen) - reward(rejected) - margin).
+    """Minimizes the mean over pairs of -log sigmoid(reward(chosen) - reward(rejected) - margin).
 
     The model is a sequence classifier with one label, whose score at a text's last token is the reward. A causal model
     given by name gets such a head.
@@ -43,7 +43,7 @@ class RewardTrainer(OfflineTrainer):
         ConfigError: Options that cannot work together.
         DataError: A dataset that cannot be used; names the row and the column.
 
-    Source: Bradley and Terry 1952; margin: Touvron et al. 2023 (Llama 2), arXiv 2307.09288, eq. 2; centring:
+    Source: Bradley and Terry 1952; margin: Touvron et al. 2023 (Llama 2), arXiv 2307.09288, eq. 2; centering:
     Eisenstein et al. 2023, arXiv 2312.09244, eq. 2.
     """
 
@@ -66,7 +66,7 @@ class RewardTrainer(OfflineTrainer):
         return load_reward_model(model, **options)
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Tokenise."""
+        """Tokenize."""
         return prepare_reward_dataset(
             dataset,
             tokenizer,

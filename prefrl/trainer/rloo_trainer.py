@@ -9,7 +9,7 @@ __all__ = ["RLOOTrainer"]
 
 
 class RLOOTrainer(OnlineTrainer):
-    """Minimises -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over completions.
+    """Minimizes -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over completions.
 
     r is the ratio of the probabilities of the whole completion; A = R - mean of R over the other completions of the
     prompt; R = reward - beta * (log pi_old - log pi_ref) of the completion. See `OnlineTrainer` for the arguments.

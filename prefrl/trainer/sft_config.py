@@ -24,7 +24,7 @@ class SFTConfig(OfflineConfig):
         None, "Learn the completion only. None: yes for prompt-completion data, no otherwise."
     )
     assistant_only_loss: bool = opt(False, "Learn the assistant's turns only; needs conversational data.")
-    dataset_text_field: str = opt("text", "Column of plain language-modelling data.")
+    dataset_text_field: str = opt("text", "Column of plain language-modeling data.")
     packing: bool = opt(
         False,
         "Put several sequences into one row of at most max_length tokens, so that a batch of rows has an even size. "

@@ -27,13 +27,13 @@ __all__ = ["SFTTrainer"]
 
 
 class SFTTrainer(OfflineTrainer):
-    """Minimises the mean over all trained tokens of -log pi(token), or of its DFT form.
+    """Minimizes the mean over all trained tokens of -log pi(token), or of its DFT form.
 
     Args:
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-SFT`.
         formatting_func: Turns a row into text.
-        arguments: See `TrainerArguments`. Datasets: language modelling (`text` or `messages`) or prompt-completion
+        arguments: See `TrainerArguments`. Datasets: language modeling (`text` or `messages`) or prompt-completion
             (`prompt`, `completion`) rows.
 
     Raises:
@@ -58,7 +58,7 @@ class SFTTrainer(OfflineTrainer):
         super().__init__(model, args, *data, **arguments)
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Tokenise, mask, truncate and pack."""
+        """Tokenize, mask, truncate and pack."""
         if self.formatting_func is not None:
             format_row = self.formatting_func
             field = self.args.dataset_text_field

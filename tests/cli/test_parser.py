@@ -240,8 +240,8 @@ def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path
             "lora_dropout=0.05: must be 0 with lora_target_parameters",
             id="dropout",
         ),
-        pytest.param("load_in_4bit: true", "load_in_4bit=True and use_peft=False: quantised weights", id="4 bits"),
-        pytest.param("load_in_8bit: true", "load_in_8bit=True and use_peft=False: quantised weights", id="8 bits"),
+        pytest.param("load_in_4bit: true", "load_in_4bit=True and use_peft=False: quantized weights", id="4 bits"),
+        pytest.param("load_in_8bit: true", "load_in_8bit=True and use_peft=False: quantized weights", id="8 bits"),
         pytest.param(
             "use_peft: true\nload_in_8bit: true\nload_in_4bit: true",
             "load_in_8bit=True: set one of them",
@@ -255,7 +255,7 @@ def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path
         ),
     ],
 )
-def test_an_option_of_adapters_or_quantisation_without_effect_is_refused(
+def test_an_option_of_adapters_or_quantization_without_effect_is_refused(
     tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -154,7 +154,7 @@ def test_algorithms_with_a_reference_need_the_model_that_training_began_with(
     assert all(abs(row["metric"] - math.log(2)) > 0.01 for row in report()["checkpoints"])
 
 
-def test_every_offline_algorithm_with_a_reference_is_recognised() -> None:
+def test_every_offline_algorithm_with_a_reference_is_recognized() -> None:
     with_reference = {n for n, row in REGISTRY.items() if issubclass(row.load_config(), OfflineReferenceOptions)}
     assert with_reference >= {"dpo", "kto", "bco"}
     assert not with_reference & {"sft", "orpo", "cpo", "reward", "grpo"}

@@ -144,7 +144,7 @@ def test_every_option_of_lora_reaches_peft(workspace: Path) -> None:
     assert (config.rank_pattern, config.alpha_pattern, config.task_type) == ({"q_proj": 2}, {"v_proj": 4}, None)
 
 
-def test_quantisation_reaches_the_loader_and_computes_in_the_dtype_of_the_run(workspace: Path) -> None:
+def test_quantization_reaches_the_loader_and_computes_in_the_dtype_of_the_run(workspace: Path) -> None:
     argv = ["--dataset_name", "texts.jsonl", "--use_peft"]
     four = ["--load_in_4bit", "--bnb_4bit_quant_type", "fp4", "--use_bnb_nested_quant", "--bf16"]
     config = recorded("sft", [*argv, *four])["args"].model_init_kwargs["quantization_config"]

@@ -88,7 +88,7 @@ def test_a_rank_that_saves_first_makes_the_folder(tmp_path: Path, monkeypatch: p
         ({"backend": "ZeRO-3", "num_processes": 2}, r"2 processes with ZeRO-3.*1 process with no sharding.*model="),
         (None, r"has no written_by\.json.*model="),
     ],
-    ids=["another back-end", "a model alone"],
+    ids=["another backend", "a model alone"],
 )
 def test_resume_from_what_cannot_be_read_is_refused(
     writer: dict[str, Any] | None, message: str, tmp_path: Path

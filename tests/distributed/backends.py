@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# One process, then two under each back-end. ZeRO-3 in its strict form: nothing is kept between passes, so that a
+# One process, then two under each backend. ZeRO-3 in its strict form: nothing is kept between passes, so that a
 # rank that does not take part in a pass hangs the others, where DeepSpeed's defaults would forgive it.
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2")
 _STRICT = {
@@ -22,7 +22,7 @@ _STRICT = {
 
 
 def enter(backend: str, folder: Path) -> dict[str, Any]:
-    """Set the environment for a back-end, before configs are made for it; gives its options."""
+    """Set the environment for a backend, before configs are made for it; gives its options."""
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         os.environ.pop(name, None)
     if backend in ("single", "ddp"):

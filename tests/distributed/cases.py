@@ -139,7 +139,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "grpo_lora_moving": Case("grpo", {"beta": 0.04, **MOVING}, lora=ATTENTION),
-    "grpo_quantised": Case(
+    "grpo_quantized": Case(
         "grpo",
         {"beta": 0.04, "model_init_kwargs": {"quantization_config": FOUR_BITS}},
         model=WIDE,

@@ -17,7 +17,7 @@ from tests.contract.cases import model_of
 from tests.distributed.resume_worker import RESUMED, SAVED_AT, folder_of, run
 from tests.launch import launch
 
-# What each back-end writes into its checkpoints about itself.
+# What each backend writes into its checkpoints about itself.
 SIGNATURES = {
     "ddp": "no sharding",
     "zero1": "ZeRO-1",

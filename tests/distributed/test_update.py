@@ -15,7 +15,7 @@ TOLERANCE = 1e-5
 # Margins are differences of sums of log-probs, which are a thousand times as large.
 METRIC_TOLERANCES = {"rel": 1e-4, "abs": 1e-5}
 
-# Everything under the two back-ends that partition weights. What the others do differently is in the step, not in the
+# Everything under the two backends that partition weights. What the others do differently is in the step, not in the
 # forward pass: of them, what could be cut, divided or clipped wrongly.
 STEPS = (
     "sft_micro_batches",
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results_of(backend: str, folder: Path) -> dict[str, Any]:
-    """Of all cases of a back-end, trained in one launch."""
+    """Of all cases of a backend, trained in one launch."""
     if backend not in _results:
         _results[backend] = launch(
             "tests.distributed.worker",

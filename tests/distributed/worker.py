@@ -66,7 +66,7 @@ def make(name: str, case: Case, folder: Path, **options: Any) -> BaseTrainer:
 
 
 def save_once(path: str, *parts: Any) -> None:
-    """Write models and tokenizers, unless another back-end did; every rank comes back when they are there.
+    """Write models and tokenizers, unless another backend did; every rank comes back when they are there.
 
     There may be no process group yet.
     """
@@ -142,7 +142,7 @@ def _is_eval_metric(name: str) -> bool:
 def main(backend: str, folder: Path, names: list[str]) -> None:
     """Train the cases one after another."""
     options = enter(backend, folder)
-    # Where precomputed scores are kept: a back-end must not find those of another.
+    # Where precomputed scores are kept: a backend must not find those of another.
     datasets.config.HF_DATASETS_CACHE = str(folder / "datasets" / backend)
     results = {}
     for name in names:

@@ -126,7 +126,7 @@ AGREEMENT_CASES: dict[str, AgreementCase] = {
     "kto": AgreementCase("kto", {"desirable_weight": 1.5}),
     "kto apo_zero_unpaired": AgreementCase("kto", {"loss_type": "apo_zero_unpaired"}),
     "reward": AgreementCase("reward"),
-    "reward centred": AgreementCase("reward", {"center_rewards_coefficient": 0.1}),
+    "reward centered": AgreementCase("reward", {"center_rewards_coefficient": 0.1}),
     "sft": AgreementCase("sft"),
     "sft dft": AgreementCase("sft", {"loss_type": "dft"}),
     **{f"cpo {loss}": AgreementCase("cpo", {"loss_type": loss}) for loss in ("sigmoid", "hinge", "ipo", "simpo")},

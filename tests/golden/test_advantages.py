@@ -3,7 +3,7 @@
 On purpose different, each with its test below: a row without anything to compare with gets 0, in verl its reward; GPG
 counts rows that can be learned from, in verl rows with a reward other than 0. Tolerances above 1e-12 are for verl's
 1e-8, added to variances, weights and counts, and for what peers compute in float32: TRL n / (n - 1), verl its
-vectorised GRPO and GPG's alpha.
+vectorized GRPO and GPG's alpha.
 """
 
 from __future__ import annotations

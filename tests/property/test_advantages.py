@@ -86,7 +86,7 @@ def test_advantages_of_a_group_sum_to_zero(name, rows):
 
 @quick
 @given(rows=reward_tables())
-def test_optimal_reward_baseline_is_centred_over_tokens(rows):
+def test_optimal_reward_baseline_is_centered_over_tokens(rows):
     """Sum of length * advantage is 0."""
     values = row_values("opo", rows) * rows.lengths
     torch.testing.assert_close(group_sums(values, rows), torch.zeros(4, dtype=torch.float64), atol=1e-9, rtol=0)
@@ -296,7 +296,7 @@ def test_optimal_baseline_is_its_formula(rows):
 
 @quick
 @given(rows=token_batches())
-def test_the_optimal_baseline_is_centred_where_gradients_weigh(rows):
+def test_the_optimal_baseline_is_centered_where_gradients_weigh(rows):
     """With equal probabilities all rows weigh the same at a step: their advantages there sum to zero."""
     rows = [row | {"logprobs": 0 * row["logprobs"] - 1, "log_collision": 0 * row["logprobs"] - 1,
                    "log_ratio": 0 * row["log_ratio"]} for row in rows]  # fmt: skip

@@ -26,7 +26,7 @@ def batches(draw):
 
 @st.composite
 def sft_rows(draw):
-    """Tokenised rows of distinct ids; the first flag is False and at least one is True."""
+    """Tokenized rows of distinct ids; the first flag is False and at least one is True."""
     lengths = draw(st.lists(st.integers(2, 9), min_size=1, max_size=12))
     rows, start = [], 0
     for length in lengths:

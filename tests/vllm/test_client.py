@@ -82,7 +82,7 @@ def test_seeds_reproduce_samples_and_tell_them_apart(
     how = sampling(num_samples=4)
     completions = generator.generate(PROMPTS, how, seeds=SEEDS)
     assert generator.generate(PROMPTS, how, seeds=SEEDS) == completions
-    assert generator.generate([PROMPTS[2]], how, seeds=[SEEDS[2]]) == [completions[2]], "depends on its neighbours"
+    assert generator.generate([PROMPTS[2]], how, seeds=[SEEDS[2]]) == [completions[2]], "depends on its neighbors"
     assert [len({tuple(c.token_ids) for c in group}) for group in completions] == [4, 4, 4, 4]
     assert generator.generate(PROMPTS[:1], how, seeds=[77]) != completions[:1]
 

@@ -233,17 +233,17 @@ def test_a_server_reads_an_adapter_once_and_not_in_each_step(
     assert_serves(model, http, server, name=sync.model_name(info), version="run:1")
 
 
-def test_the_adapter_of_a_quantised_policy_goes_on_the_weights_of_the_server(
+def test_the_adapter_of_a_quantized_policy_goes_on_the_weights_of_the_server(
     server: Server, http: Http, info: ServerInfo, make_sync: MakeSync, tmp_path: Path
 ) -> None:
     plain = with_adapter(server, seed=3)
     plain.save_pretrained(str(tmp_path / "adapter"))
     plain.get_base_model().save_pretrained(tmp_path / "base", state_dict=dict(PolicyWeights(plain).base()))
     make_sync("shm").send({server.url: info}, PolicyWeights(policy(server, seed=99)), version="run:0")
-    quantised = AutoModelForCausalLM.from_pretrained(
+    quantized = AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", quantization_config=BitsAndBytesConfig(load_in_8bit=True)
     )
-    trained = peft.PeftModel.from_pretrained(quantised, str(tmp_path / "adapter"), is_trainable=True)
+    trained = peft.PeftModel.from_pretrained(quantized, str(tmp_path / "adapter"), is_trainable=True)
     sync = make_sync("adapter")
     sync.send({server.url: info}, PolicyWeights(trained), version="run:1")
     assert_serves(plain, http, server, name=sync.model_name(info), version="run:1")

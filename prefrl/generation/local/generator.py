@@ -66,7 +66,7 @@ class LocalGenerator:
     """`prefrl.generation.base.Generator` with the weights of a model in this process.
 
     Args:
-        model: The model that is trained, without what a back-end puts around it; may be a PeftModel.
+        model: The model that is trained, without what a backend puts around it; may be a PeftModel.
         tokenizer: Its end-of-sequence token stops a sample, besides those of the model's generation config.
         max_rows: Samples that decode together at most; bounds the memory of the key/value cache.
         gathers: Whether all weights of a partitioned model are on each rank while it samples; else they are gathered

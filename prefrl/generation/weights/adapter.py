@@ -64,7 +64,7 @@ class AdapterSync:
         if not servers:
             return
         if weights.is_quantized:
-            logger.warning("the policy is quantised: its adapter is put on the weights that the servers loaded")
+            logger.warning("the policy is quantized: its adapter is put on the weights that the servers loaded")
         else:
             self._base.send(transfer, servers, weights.base())
         for server in servers:

@@ -258,7 +258,7 @@ class RewardBalance:
 
 
 REWARD_BALANCES: dict[str, RewardBalance] = {
-    "fixed": RewardBalance(fixed, "linear scalarisation"),
+    "fixed": RewardBalance(fixed, "linear scalarization"),
     "log_transform": RewardBalance(log_transform, "Ludwig, trainer.loss_balancing"),
     "uncertainty": RewardBalance(uncertainty, "Kendall et al. 2018, arXiv 1705.07115"),
     "gradnorm": RewardBalance(gradnorm, "Chen et al. 2018, arXiv 1711.02257"),

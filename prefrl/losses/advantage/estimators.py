@@ -33,7 +33,7 @@ from prefrl.losses.advantage.scored import (
     Advantages,
     ScoredRows,
     ScoredTokens,
-    centred,
+    centered,
     group_count,
     group_std,
     group_sum,
@@ -96,7 +96,7 @@ def grpo(
     """
     totals, groups = scored.totals(), numbered(scored.groups)
     if multi_objective_aggregation == "sum_then_normalize":
-        divided = _divided(centred(totals, groups), scored, scale=scale_rewards, epsilon=advantage_epsilon)
+        divided = _divided(centered(totals, groups), scored, scale=scale_rewards, epsilon=advantage_epsilon)
         return _result(scored, divided)
     if scale_rewards != "group":
         raise ValueError(
@@ -104,7 +104,7 @@ def grpo(
             "use scale_rewards='group'"
         )
     rewards = scored.rewards.detach().double()
-    per_reward = [centred(r, groups) / (group_std(r, groups) + advantage_epsilon) for r in rewards.unbind(1)]
+    per_reward = [centered(r, groups) / (group_std(r, groups) + advantage_epsilon) for r in rewards.unbind(1)]
     sums = row_totals(torch.stack(per_reward, 1), scored.weights)
     return _result(scored, sums / (group_std(sums, torch.zeros_like(groups)) + advantage_epsilon))
 
@@ -118,7 +118,7 @@ def rloo(scored: ScoredRows) -> Advantages:
     """
     totals, groups = scored.totals(), numbered(scored.groups)
     count = group_count(totals, groups)[groups]
-    return _result(scored, centred(totals, groups) * count / (count - 1).clamp(min=1))
+    return _result(scored, centered(totals, groups) * count / (count - 1).clamp(min=1))
 
 
 def reinforce_plus_plus_baseline(scored: ScoredRows) -> Advantages:
@@ -126,7 +126,7 @@ def reinforce_plus_plus_baseline(scored: ScoredRows) -> Advantages:
 
     Source: Hu et al. 2025 (REINFORCE++), arXiv 2501.03262 (REINFORCE++-baseline)
     """
-    return _result(scored, centred(scored.totals(), numbered(scored.groups)))
+    return _result(scored, centered(scored.totals(), numbered(scored.groups)))
 
 
 def remax(scored: ScoredRows) -> Advantages:
@@ -152,7 +152,7 @@ def opo(scored: ScoredRows) -> Advantages:
 
     Source: Hao et al. 2025 (OPO), arXiv 2505.23585
     """
-    return _result(scored, centred(scored.totals(), numbered(scored.groups), scored.lengths))
+    return _result(scored, centered(scored.totals(), numbered(scored.groups), scored.lengths))
 
 
 def gpg(scored: ScoredRows, *, f_norm: float) -> Advantages:
@@ -174,7 +174,7 @@ def gpg(scored: ScoredRows, *, f_norm: float) -> Advantages:
         raise ValueError(f"f_norm={f_norm}: needs to be positive")
     totals, groups = scored.totals(), numbered(scored.groups)
     num_rows, num_useful = (~totals.isnan()).sum(), (~totals.isnan() & (group_std(totals, groups) > 0)).sum()
-    return _result(scored, centred(totals, groups) * num_rows / num_useful.clamp(min=1) / f_norm)
+    return _result(scored, centered(totals, groups) * num_rows / num_useful.clamp(min=1) / f_norm)
 
 
 def grpo_passk(scored: ScoredRows, *, scale_rewards: RewardScale, advantage_epsilon: float) -> Advantages:
@@ -214,7 +214,7 @@ def maxrl(scored: ScoredRows) -> Advantages:
         raise ValueError(f"maxrl: a total reward is {float(totals.nan_to_num().min())}: all need to be >= 0")
     mean = (group_sum(totals, groups) / group_count(totals, groups).clamp(min=1))[groups]
     # Non-negative rewards with mean 0 are all 0. Here 0 / 0 gives NaN, which `_result` replaces by 0.
-    return _result(scored, centred(totals, groups) / mean)
+    return _result(scored, centered(totals, groups) / mean)
 
 
 def normalize_rows(advantages: Advantages, *, advantage_epsilon: float) -> Advantages:
@@ -229,7 +229,7 @@ def normalize_rows(advantages: Advantages, *, advantage_epsilon: float) -> Advan
     """
     values = advantages.values.double().masked_fill(advantages.totals.isnan(), torch.nan)
     batch = torch.zeros_like(values, dtype=torch.long)
-    values = centred(values, batch) / (group_std(values, batch) + advantage_epsilon)
+    values = centered(values, batch) / (group_std(values, batch) + advantage_epsilon)
     return replace(advantages, values=values.nan_to_num(nan=0.0).to(advantages.values.dtype))
 
 

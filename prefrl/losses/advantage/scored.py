@@ -16,7 +16,7 @@ __all__ = [
     "Advantages",
     "ScoredRows",
     "ScoredTokens",
-    "centred",
+    "centered",
     "group_count",
     "group_std",
     "group_sum",
@@ -127,7 +127,7 @@ def numbered(groups: Tensor) -> Tensor:
     return numbers
 
 
-def centred(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
+def centered(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
     """[B] values minus the (weighted) mean of the non-NaN values of their group; NaN stays NaN.
 
     Equal values give exactly 0. Where all weights of a group are 0, its lowest value is used as the mean.
@@ -142,7 +142,7 @@ def centred(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Te
 
 def group_std(values: Tensor, groups: Tensor) -> Tensor:
     """[B] n-1 standard deviation of the non-NaN values in each row's group; 0 if there are fewer than two."""
-    squares = group_sum(centred(values, groups).square(), groups)
+    squares = group_sum(centered(values, groups).square(), groups)
     return (squares / (group_count(values, groups) - 1).clamp(min=1)).sqrt()[groups]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses.advantage.scored import Advantages, ScoredTokens, centred, group_count, numbered
+from prefrl.losses.advantage.scored import Advantages, ScoredTokens, centered, group_count, numbered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,7 @@ def optimal_token_baseline(scored: ScoredTokens, *, zero_tail: bool) -> Advantag
     energy_so_far = _to_go(energy.flip(0), steps.row.flip(0), discount=1.0).flip(0)
     step = torch.arange(len(to_go), device=to_go.device) - torch.searchsorted(steps.row, steps.row)
     same_step = numbered(numbered(scored.groups)[steps.row] * len(step) + step)
-    advantages = centred(to_go, same_step, energy_so_far)
+    advantages = centered(to_go, same_step, energy_so_far)
     if zero_tail:
         advantages = torch.where(group_count(to_go, same_step)[same_step] == 1, to_go, advantages)
     return _result(scored, steps, advantages)

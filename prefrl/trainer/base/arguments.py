@@ -54,7 +54,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "peft_config": (lambda value: isinstance(value, PushToHubMixin), "a config of peft, such as LoraConfig, or None"),
     "quantization_config": (
         lambda value: isinstance(value, QuantizationConfigMixin),
-        "a quantisation config of transformers, such as BitsAndBytesConfig, or None",
+        "a quantization config of transformers, such as BitsAndBytesConfig, or None",
     ),
 }
 _REQUIRED = ("model", "reward_funcs")

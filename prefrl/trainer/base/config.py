@@ -66,7 +66,7 @@ class BaseConfig(TrainingArguments):
         'Which of Liger\'s kernels are used or left out, such as {"rope": false}; None: those that Liger uses for the '
         "model by itself. JSON on the command line. Liger's losses are never used.",
     )
-    dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Processes that tokenise the dataset.")
+    dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Processes that tokenize the dataset.")
     log_flops: bool = opt(
         False,
         "Count the floating-point operations of every step and log them as perf/..., with the fewest that its rows "

@@ -15,17 +15,17 @@ __all__ = ["write_model_card"]
 
 _PAPERS = {
     "sft": "Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.",
-    "dpo": "Direct preference optimisation: [arXiv 2305.18290](https://arxiv.org/abs/2305.18290).",
-    "kto": "Kahneman-Tversky optimisation: [arXiv 2402.01306](https://arxiv.org/abs/2402.01306).",
-    "orpo": "Odds ratio preference optimisation: [arXiv 2403.07691](https://arxiv.org/abs/2403.07691).",
-    "cpo": "Contrastive preference optimisation: [arXiv 2401.08417](https://arxiv.org/abs/2401.08417).",
-    "bco": "Binary classifier optimisation: [arXiv 2404.04656](https://arxiv.org/abs/2404.04656).",
-    "reward": "Reward modelling: the Bradley-Terry likelihood of preferences.",
-    "grpo": "Group relative policy optimisation: DeepSeekMath, [arXiv 2402.03300](https://arxiv.org/abs/2402.03300).",
+    "dpo": "Direct preference optimization: [arXiv 2305.18290](https://arxiv.org/abs/2305.18290).",
+    "kto": "Kahneman-Tversky optimization: [arXiv 2402.01306](https://arxiv.org/abs/2402.01306).",
+    "orpo": "Odds ratio preference optimization: [arXiv 2403.07691](https://arxiv.org/abs/2403.07691).",
+    "cpo": "Contrastive preference optimization: [arXiv 2401.08417](https://arxiv.org/abs/2401.08417).",
+    "bco": "Binary classifier optimization: [arXiv 2404.04656](https://arxiv.org/abs/2404.04656).",
+    "reward": "Reward modeling: the Bradley-Terry likelihood of preferences.",
+    "grpo": "Group relative policy optimization: DeepSeekMath, [arXiv 2402.03300](https://arxiv.org/abs/2402.03300).",
     "rloo": "REINFORCE with a leave-one-out baseline: [arXiv 2402.14740](https://arxiv.org/abs/2402.14740).",
     "reinforce_plus_plus": "REINFORCE++: [arXiv 2501.03262](https://arxiv.org/abs/2501.03262).",
-    "ppo": "Proximal policy optimisation: [arXiv 1707.06347](https://arxiv.org/abs/1707.06347).",
-    "online_dpo": "Online direct preference optimisation: [arXiv 2402.04792](https://arxiv.org/abs/2402.04792).",
+    "ppo": "Proximal policy optimization: [arXiv 1707.06347](https://arxiv.org/abs/1707.06347).",
+    "online_dpo": "Online direct preference optimization: [arXiv 2402.04792](https://arxiv.org/abs/2402.04792).",
 }
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 

@@ -1,4 +1,4 @@
-"""What every trainer shares: the model, one normalised update for each optimizer step, metrics, checkpoints."""
+"""What every trainer shares: the model, one normalized update for each optimizer step, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class BaseTrainer(Trainer):
 
     @property
     def policy(self) -> PreTrainedModel:
-        """The model that is trained, without what a back-end puts around it."""
+        """The model that is trained, without what a backend puts around it."""
         return cast("PreTrainedModel", distributed.unwrap(self.model))
 
     # What a leaf or the class below gives.
@@ -164,7 +164,7 @@ class BaseTrainer(Trainer):
 
     @abstractmethod
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Check and tokenise a dataset."""
+        """Check and tokenize a dataset."""
 
     @abstractmethod
     def collate(self, rows: list[dict[str, Any]]) -> Any:
@@ -244,7 +244,7 @@ class BaseTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
-        """Forward and backward of all micro-batches of the step; gradients are synchronised in the last."""
+        """Forward and backward of all micro-batches of the step; gradients are synchronized in the last."""
         loss = inputs.run(model, self.micro_step, num_items_in_batch).to(self.args.device)
         if inputs.micro_batches:
             self.account.switch("optimizer")
@@ -253,7 +253,7 @@ class BaseTrainer(Trainer):
     def micro_step(
         self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
     ) -> Tensor:
-        """Forward and backward of one micro-batch; gradients are synchronised over ranks in the last of a step."""
+        """Forward and backward of one micro-batch; gradients are synchronized over ranks in the last of a step."""
         distributed.announce_backward(self.accelerator, is_last=is_last)
         # HuggingFace's step is compute_loss, which is the forward phase, and the backward pass.
         with (
@@ -284,7 +284,7 @@ class BaseTrainer(Trainer):
             with self.saved_activations():
                 output = self.loss(model, inputs)
         merge(self.metrics["train"], output.metrics)
-        # Data-parallel back-ends average gradients over ranks, but items are counted over all of them.
+        # Data-parallel backends average gradients over ranks, but items are counted over all of them.
         return output.total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
 
     def saved_activations(self) -> AbstractContextManager[None]:
@@ -448,7 +448,7 @@ class BaseTrainer(Trainer):
         """Save model and tokenizer, with a model card, so that `from_pretrained` loads them. All ranks must call it.
 
         Partitioned weights are gathered one at a time, for the process that writes. In the middle of training they are
-        left to the back-end's own checkpoint if its settings ask for partitioned ones.
+        left to the backend's own checkpoint if its settings ask for partitioned ones.
         """
         is_checkpoint = _internal_call and output_dir is not None  # HuggingFace names a folder for these alone
         folder = output_dir or self.args.output_dir

@@ -52,11 +52,11 @@ class TrainerArguments(TypedDict, total=False):
     callbacks: list[TrainerCallback] | None
     optimizers: Optimizers  # optimizer and scheduler instead of those that `args` describes
     peft_config: PeftConfig | None  # train an adapter of this kind instead of the model
-    quantization_config: BitsAndBytesConfig | None  # load the model, given by name, quantised; needs an adapter
+    quantization_config: BitsAndBytesConfig | None  # load the model, given by name, quantized; needs an adapter
 
 
 class OfflineTrainer(BaseTrainer):
-    """Rows of a dataset in, one normalised update for each optimizer step out.
+    """Rows of a dataset in, one normalized update for each optimizer step out.
 
     A leaf gives `loss`; a `row_kind`, or `prepare_dataset`, `lay_out` and `num_items` of its own; and with
     `prepare_step` what its loss needs to know about the whole step. A leaf that compares with a reference calls
@@ -187,7 +187,7 @@ class OfflineTrainer(BaseTrainer):
     # Datasets.
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Check and tokenise a dataset."""
+        """Check and tokenize a dataset."""
         return self.row_kind.prepare(dataset, tokenizer, self.args)
 
     def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:

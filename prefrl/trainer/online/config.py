@@ -130,7 +130,7 @@ class OnlineConfig(
                 name=name,
                 value=getattr(self, name),
                 unset=unset,
-                because="prompts are tokenised once at the start and come in full generation batches",
+                because="prompts are tokenized once at the start and come in full generation batches",
                 remedy=f"Leave it {unset}.",
             )
 

@@ -65,7 +65,7 @@ def make_generator(
     method = sync_method(args, has_adapter=weights.has_adapter)
     if weights.is_quantized and method != "adapter":
         raise ConfigError(
-            f"weight_sync={method!r}: the model is quantised, and only its adapter can be sent. Set "
+            f"weight_sync={method!r}: the model is quantized, and only its adapter can be sent. Set "
             "weight_sync='adapter', with weight_sync_folder where servers are on other hosts, and serve the same base "
             "model."
         )

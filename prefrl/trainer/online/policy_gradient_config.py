@@ -23,11 +23,11 @@ class GroupOptions:
 
     scale_rewards: Literal["group", "batch", "none"] = opt(
         "group",
-        "What centred rewards are divided by: the standard deviation of their group, of the whole batch, or nothing "
+        "What centered rewards are divided by: the standard deviation of their group, of the whole batch, or nothing "
         "(Dr. GRPO). True and False mean group and none.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
-        "sum_then_normalize", "Several rewards: weighted sum first, or each normalised first (GDPO)."
+        "sum_then_normalize", "Several rewards: weighted sum first, or each normalized first (GDPO)."
     )
 
 

@@ -121,11 +121,11 @@ class PolicyObjective:
         assert batch.advantages is not None
         assert scores.entropy is not None
         # Their ratio is to the policy that sampled, so it is the correction.
-        is_behaviour_ratio = args.corrects_sampling and args.loss_type in ("aipo", "vespo")
-        behaviour = batch.sampling_logprobs if is_behaviour_ratio else None
+        is_behavior_ratio = args.corrects_sampling and args.loss_type in ("aipo", "vespo")
+        behavior = batch.sampling_logprobs if is_behavior_ratio else None
         tokens = PolicyTokens(
             logprobs=scores.logprobs,
-            old_logprobs=old_logprobs if behaviour is None else behaviour,
+            old_logprobs=old_logprobs if behavior is None else behavior,
             advantages=batch.advantages,
             trainable=batch.trainable,
             row_index=batch.row_index,
@@ -138,7 +138,7 @@ class PolicyObjective:
         per_token = token.loss
         if args.corrects_sampling:
             correction = correct_sampling(args, batch, old_logprobs)
-            per_token = per_token if is_behaviour_ratio else correction.weights * per_token
+            per_token = per_token if is_behavior_ratio else correction.weights * per_token
             metrics |= correction.metrics
         if args.off_policy_mask_threshold is not None:
             assert batch.sampling_logprobs is not None

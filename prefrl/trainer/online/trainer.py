@@ -58,7 +58,7 @@ _STATE_FILE = "learning_state.json"
 
 
 class OnlineTrainer(BaseTrainer):
-    """Prompts in; completions, rewards and advantages of our own; one normalised update for each optimizer step out.
+    """Prompts in; completions, rewards and advantages of our own; one normalized update for each optimizer step out.
 
     A leaf names its config and its learner: what is learned from rollouts, and by which loss. `micro_batches_of_step`
     is the algorithm.
@@ -74,7 +74,7 @@ class OnlineTrainer(BaseTrainer):
         reward_processing_classes: Tokenizers of reward models; None: their own.
         callbacks: HuggingFace callbacks.
         optimizers: Optimizer and scheduler to use instead of those that `args` describes.
-        quantization_config: Load the model, given by name, quantised; needs an adapter.
+        quantization_config: Load the model, given by name, quantized; needs an adapter.
         peft_config: Train an adapter of this kind instead of the model.
 
     Raises:

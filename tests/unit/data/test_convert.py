@@ -178,7 +178,7 @@ def test_each_side_becomes_a_row_and_labels_alternate():
     assert all(row["prompt"] == f"Question {row['id']}: it is" for row in rows)
 
 
-def test_neighbours_answer_different_prompts_and_every_window_has_both_labels():
+def test_neighbors_answer_different_prompts_and_every_window_has_both_labels():
     rows = unpair_preference_dataset(datasets.Dataset.from_list(text_pairs(2002))).to_list()
     assert len({(row["id"], row["label"]) for row in rows}) == len(rows) == 4004
     assert all(a["prompt"] != b["prompt"] for a, b in pairwise(rows))

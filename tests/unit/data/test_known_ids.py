@@ -32,7 +32,7 @@ def test_the_row_and_the_token_are_named(stream: bool, monkeypatch: pytest.Monke
     rows = [{"prompt_ids": [3], "chosen_ids": [NEWLINE - 1], "other": "x"} for _ in range(5)]
     assert checked(rows, stream=stream) == rows
     rows[3]["chosen_ids"] = [5, NEWLINE, 6]
-    with pytest.raises(DataError, match=f"row 3 of the tokenised dataset, chosen_ids: {MESSAGE}"):
+    with pytest.raises(DataError, match=f"row 3 of the tokenized dataset, chosen_ids: {MESSAGE}"):
         checked(rows, stream=stream)
     assert checked(rows, stream=stream, columns=("prompt_ids",)) == rows
 
@@ -47,7 +47,7 @@ def test_a_trainer_refuses_data_with_such_a_token_and_trains_on_others(tmp_path:
     trainer = make_trainer("sft", tmp_path, train_dataset=Dataset.from_list(good), **options)
     trainer.train()
     bad = Dataset.from_list([*good, {"prompt": "1", "completion": "a\nb"}])
-    with pytest.raises(DataError, match=f"row 8 of the tokenised dataset, input_ids: {MESSAGE}"):
+    with pytest.raises(DataError, match=f"row 8 of the tokenized dataset, input_ids: {MESSAGE}"):
         make_trainer("sft", tmp_path, train_dataset=bad, **options)
     with pytest.raises(DataError, match=MESSAGE):
         trainer.evaluate({"a": bad})

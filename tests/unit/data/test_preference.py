@@ -345,10 +345,10 @@ def test_equal_sequences_are_unusable_for_a_reward_model():
         reward([TEXT, {**TEXT, "rejected": "4"}])
 
 
-# --- labelled completions ---
+# --- labeled completions ---
 
 
-def test_labelled_completion_is_parted_from_its_prompt():
+def test_labeled_completion_is_parted_from_its_prompt():
     rows = unpaired(RATED)
     assert rows.column_names == ["prompt_ids", "completion_ids", "label"]
     assert [texts(row) for row in rows] == [["a", "x<|end|>"], ["a", "y<|end|>"], ["b", "z<|end|>"]]
@@ -361,7 +361,7 @@ def test_conversation_is_parted_from_its_prompt():
 
 
 @pytest.mark.parametrize(("truncation", "expected"), [("right", ["2+2=", "fi"]), ("left", ["=", "five<|end|>"])])
-def test_labelled_row_is_cut_to_the_limit(truncation, expected):
+def test_labeled_row_is_cut_to_the_limit(truncation, expected):
     row = {"prompt": "2+2=", "completion": "five", "label": 1}
     assert texts(unpaired([row], truncation=truncation, max_length=6)[0]) == expected
 

@@ -68,7 +68,7 @@ def test_completion_only_loss_false_trains_on_the_prompt_too():
     assert row["trainable"] == [False, True, True, True, True, True]
 
 
-def test_tokens_are_those_of_the_whole_text_tokenised_once():
+def test_tokens_are_those_of_the_whole_text_tokenized_once():
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["=4"])
     row = sft([{"prompt": "2+2=", "completion": "4"}], tokenizer)[0]

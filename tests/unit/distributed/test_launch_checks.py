@@ -145,7 +145,7 @@ def test_a_back_end_that_did_not_come_about_is_refused(
         check_back_end(arguments(**values), environment, found)
 
 
-class Quantised(torch.nn.Module):
+class Quantized(torch.nn.Module):
     """As transformers describes such a model."""
 
     is_quantized = True
@@ -169,36 +169,36 @@ ZERO_FP16 = accelerator(DistributedType.DEEPSPEED, mixed_precision="fp16")
     ("found", "model"),
     [
         pytest.param(
-            accelerator(DistributedType.MULTI_GPU, mixed_precision="bf16"), Quantised(torch.float32), id="DDP"
+            accelerator(DistributedType.MULTI_GPU, mixed_precision="bf16"), Quantized(torch.float32), id="DDP"
         ),
-        pytest.param(FSDP2, Quantised(torch.float32), id="FSDP2"),
-        pytest.param(FSDP2, Quantised(torch.bfloat16), id="FSDP2, which casts nothing"),
-        pytest.param(FSDP2_BF16, Quantised(torch.bfloat16), id="FSDP2 in bf16"),
-        pytest.param(ZERO_FP16, Quantised(torch.uint8), id="DeepSpeed, integers"),
-        pytest.param(ZERO_FP16, Quantised(torch.int8, bits=8), id="DeepSpeed, eight bits"),
-        pytest.param(ZERO_FP16, Quantised(torch.float16), id="DeepSpeed in fp16"),
+        pytest.param(FSDP2, Quantized(torch.float32), id="FSDP2"),
+        pytest.param(FSDP2, Quantized(torch.bfloat16), id="FSDP2, which casts nothing"),
+        pytest.param(FSDP2_BF16, Quantized(torch.bfloat16), id="FSDP2 in bf16"),
+        pytest.param(ZERO_FP16, Quantized(torch.uint8), id="DeepSpeed, integers"),
+        pytest.param(ZERO_FP16, Quantized(torch.int8, bits=8), id="DeepSpeed, eight bits"),
+        pytest.param(ZERO_FP16, Quantized(torch.float16), id="DeepSpeed in fp16"),
     ],
 )
-def test_quantised_weights_that_stay_what_they_are_may_be_trained_on(found: SimpleNamespace, model: Quantised) -> None:
+def test_quantized_weights_that_stay_what_they_are_may_be_trained_on(found: SimpleNamespace, model: Quantized) -> None:
     check_quantized(found, model)
 
 
 @pytest.mark.parametrize(
     ("found", "model", "message"),
     [
-        pytest.param(FSDP2, Quantised(torch.uint8), "uint8: FSDP2 .*quant_storage=torch.float32", id="integers"),
-        pytest.param(FSDP2_BF16, Quantised(torch.uint8), "FSDP2 .*quant_storage=torch.bfloat16", id="integers, bf16"),
-        pytest.param(FSDP2, Quantised(torch.int8, bits=8), "8 bits: FSDP2 .*load_in_4bit=True.*ZeRO-3", id="eight"),
+        pytest.param(FSDP2, Quantized(torch.uint8), "uint8: FSDP2 .*quant_storage=torch.float32", id="integers"),
+        pytest.param(FSDP2_BF16, Quantized(torch.uint8), "FSDP2 .*quant_storage=torch.bfloat16", id="integers, bf16"),
+        pytest.param(FSDP2, Quantized(torch.int8, bits=8), "8 bits: FSDP2 .*load_in_4bit=True.*ZeRO-3", id="eight"),
         pytest.param(
-            FSDP2_BF16, Quantised(torch.float32), "storage=torch.float32 with bf16.*=torch.bfloat16", id="cast"
+            FSDP2_BF16, Quantized(torch.float32), "storage=torch.float32 with bf16.*=torch.bfloat16", id="cast"
         ),
         pytest.param(
-            ZERO_FP16, Quantised(torch.float32), "storage=torch.float32 with fp16.*=torch.float16", id="ZeRO"
+            ZERO_FP16, Quantized(torch.float32), "storage=torch.float32 with fp16.*=torch.float16", id="ZeRO"
         ),
     ],
 )
-def test_quantised_weights_that_would_be_cast_or_not_shared_out_are_refused(
-    found: SimpleNamespace, model: Quantised, message: str
+def test_quantized_weights_that_would_be_cast_or_not_shared_out_are_refused(
+    found: SimpleNamespace, model: Quantized, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_quantized(found, model)

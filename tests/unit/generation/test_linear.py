@@ -62,7 +62,7 @@ class Scaled(nn.Linear):
 
 def test_only_large_plain_fp32_layers_are_packed() -> None:
     hooked = layer()
-    hooked.forward = lambda input: torch.zeros(())  # type: ignore[method-assign, assignment]  # as back-ends do
+    hooked.forward = lambda input: torch.zeros(())  # type: ignore[method-assign, assignment]  # as backends do
     others = nn.ModuleList([layer((512, 1023)), layer(dtype=torch.bfloat16), Scaled(*LARGE), hooked])
     forward = hooked.forward
     model = nn.ModuleList([layer(), others])

@@ -112,7 +112,7 @@ def test_no_rounding_leads_out_of_a_block() -> None:
 
 
 def test_temperature_sharpens_before_truncation() -> None:
-    # Probabilities 0.5, 0.3, 0.2 squared and normalised: 0.25, 0.09, 0.04 over 0.38.
+    # Probabilities 0.5, 0.3, 0.2 squared and normalized: 0.25, 0.09, 0.04 over 0.38.
     assert draw(LOGITS, 0.0, temperature=0.5)[1] == pytest.approx(math.log(0.25 / 0.38), abs=1e-6)
     # Of these, the smallest set with at least 0.8 of the mass is the first two.
     assert draw(LOGITS, LARGEST, temperature=0.5, top_p=0.8) == (3, pytest.approx(math.log(0.09 / 0.34), abs=1e-6))
@@ -127,7 +127,7 @@ def test_temperature_sharpens_before_truncation() -> None:
         ({"top_k": 1}, 1, 1.0),
     ],
 )
-def test_truncation_renormalises(option: dict[str, float], token: int, probability: float) -> None:
+def test_truncation_renormalizes(option: dict[str, float], token: int, probability: float) -> None:
     assert draw(LOGITS, LARGEST, **option) == (token, pytest.approx(math.log(probability), abs=1e-6))
 
 

@@ -130,7 +130,7 @@ def test_normalize_then_sum_by_hand():
 
 
 def test_normalize_then_sum_divides_by_the_spread_of_the_batch():
-    # Groups (0, 2) and (5, 5): normalised (-1, 1) / sqrt(2) and (0, 0). n-1 std of those four: sqrt(1 / 3).
+    # Groups (0, 2) and (5, 5): normalized (-1, 1) / sqrt(2) and (0, 0). n-1 std of those four: sqrt(1 / 3).
     result = advantages([0.0, 2.0, 5.0, 5.0], [0, 0, 1, 1], aggregation=NORMALIZE, epsilon=1e-12)
     check(result.values, [-math.sqrt(1.5), math.sqrt(1.5), 0.0, 0.0])
 
@@ -145,12 +145,12 @@ def test_normalize_then_sum_leaves_out_missing_rewards():
 
 
 def test_aggregations_differ_where_sums_collapse():
-    # GDPO, fig. 2: totals (1, 1, 0, 2) cannot tell (1, 0) from (0, 1); normalised rewards of different spread can.
+    # GDPO, fig. 2: totals (1, 1, 0, 2) cannot tell (1, 0) from (0, 1); normalized rewards of different spread can.
     rewards = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 2.0]]
     summed = advantages(rewards, [0] * 4, weights=(1.0, 1.0)).values
-    normalised = advantages(rewards, [0] * 4, weights=(1.0, 1.0), aggregation=NORMALIZE).values
+    normalized = advantages(rewards, [0] * 4, weights=(1.0, 1.0), aggregation=NORMALIZE).values
     assert summed[0] == summed[1]
-    assert normalised[0] - normalised[1] > 0.1
+    assert normalized[0] - normalized[1] > 0.1
 
 
 def test_constant_offset_is_ignored_even_if_large():
@@ -164,7 +164,7 @@ def test_rloo_compares_with_the_mean_of_the_others():
     check(of("rloo", REWARDS, GROUPS).values, [-3.0, -2.0, -1.5, 2.0, 4.5])
 
 
-def test_reinforce_plus_plus_baseline_is_centred_and_divided_by_nothing():
+def test_reinforce_plus_plus_baseline_is_centered_and_divided_by_nothing():
     check(of("reinforce_plus_plus_baseline", REWARDS, GROUPS).values, CENTRED)
 
 

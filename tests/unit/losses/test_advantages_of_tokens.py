@@ -110,7 +110,7 @@ def test_a_reward_reaches_the_start_of_a_row_of_any_length(length):
     torch.testing.assert_close(result.values[:length], 0.999 ** torch.arange(length - 1, -1, -1).double())
 
 
-def test_rows_without_a_reward_do_not_reach_their_neighbours():
+def test_rows_without_a_reward_do_not_reach_their_neighbors():
     result = reinforce(scored([1.0, 2.0, NAN, 0.0, 4.0, 8.0], lengths=[2, 2, 2]))
     check(result.values, [3.0, 2.0, 0.0, 0.0, 12.0, 8.0])
 

@@ -265,7 +265,7 @@ def test_pareto_prefers_by_its_vector_and_ends_where_weighted_losses_are_equal()
 
 
 @pytest.mark.parametrize(
-    ("balance", "scalarisation"),
+    ("balance", "scalarization"),
     [
         ("log_transform", lambda loss, w: (w * loss.log1p()).sum()),
         ("uncertainty", lambda loss, w: (w * loss.log()).sum()),  # s at its best: exp(-s) L + s = 1 + log L
@@ -273,10 +273,10 @@ def test_pareto_prefers_by_its_vector_and_ends_where_weighted_losses_are_equal()
         ("pareto", lambda loss, w: 0.5 * (w / w.mean() * loss / 0.5).logsumexp(0)),
     ],
 )
-def test_weights_are_the_gradient_of_the_scalarisation(balance, scalarisation):
+def test_weights_are_the_gradient_of_the_scalarization(balance, scalarization):
     loss = torch.tensor([0.35, 0.65, 0.5], dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
-    scalarisation(loss, weights).backward()
+    scalarization(loss, weights).backward()
     changes = {"uncertainty_rate": 1.0} if balance == "uncertainty" else {}
     balancer = make(balance, reward_weights=weights.tolist(), **changes)
     alphas = balancer.weights(torch.eye(3), with_losses(*loss.tolist()))

@@ -156,7 +156,7 @@ def test_advantages_old_log_probs_and_stats_are_constants(name, level):
         (0.5, 0.0, 0.0, 0.0),
     ],
 )
-def test_clip_limits_only_the_favourable_side(ratio, advantage, loss, gradient):
+def test_clip_limits_only_the_favorable_side(ratio, advantage, loss, gradient):
     assert one_token("grpo", ratio, advantage, delta=None)[:2] == pytest.approx((loss, gradient))
 
 

@@ -207,7 +207,7 @@ def test_all_linear_is_a_word_of_peft() -> None:
     assert len(trainable(model)) == 2 * 7 * 2  # layers, projections, A and B
 
 
-# Quantised models.
+# Quantized models.
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
@@ -252,7 +252,7 @@ def test_an_adapter_is_trained_on_eight_bits(saved: Path, tmp_path: Path) -> Non
     assert trainer.moved == {name for name, _ in trainer.model.named_parameters() if "lora_" in name}
 
 
-def test_checkpointing_of_activations_does_not_change_the_update_of_a_quantised_model(
+def test_checkpointing_of_activations_does_not_change_the_update_of_a_quantized_model(
     saved: Path, tmp_path: Path
 ) -> None:
     arguments = {"quantization_config": BitsAndBytesConfig(**NF4)}
@@ -280,7 +280,7 @@ def test_gradients_flow_through_four_bit_weights_after_a_pass_in_eval_mode(saved
     assert gradient(after_eval=True).equal(before)
 
 
-def test_what_is_not_quantised_is_float32_and_only_the_adapter_is_trained(saved: Path) -> None:
+def test_what_is_not_quantized_is_float32_and_only_the_adapter_is_trained(saved: Path) -> None:
     model = load_model(
         saved,
         model_init_kwargs={"dtype": "bfloat16"},
@@ -293,16 +293,16 @@ def test_what_is_not_quantised_is_float32_and_only_the_adapter_is_trained(saved:
     assert trainable(model) == {name for name, _ in model.named_parameters() if "lora_" in name}
 
 
-def test_a_quantised_model_without_an_adapter_is_an_error(saved: Path) -> None:
+def test_a_quantized_model_without_an_adapter_is_an_error(saved: Path) -> None:
     config = BitsAndBytesConfig(**NF4)
-    message = "the model is quantised and peft_config=None: quantised weights cannot be trained. Give a peft_config"
+    message = "the model is quantized and peft_config=None: quantized weights cannot be trained. Give a peft_config"
     with pytest.raises(ConfigError, match=message):
         load_model(saved, quantization_config=config)
     with pytest.raises(ConfigError, match=message):
         load_model(AutoModelForCausalLM.from_pretrained(saved, quantization_config=config))
 
 
-def test_quantisation_is_said_once_and_where_it_has_an_effect(saved: Path) -> None:
+def test_quantization_is_said_once_and_where_it_has_an_effect(saved: Path) -> None:
     config = BitsAndBytesConfig(**NF4)
     with pytest.raises(ConfigError, match="quantization_config is given twice"):
         load_model(saved, model_init_kwargs={"quantization_config": config}, quantization_config=config)

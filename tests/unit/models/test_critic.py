@@ -59,7 +59,7 @@ def lora_policy(*, trained: bool = True, **options: object) -> PreTrainedModel:
     return model.eval()  # type: ignore[no-any-return]
 
 
-def randomise(module: nn.Module, seed: int = 3) -> None:
+def randomize(module: nn.Module, seed: int = 3) -> None:
     """A head as if it had learned."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def randomise(module: nn.Module, seed: int = 3) -> None:
 
 def head_critic(policy: PreTrainedModel, *, detach_trunk: bool = False, plan: str = "auto") -> HeadCritic:
     critic = HeadCritic(policy, detach_trunk=detach_trunk, plan=plan)
-    randomise(critic.module)
+    randomize(critic.module)
     return critic
 
 
@@ -78,7 +78,7 @@ def model_critic(
 ) -> ModelCritic:
     """A copy of a policy with a head as if it had learned."""
     critic = ModelCritic(value_model(policy or policy_model(architecture, **overrides)), plan=plan)
-    randomise(critic.module.score)
+    randomize(critic.module.score)
     return critic
 
 
@@ -257,7 +257,7 @@ def test_heads_compute_in_float32_under_autocast(kind):
 def test_a_policy_in_bfloat16_gives_float32_values():
     policy = tiny_model().to(torch.bfloat16)
     for critic in (HeadCritic(policy, detach_trunk=False), ModelCritic(value_model(policy))):
-        randomise(critic.module.score)
+        randomize(critic.module.score)
         expected = values_of(critic, policy, plan="padded")
         assert expected.dtype == torch.float32
         frozen = critic.frozen_values(BATCH, max_tokens=None)
@@ -410,7 +410,7 @@ def test_an_adapter_that_is_a_reward_model_is_merged(tmp_path):
     config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     adapted = peft.get_peft_model(base, config).eval()
-    randomise(adapted.base_model.model.score.modules_to_save)
+    randomize(adapted.base_model.model.score.modules_to_save)
     adapted.save_pretrained(tmp_path / "adapter")
     critic = ModelCritic(value_model(policy_model(), tmp_path / "adapter"))
     assert (end_values(critic) - end_scores(adapted)).norm() <= 1e-5 * end_scores(adapted).norm()
@@ -507,10 +507,10 @@ def test_a_policy_that_has_no_copy_is_refused():
     )
     with pytest.raises(ConfigError, match="virtual tokens in front of each row, which cannot be merged"):
         value_model(prompt)
-    quantised = tiny_model()
-    quantised.is_quantized = True
-    with pytest.raises(ConfigError, match="the policy is quantised"):
-        value_model(quantised)
+    quantized = tiny_model()
+    quantized.is_quantized = True
+    with pytest.raises(ConfigError, match="the policy is quantized"):
+        value_model(quantized)
 
 
 def test_prompt_learning_shifts_no_value():
@@ -558,7 +558,7 @@ def save(critic: Critic, folder: Path) -> None:
 def test_saved_and_loaded_values_are_bit_equal_and_parameters_stay_the_same_objects(build, tmp_path):
     policy = policy_model("gpt2")
     critic, other = build(policy), build(policy)
-    randomise(critic.module, seed=8)
+    randomize(critic.module, seed=8)
     expected = critic.frozen_values(BATCH, max_tokens=None)
     save(critic, tmp_path / "critic")
     parameters = other.parameters()

@@ -334,7 +334,7 @@ def test_an_adapter_that_peft_cannot_merge_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantised_policy_is_sent_as_an_adapter_alone(bits: int, tmp_path: Path) -> None:
+def test_a_quantized_policy_is_sent_as_an_adapter_alone(bits: int, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     policy = load_model(
         tmp_path / "model",
@@ -346,7 +346,7 @@ def test_a_quantised_policy_is_sent_as_an_adapter_alone(bits: int, tmp_path: Pat
     assert weights.is_quantized
     assert not PolicyWeights(tiny_model("llama")).is_quantized
     for read in (weights.__iter__, weights.base):
-        with pytest.raises(ConfigError, match=r"the policy is quantised: .* Set weight_sync='adapter'"):
+        with pytest.raises(ConfigError, match=r"the policy is quantized: .* Set weight_sync='adapter'"):
             read()
     weights.save_adapter(tmp_path / "adapter")
     assert len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) == 8

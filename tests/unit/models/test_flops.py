@@ -191,7 +191,7 @@ def flash() -> Any:
     return model
 
 
-def quantised() -> Any:
+def quantized() -> Any:
     model = tiny_model()
     model.is_quantized = True
     return model
@@ -201,7 +201,7 @@ REFUSED = [
     pytest.param(lambda: tiny_model("mixtral"), "mlp.experts run for some tokens only", id="experts"),
     pytest.param(bert, "both directions", id="encoder"),
     pytest.param(flash, "flash_attention_2", id="kernel"),
-    pytest.param(quantised, "quantised", id="quantised"),
+    pytest.param(quantized, "quantized", id="quantized"),
     pytest.param(lambda: tiny_model().to("meta"), "device meta", id="device"),
     pytest.param(
         lambda: tiny_model("lfm2", layer_types=["conv", "full_attention"]), "layers of type conv", id="convolution"

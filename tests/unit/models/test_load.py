@@ -187,7 +187,7 @@ def test_a_trainer_s_tokenizer_has_the_revision_and_the_arguments_of_its_model(h
     assert "<v2>" in trainer.processing_class.get_vocab()
 
 
-def test_arguments_of_the_policy_hold_for_another_model_but_for_its_place_and_quantisation(saved: Path) -> None:
+def test_arguments_of_the_policy_hold_for_another_model_but_for_its_place_and_quantization(saved: Path) -> None:
     policy = load_model(saved)
     arguments = {"revision": "v2", "dtype": "auto", "quantization_config": "of 4 bits", "token": "x"}
     assert arguments_for_other(saved, policy, arguments) == {"revision": "v2", "dtype": "auto", "token": "x"}

@@ -198,7 +198,7 @@ BASE = {"w": torch.ones(2), "v": torch.ones(2)}
         pytest.param({"w": torch.ones(2)}, {}, "different weights: v in one of them only", id="keys"),
         pytest.param(BASE | {"w": torch.ones(3)}, {}, r"different shapes: w is \[2\] and \[3\]", id="shape"),
         pytest.param(BASE, {"rope": {"theta": 2, "dtype": 3}}, "config.json differs in rope$", id="option"),
-        pytest.param(BASE, {"quantization_config": {}}, "quantised weights have no average", id="quantised"),
+        pytest.param(BASE, {"quantization_config": {}}, "quantized weights have no average", id="quantized"),
     ],
 )
 def test_checkpoints_that_compute_something_else_are_refused(

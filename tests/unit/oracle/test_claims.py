@@ -88,7 +88,7 @@ def is_equal(found, target):
 
 
 def reward_loss(p):
-    """The gradient of what is minimised, -E[R]."""
+    """The gradient of what is minimized, -E[R]."""
     return -exact_gradient(p, "reward")
 
 
@@ -231,8 +231,8 @@ def test_the_groups_own_mean_gives_n_minus_1_over_n_of_the_gradient(name, change
 
 def test_a_leave_one_out_mean_is_the_groups_mean_times_n_over_n_minus_1():
     samples = every_batch(problem(), group_size=3)
-    centred = advantages("grpo", group_changes={"scale_rewards": "none"})(samples)
-    is_equal(advantages("rloo")(samples), 3 / 2 * centred)
+    centered = advantages("grpo", group_changes={"scale_rewards": "none"})(samples)
+    is_equal(advantages("rloo")(samples), 3 / 2 * centered)
 
 
 @pytest.mark.parametrize(

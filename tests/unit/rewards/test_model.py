@@ -261,7 +261,7 @@ def test_score_per_token_is_the_score_over_the_number_of_sampled_tokens() -> Non
     }
 
 
-def test_name_says_both_the_label_and_the_normalisation() -> None:
+def test_name_says_both_the_label_and_the_normalization() -> None:
     model = reward_model(num_labels=3, id2label=LABELS)
     reward = ModelReward(model, head=0, per_token=True, tokenizer=tiny_tokenizer())
     assert reward.__name__ == "Qwen2ForSequenceClassification[helpful,per_token]"

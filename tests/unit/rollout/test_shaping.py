@@ -78,8 +78,8 @@ def test_without_an_option_totals_stay_as_they_are() -> None:
 def test_the_mean_is_subtracted_on_request_alone() -> None:
     moments = RunningMoments.of([1.0, 3.0, 5.0])
     values = torch.tensor([1.0, 5.0], dtype=torch.float64)
-    assert moments.normalised(values, subtract_mean=False).tolist() == [0.5, 2.5]
-    assert moments.normalised(values, subtract_mean=True).tolist() == [-1.0, 1.0]
+    assert moments.normalized(values, subtract_mean=False).tolist() == [0.5, 2.5]
+    assert moments.normalized(values, subtract_mean=True).tolist() == [-1.0, 1.0]
 
 
 def test_moments_of_batches_are_those_of_all_values() -> None:
@@ -118,8 +118,8 @@ def test_equal_rewards_are_divided_by_one(value: float) -> None:
         moments.update(torch.full((size,), value, dtype=torch.float64))
     assert moments.std == 0.0
     values = torch.tensor([value], dtype=torch.float64)
-    assert moments.normalised(values, subtract_mean=True).tolist() == [0.0]
-    assert moments.normalised(values, subtract_mean=False).tolist() == [value]
+    assert moments.normalized(values, subtract_mean=True).tolist() == [0.0]
+    assert moments.normalized(values, subtract_mean=False).tolist() == [value]
 
 
 def test_the_first_value_and_a_batch_without_rewards_are_no_trouble() -> None:
