@@ -18,7 +18,7 @@ from prefrl.distributed.checkpoint import (
     writer_of,
 )
 from prefrl.distributed.company import Scorer, in_company, missing_passes
-from prefrl.distributed.launch_checks import check_back_end, check_devices, check_processes, check_quantized
+from prefrl.distributed.launch_checks import check_backend, check_devices, check_processes, check_quantized
 from prefrl.distributed.parallelism import check_deepspeed, check_model, set_up_parallelism
 from prefrl.distributed.processes import (
     exchange,
@@ -64,7 +64,7 @@ __all__ = [
     "Scorer",
     "announce_backward",
     "bare_copy",
-    "check_back_end",
+    "check_backend",
     "check_deepspeed",
     "check_devices",
     "check_first_training",

@@ -9,7 +9,7 @@ import torch
 
 from prefrl.errors import ConfigError
 
-__all__ = ["check_back_end", "check_devices", "check_processes", "check_quantized"]
+__all__ = ["check_backend", "check_devices", "check_processes", "check_quantized"]
 
 # Set by `prefrl launch` for its training processes.
 _NUM_PROCESSES = "PREFRL_NUM_PROCESSES"
@@ -66,7 +66,7 @@ def check_devices(num_gpus: int) -> None:
         )
 
 
-def check_back_end(args: Any, environment: Mapping[str, str], accelerator: Any) -> None:
+def check_backend(args: Any, environment: Mapping[str, str], accelerator: Any) -> None:
     """Reject a run whose model would not be sharded as requested.
 
     Args:

@@ -67,7 +67,7 @@ def check_export(folder: Path, job: str, trained: dict[str, torch.Tensor]) -> No
         assert all(torch.equal(value, trained[key]) for key, value in critic.items()), job
 
 
-def test_runs_are_resumed_and_exported_under_every_back_end(tmp_path: Path) -> None:
+def test_runs_are_resumed_and_exported_under_every_backend(tmp_path: Path) -> None:
     alone = run(tmp_path, "single", "grpo_reuse", None)
     from_one = f"ddp:grpo_reuse:{folder_of(tmp_path, 'single', 'grpo_reuse') / f'checkpoint-{SAVED_AT}'}"
     worker, result = "tests.distributed.resume_worker", tmp_path / "results.pt"

@@ -122,7 +122,7 @@ class BaseTrainer(Trainer):
             optimizers=optimizers,
         )
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
-        distributed.check_back_end(args, os.environ, self.accelerator)
+        distributed.check_backend(args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=name)
         distributed.check_quantized(self.accelerator, model)
         distributed.keep_outputs_exact(self.accelerator)

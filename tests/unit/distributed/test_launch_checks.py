@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import BitsAndBytesConfig
 
-from prefrl.distributed import check_back_end, check_processes, check_quantized
+from prefrl.distributed import check_backend, check_processes, check_quantized
 from prefrl.errors import ConfigError
 
 
@@ -104,10 +104,10 @@ def test_processes_that_would_train_alone_are_refused(
         pytest.param({"ACCELERATE_USE_FSDP": "false"}, {}, accelerator(DistributedType.MULTI_GPU), id="set to no"),
     ],
 )
-def test_a_back_end_that_was_asked_for_may_train(
+def test_a_backend_that_was_asked_for_may_train(
     environment: dict[str, str], values: dict[str, Any], found: SimpleNamespace
 ) -> None:
-    check_back_end(arguments(**values), environment, found)
+    check_backend(arguments(**values), environment, found)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_a_back_end_that_was_asked_for_may_train(
         pytest.param(DEEPSPEED, {}, accelerator(DistributedType.NO, "cpu"), "DeepSpeed is asked for", id="alone"),
     ],
 )
-def test_a_back_end_that_did_not_come_about_is_refused(
+def test_a_backend_that_did_not_come_about_is_refused(
     environment: dict[str, str], values: dict[str, Any], found: SimpleNamespace, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_back_end(arguments(**values), environment, found)
+        check_backend(arguments(**values), environment, found)
 
 
 class Quantized(torch.nn.Module):

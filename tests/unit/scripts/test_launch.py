@@ -246,7 +246,7 @@ def prepared(name: str, *words: str) -> tuple[Any, dict[str, str]]:
     return None, prepare_multi_gpu_env(arguments)
 
 
-def test_there_is_a_config_for_each_back_end() -> None:
+def test_there_is_a_config_for_each_backend() -> None:
     assert {path.stem for path in CONFIGS.iterdir()} == set(BACK_ENDS)
     for name, distributed_type in BACK_ENDS.items():
         config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
