@@ -117,6 +117,18 @@ def test_a_prompt_of_a_server_that_is_gone_goes_to_another_one(asking: MakeAskin
     assert (ask.fleet.stats.requests, ask.fleet.stats.retries) == (2, 1)
 
 
+def test_another_server_is_tried_before_the_one_that_failed_is_tried_again(asking: MakeAsking) -> None:
+    def generate(url: str, json: Any) -> Any:
+        if url == A:
+            raise Refused("broken", status=500)
+        return completion(json)
+
+    ask = asking(Servers(generate))
+    ask.balance.servers[1].num_failures = 9  # its other requests fail too
+    assert isinstance(ask.ask(), Done)
+    assert (ask.requests(A), ask.requests(B)) == (1, 1)
+
+
 def test_a_prompt_is_lost_when_all_servers_are_gone_and_asked_for_after_recovery(asking: MakeAsking) -> None:
     servers = Servers(lambda _, json: completion(json))
     ask = asking(servers)

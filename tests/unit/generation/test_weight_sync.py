@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,25 @@ def test_a_server_that_does_not_join_a_group_fails_with_its_own_message() -> Non
     GroupSync("gloo").send(transfer, servers, weights)
     assert str(servers[0].error) == f"{LOCAL}: meeting it: no such backend"
     assert weights.num_read == 0
+    http.close()
+
+
+def test_a_connection_that_breaks_before_the_server_says_why_has_its_message() -> None:
+    groups: list[wire.Group] = []
+
+    def answer(url: str, path: str, json: Any) -> None:
+        if path == "/init_weight_transfer_engine":
+            groups.append(wire.join(wire.Invitation(**json["init_info"]), worker=0))
+        elif path == "/update_weights":
+            groups.pop().close()
+            time.sleep(0.5)
+            raise Refused("not finite: x", status=500)
+
+    http = ScriptedHttp(answer)
+    transfer, servers = transfer_to(http, LOCAL)
+    GroupSync("gloo").send(transfer, servers, Weights())
+    assert str(servers[0].error) == f"{LOCAL}: sending weights: not finite: x"
+    assert servers[0].group is None
     http.close()
 
 
