@@ -122,7 +122,8 @@ def lora(**options: Any) -> LoraConfig:
 
 @pytest.mark.parametrize("method", ["adapter", "gloo"])
 def test_six_steps_of_an_adapter_alone_or_merged(tmp_path: Path, server: Server, method: str) -> None:
-    trainer = online(tmp_path, server, weight_sync=method, peft_config=lora(), learning_rate=5.0)
+    # With larger steps weights grow until rounding alone is a difference of more than 1e-4.
+    trainer = online(tmp_path, server, weight_sync=method, peft_config=lora(), learning_rate=2.0)
     firsts = check_after_each_sync(trainer)
     trainer.train()
     assert len(firsts) == 6
