@@ -26,7 +26,7 @@ help:
 	@echo "make test    also install the test tools and run everything that continuous integration runs"
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
 	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
-	@echo "make bench   compare prefrl with TRL, in $(BENCH_VENV): 12 minutes on 2 cores; QUICK=1: 3 minutes"
+	@echo "make bench   compare prefrl with TRL, in $(BENCH_VENV): about 9 minutes on 2 cores; QUICK=1: 2 minutes"
 	@echo "make bench-growth   measure how their cost grows with completions, lengths and vocabulary: about 5 minutes"
 	@echo "make bench-server   measure weight transfers, generation and generation modes with vLLM: about 20 minutes"
 	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"

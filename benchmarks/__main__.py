@@ -1,7 +1,7 @@
 """Compare prefrl with TRL 1.16 on equal work, each through its own trainers.
 
-    make bench             all workloads, at most 12 minutes on 2 cores
-    make bench QUICK=1     the main ones, at most 3 minutes
+    make bench             all workloads, about 9 minutes on 2 cores
+    make bench QUICK=1     the main ones, about 2 minutes
     python -m benchmarks --only dpo sft
     python -m benchmarks --write-docs
 
