@@ -68,7 +68,7 @@ def divided_update(accelerator: Any, model: nn.Module, divisor: float) -> Iterat
     if not hasattr(optimizer, "override_loss_scale") or accelerator.mixed_precision == "fp16":
         raise ConfigError(
             f"generation_mode='overlap': {type(optimizer).__name__} of DeepSpeed cannot divide gradients of a whole "
-            "step. Use generation_mode='async', or ZeRO-2 or 3 with bf16."
+            "step. Use generation_mode='async', or ZeRO-2 or ZeRO-3 without fp16."
         )
     optimizer.override_loss_scale(divisor)
     try:
