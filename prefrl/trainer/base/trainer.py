@@ -72,7 +72,7 @@ class BaseTrainer(Trainer):
     id_columns: tuple[str, ...] = ID_COLUMNS  # of token ids in its prepared datasets
 
     args: BaseConfig
-    _reference_moves = False
+    reference_moves = False
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
@@ -196,7 +196,7 @@ class BaseTrainer(Trainer):
         if options.sync_ref_model:
             alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
             self.add_callback(SyncReference(reference, alpha=alpha, steps=steps))
-            self._reference_moves = True
+            self.reference_moves = True
 
     def begin_training(self) -> None:
         """Called before the first step of a training, on all ranks."""
@@ -436,12 +436,12 @@ class BaseTrainer(Trainer):
         """Write what decides the next update beyond model, optimizer, scheduler and random states. On all ranks."""
         if self.args.should_save:
             distributed.sign_checkpoint(self.accelerator, folder)
-        if self._reference_moves and self.reference is not None:
+        if self.reference_moves and self.reference is not None:
             save_reference(self.reference, folder, writes=self.args.should_save)
 
     def load_update_state(self, folder: Path) -> None:
         """Read what `save_update_state` wrote. On all ranks."""
-        if self._reference_moves and self.reference is not None:
+        if self.reference_moves and self.reference is not None:
             load_reference(self.reference, folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
