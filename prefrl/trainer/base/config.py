@@ -48,7 +48,7 @@ class BaseConfig(TrainingArguments):
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
-        "How a forward pass lays out its rows. All plans give equal results. auto computes a shared prompt once, packs "
+        "How a forward pass lays out its rows. All plans give equal results. auto computes shared prompts once, packs "
         "rows that share none, and pads if the model failed the self-check of the other plans.",
     )
     activation_offloading: bool = opt(

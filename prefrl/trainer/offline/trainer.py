@@ -108,7 +108,7 @@ class OfflineTrainer(BaseTrainer):
     # The reference policy.
 
     def set_up_reference(self, given: str | Path | PreTrainedModel | None) -> None:
-        """Create the reference that the options ask for, or score the datasets with it. Called by leaves with a reference.
+        """Create the reference that the options ask for, or score the datasets with it; for leaves that need one.
 
         Args:
             given: The reference model; None: the policy as it is now.

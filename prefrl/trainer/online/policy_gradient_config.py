@@ -23,8 +23,8 @@ class GroupOptions:
 
     scale_rewards: Literal["group", "batch", "none"] = opt(
         "group",
-        "Divide centered rewards by the standard deviation of their group (group) or of the whole batch (batch), or do "
-        "not scale them (none; Dr. GRPO). True and False mean group and none.",
+        "Divide centered rewards by the standard deviation of their group (group) or of the whole batch (batch), or "
+        "do not scale them (none; Dr. GRPO). True and False mean group and none.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
         "sum_then_normalize", "With several rewards: sum first with weights, or normalize each first (GDPO)."
@@ -42,7 +42,7 @@ class PolicyGradientConfig(
     )
     normalize_advantages: bool = opt(
         False,
-        "Normalize the advantages of a generation batch to mean 0 and standard deviation 1: over its tokens where each "
+        "Normalize the advantages of a generation batch to mean 0 and standard deviation 1: over its tokens if each "
         "token has its own advantage (PPO, REINFORCE++), otherwise over its completions.",
     )
 

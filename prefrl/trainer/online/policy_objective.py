@@ -169,9 +169,9 @@ class PolicyObjective:
     def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
         """Metrics of rows with zero advantage, which are left out of the forward pass; on the host.
 
-        The statistics of the loss do not depend on the ratio for these rows, except for those in `NEEDS_RATIO`: nothing
-        is clipped. The entropy is that of the policy before the first update, if it was computed. Otherwise -log p of
-        the sampled token estimates it, because the mean of -log p over samples of p is the entropy of p.
+        For these rows, the statistics of the loss do not depend on the ratio, except for those in `NEEDS_RATIO`:
+        nothing is clipped. The entropy is that of the policy before the first update, if it was computed. Otherwise
+        -log p of the sampled token estimates it, because the mean of -log p over samples of p is the entropy of p.
         """
         if batch.num_rows == 0:
             return {}

@@ -55,8 +55,8 @@ class PolicyLossOptions:
     importance_sampling_level: ImportanceLevel = opt(
         "token",
         "Level of the ratio. token: one for each token. sequence: one for each sequence, from its mean log-ratio "
-        "(GSPO). sequence_token: the same value, but each token has its own gradient (GSPO-token). sequence_sum: from "
-        "the summed log-ratio (RLOO).",
+        "(GSPO). sequence_token: the same value, but each token has its own gradient (GSPO-token). sequence_sum: one "
+        "for each sequence, from its summed log-ratio (RLOO).",
     )
     epsilon: Annotated[float, Ge(0), Le(1)] = opt(
         0.2, "Clip the ratio to at least 1 - epsilon. dppo: how far a probability may fall (epsilon_high: rise)."
@@ -180,8 +180,8 @@ class KLOptions(ReferenceOptions):
     kl_estimator: KLEstimate = opt(
         "k3",
         "Estimator of KL(policy || reference) per token: Schulman's k1, k2 or k3, or abs; with +, its value has the "
-        "gradient of k2. full: the KL of the full distributions. sequence: also unbiased for samples of another policy; "
-        "accounts for the effect of a token on later tokens.",
+        "gradient of k2. full: the KL of the full distributions. sequence: exact also for samples of another policy, "
+        "and includes the effect of a token on later tokens.",
     )
     kl_in: Literal["loss", "reward"] = opt(
         "loss", "Whether beta * KL is added to the loss or subtracted from the reward."
@@ -190,7 +190,7 @@ class KLOptions(ReferenceOptions):
         False, "Multiply the KL term of a token by its ratio, which makes it unbiased for samples of the old policy."
     )
     kl_weight_cap: Annotated[float, Ge(1)] | None = opt(
-        None, "kl_estimator sequence: upper bound of the importance weight of the tokens so far; None: no bound, no bias."
+        None, "kl_estimator sequence: upper bound of the tokens' cumulative importance weight; None: no bound, no bias."
     )
     kl_controller: Literal["fixed", "adaptive"] = opt(
         "fixed", "adaptive: beta is the initial weight, and adapts after each step to keep the KL near kl_target."

@@ -31,7 +31,7 @@ def correct_sampling(options: VLLMOptions, batch: TokenBatch, old_logprobs: Tens
     Args:
         options: Mode and bounds.
         batch: Rows with the sampling log-probs, of mu.
-        old_logprobs: [N] nats, log-probs of the trainer's policy pi before the first update from this generation batch.
+        old_logprobs: [N] nats, of the trainer's policy pi before the first update from this generation batch.
     """
     assert batch.sampling_logprobs is not None
     correction = OFF_POLICY_CORRECTIONS[options.vllm_importance_sampling_mode]

@@ -42,9 +42,9 @@ class VLLMOptions:
     vllm_guided_decoding_grammar: str | None = opt(None, "Constrain completions to this grammar (EBNF).")
     vllm_importance_sampling_correction: bool | None = opt(
         None,
-        "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the trainer's "
-        "and async samples come from older weights. None: on, unless top_p, top_k, min_p, repetition_penalty or guided "
-        "decoding change the distribution of the sampler.",
+        "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
+        "trainer's and async samples come from older weights. None: on, unless top_p, top_k, min_p, "
+        "repetition_penalty or guided decoding change the distribution of the sampler.",
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -77,7 +77,7 @@ class VLLMOptions:
         "steps ahead.",
     )
     max_staleness: Annotated[int, Ge(1)] = opt(
-        4, "async: maximum age, in optimizer steps, of the weights that sampled a completion when it is first trained on."
+        4, "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on."
     )
 
     @property
