@@ -25,8 +25,8 @@ CurriculumWeighting = Literal["variance", "band"]
 def draw_rows(weights: NDArray[np.float64], num_rows: int, *, generator: np.random.Generator) -> list[int]:
     """Draw dataset rows one after another without replacement, with probabilities in proportion to their weights.
 
-    Sorting the rows by E_i / w_i, where the E_i are standard exponential, gives exactly this distribution, in the order
-    of the draws. It takes one pass over the dataset for the whole batch.
+    Sorting the rows by E_i / w_i, where the E_i are standard exponential, gives exactly this distribution, in the
+    order of the draws. It takes one pass over the dataset for the whole batch.
 
     Args:
         weights: [R], >= 0; a row of weight 0 is never drawn.
@@ -138,7 +138,7 @@ class SuccessCurriculum:
             generation: Number of the generation batch.
 
         Returns:
-            The same number of rows, without new duplicates. A candidate outside the band stays if no other row is left.
+            The same number of rows, without new duplicates. A candidate outside the band stays if no other is left.
         """
         weights = self.weights
         weights[list(candidates)] = 0.0

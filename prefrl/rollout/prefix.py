@@ -14,20 +14,20 @@ __all__ = ["contested_prefix_lengths"]
 def contested_prefix_lengths(
     completions: Sequence[Sequence[int]], rewards: Sequence[float], groups: Sequence[int], *, min_tokens: int
 ) -> list[int]:
-    """The number of leading tokens of each completion to exclude from the loss, because rewards contradict each other.
+    """Number of leading tokens of each completion to exclude from the loss, because the rewards disagree on them.
 
         n_b = max over c in the group of b with R_c != R_b of (tokens that b and c share from the start)
 
-    and 0 if that is below `min_tokens`. A completion with another reward has the same tokens within n_b. Advantages
-    that average 0 over a group cancel on a prefix that the whole group shares, so masking it loses little. If only some
-    completions share a prefix, the sum of their advantages is an unbiased estimate of the prefix's advantage, which
-    masking throws away.
+    and 0 if that is below `min_tokens`. A completion with another reward has the same first n_b tokens. Advantages
+    that average 0 over a group cancel on a prefix that the whole group shares, so masking it loses little. If only
+    some completions share a prefix, the sum of their advantages is an unbiased estimate of what the prefix is worth,
+    and masking throws it away.
 
     A completion that is a prefix of one with another reward, or equal to it, is masked entirely. A completion with a
-    NaN reward gets 0, and masks nothing of others.
+    NaN reward gets 0 and masks no others.
 
-    cosmos-rl masks only the deepest shared prefixes: if completions with rewards (1, 0, 1) share 5 tokens and the first
-    two share 2 more, it masks 7, 7, 0, while this function masks 7, 7, 5. It also never masks a whole completion.
+    cosmos-rl masks only the deepest shared prefixes: if completions with rewards (1, 0, 1) share 5 tokens and the
+    first two share 2 more, it masks 7, 7, 0 where this function masks 7, 7, 5. It also never masks a whole completion.
 
     Args:
         completions: [B] token ids.
@@ -62,8 +62,8 @@ def contested_prefix_lengths(
 def _contested(completions: list[Sequence[int]], rewards: list[float]) -> list[int]:
     """The lengths for one group, whose completions are in lexical order.
 
-    In this order, the length of two completions' shared prefix is the minimum over the neighbors between them. So going
-    outward from a completion, the first one with another reward shares the most tokens.
+    In this order, the length of two completions' shared prefix is the minimum over the neighbors between them. So
+    going outward from a completion, the first one with another reward shares the most tokens.
     """
     shared = [_num_shared(a, b) for a, b in itertools.pairwise(completions)]
     found = []

@@ -111,8 +111,8 @@ class Resampling:
     def redraw(self, slots: Collection[int], *, weights: NDArray[np.float64] | None = None) -> dict[int, int]:
         """Begin another try: draw dataset rows for slots without a signal.
 
-        A row that was already used in this generation batch is not drawn again. If no other row is left, the slot keeps
-        its row, which is sampled again.
+        A row that was already used in this generation batch is not drawn again. If no other row is left, the slot
+        keeps its row, whose prompt is sampled again.
 
         Args:
             slots: Groups without a signal, over all ranks.
@@ -162,8 +162,8 @@ def replace_groups(collected: Collected, new: Collected) -> Collected:
         new: Rollouts that replace those of the same groups; may be empty.
 
     Returns:
-        All groups sorted by number, with the columns that reward functions logged. Logged metrics are averages over the
-        rollouts of a call, so for the kept part those of the first call are used. `reward_s` is the sum of both.
+        All groups sorted by number, with the columns that reward functions logged. Logged metrics are averages over
+        the rollouts of a call, so for the kept part those of the first call are used. `reward_s` is the sum of both.
     """
     fresh = {rollout.group for rollout in new.rollouts}
     kept = [i for i, rollout in enumerate(collected.rollouts) if rollout.group not in fresh]

@@ -1,7 +1,7 @@
 """Selects the completions to train on: some of each group, or rows of the batch drawn with replacement.
 
-Both kinds of selection look at rewards, so both change the objective; each rule says how. Random choices depend only on
-(seed, step) and group numbers. The number of a group is the position of its prompt in the generation batch, so the
+Both kinds of selection look at rewards, so both change the objective; each rule says how. Random choices depend only
+on (seed, step) and group numbers. The number of a group is the position of its prompt in the generation batch, so the
 choice is the same for any number of ranks.
 """
 
@@ -41,20 +41,20 @@ def kept_rows(rewards: Tensor, groups: Tensor, *, keep: int, rule: SelectionRule
 
     `random`: a uniformly random subset. Unbiased: it is the same as fewer samples of the policy.
 
-    `max_variance`: the subset whose rewards have the largest variance, which consists of some of the lowest and some of
+    `max_variance`: the subset with the largest variance of rewards, which consists of some of the lowest and some of
     the highest. With rewards 0 and 1 it is half right and half wrong if there are enough of both, so the gradient of a
-    prompt with success rate p keeps its direction but gets the weight 1 / (p (1 - p)). With graded rewards it is biased,
-    because rows in the middle are not trained on.
+    prompt with success rate p keeps its direction but gets the weight 1 / (p (1 - p)). With graded rewards it is
+    biased, because rows in the middle are not trained on.
 
     `best`: the rows with the highest rewards. Biased: completions are compared only with good ones, and failures are
     not made less likely.
 
     Groups of at most `keep` rows are kept whole. A row with a NaN reward is kept only if its group has fewer than
-    `keep` rows with a reward, so groups of equal size keep equal sizes. On ties, `best` keeps the rows that come first;
-    of subsets with the same variance, `max_variance` keeps the one with the fewest low rewards.
+    `keep` rows with a reward, so groups of equal size keep equal sizes. On ties, `best` keeps the first rows; of
+    subsets with the same variance, `max_variance` keeps the one with the fewest low rewards.
 
-    The caller decides whether advantages of the kept rows are computed among them, which centers the rows that are
-    trained on, or among all G, whose baseline does not depend on the selection.
+    The caller decides whether advantages of the kept rows are computed among them, which centers them, or among all
+    G, whose baseline does not depend on the selection.
 
     Args:
         rewards: [B], NaN for rows without a reward.

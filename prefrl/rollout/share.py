@@ -15,7 +15,7 @@ __all__ = ["share_out"]
 
 
 def share_out(batch: TokenBatch, *, hidden_size: int, equal_counts: bool, device: torch.device) -> TokenBatch:
-    """Redistribute the rows of all ranks by cost, in whole groups, and return this rank's share. All ranks must call it.
+    """This rank's share of the rows of all ranks, dealt in whole groups by cost. All ranks must call it.
 
     Args:
         batch: This rank's rows, possibly none; no other rank has rows of their groups.

@@ -23,13 +23,11 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
 
     advantage_estimator: Literal[
         "grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "maxrl", "optimal_token_baseline"
-    ] = opt(
-        "grpo", "How advantages are computed from the rewards of a group; see docs/losses.md."
-    )
+    ] = opt("grpo", "How advantages are computed from the rewards of a group; see docs/losses.md.")
 
     f_norm: Annotated[float, Gt(0)] = opt(1.0, "gpg: advantages are divided by this.")
     zero_tail: bool = opt(
-        True, "optimal_token_baseline: tokens that one completion of a prompt alone has reached have no baseline."
+        True, "optimal_token_baseline: no baseline at positions that only one completion of a prompt reaches."
     )
 
     @classmethod

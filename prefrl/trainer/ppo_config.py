@@ -24,7 +24,7 @@ class PPOConfig(PolicyGradientConfig):
         0.95, "Lambda of generalized advantage estimation; 1: the critic is only a baseline and adds no bias."
     )
     critic: Literal["head", "model"] = opt(
-        "head", "head: a head on the policy's hidden states. model: a separate model, value_model or a policy copy."
+        "head", "head: a head on the policy's hidden states. model: value_model, or a copy of the policy."
     )
     critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic; it has the same schedule.")
     critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start that train only the critic.")

@@ -66,8 +66,8 @@ class MinibatchMaker:
                 equal_counts=self.args.max_tokens_per_micro_batch is None,
                 device=self.args.device,
             )
-        # Score before cutting, so that a prompt is computed once for its whole group. Score later minibatches now, too:
-        # by the time the policy learns from them, earlier minibatches have updated it.
+        # Score before cutting, so that a prompt is computed once for its whole group. Later minibatches are scored
+        # now, too: by the time the policy learns from them, earlier minibatches have updated it.
         batch = self.scorer.annotate(
             batch,
             self.objective.needs(is_first=is_first),

@@ -48,8 +48,8 @@ class PolicyLossOptions:
 
     loss_type: LossType = opt(
         "dapo",
-        "The loss and how it is averaged. With PPO's clipped surrogate: grpo, mean over sequences of token means; dapo "
-        "and bnpo, mean over all tokens of the step; dr_grpo, sum over tokens / (number of sequences * "
+        "The loss and how it is averaged. With PPO's clipped surrogate: grpo, mean over sequences of token means; "
+        "dapo and bnpo, mean over all tokens of the step; dr_grpo, sum over tokens / (number of sequences * "
         "max_completion_length); luspo, mean over sequences of token sums. See docs/losses.md for the others.",
     )
     importance_sampling_level: ImportanceLevel = opt(
@@ -190,7 +190,7 @@ class KLOptions(ReferenceOptions):
         False, "Multiply the KL term of a token by its ratio, which makes it unbiased for samples of the old policy."
     )
     kl_weight_cap: Annotated[float, Ge(1)] | None = opt(
-        None, "kl_estimator sequence: upper bound of the tokens' cumulative importance weight; None: no bound, no bias."
+        None, "kl_estimator sequence: upper bound of cumulative importance weights of tokens; None: no bound, no bias."
     )
     kl_controller: Literal["fixed", "adaptive"] = opt(
         "fixed", "adaptive: beta is the initial weight, and adapts after each step to keep the KL near kl_target."
