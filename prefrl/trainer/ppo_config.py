@@ -30,7 +30,7 @@ class PPOConfig(PolicyGradientConfig):
     critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start that train only the critic.")
     vf_coef: Annotated[float, Gt(0)] = opt(0.1, "Weight of the value loss.")
     cliprange_value: Annotated[float, Gt(0)] | None = opt(
-        0.2, "Clip values to within this distance of their values before the first update; None: no clipping."
+        0.2, "Value clipping: how far values may move from those before the first update; None: no clipping."
     )
     detach_trunk: bool = opt(False, "head: the value loss trains only the head; no gradient flows into the policy.")
     num_generations: Annotated[int, Ge(1)] = opt(1, "Completions per prompt; the critic is the baseline.")
@@ -40,7 +40,7 @@ class PPOConfig(PolicyGradientConfig):
     )
     beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no KL term and no reference model.")
     kl_estimator: KLEstimate = opt(
-        "k1", "Estimator of KL(policy || reference) per token; with kl_in='reward', its gradient is not used."
+        "k1", "Estimator of the KL of the policy from the reference, per token; with kl_in='reward', it has no gradient."
     )
     kl_in: Literal["loss", "reward"] = opt(
         "reward", "Whether beta * KL is added to the loss or subtracted from the reward."

@@ -149,7 +149,7 @@ def load_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
 
 
 def _is_left_out(trainer: OnlineTrainer) -> bool:
-    """Whether checkpoints lack the critic: HuggingFace does not save it, and with an adapter FSDP2 saves only that."""
+    """Whether the backend does not load the critic: HuggingFace does not know it, and FSDP2 may save only adapters."""
     if trainer.is_fsdp_enabled:
         return is_peft_model(trainer.policy)
     return not trainer.is_deepspeed_enabled

@@ -68,7 +68,7 @@ class SamplingOptions:
 
 @dataclass
 class RewardOptions:
-    """How rewards are combined and limited."""
+    """Reward weights, the time limit of rewards, and masking of truncated completions."""
 
     reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
     reward_timeout: Annotated[float, Gt(0)] | None = opt(

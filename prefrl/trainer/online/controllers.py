@@ -1,4 +1,4 @@
-"""Coefficients of the loss that adapt to the quantity they control, from one optimizer step to the next.
+"""Coefficients of the loss that adapt to the quantity they control, from step to step or batch to batch.
 
 Their states are floats. Python's `json` writes them in the shortest form that is read back as the same number, so a
 resumed run is bitwise identical.

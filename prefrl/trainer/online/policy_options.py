@@ -179,9 +179,9 @@ class KLOptions(ReferenceOptions):
 
     kl_estimator: KLEstimate = opt(
         "k3",
-        "Estimator of KL(policy || reference) per token: Schulman's k1, k2 or k3, or abs; with +, its value has the "
-        "gradient of k2. full: the KL of the full distributions. sequence: exact also for samples of another policy, "
-        "and includes the effect of a token on later tokens.",
+        "Estimator of the KL of the policy from the reference, per token: Schulman's k1, k2 or k3, or abs; with +, its "
+        "value has the gradient of k2. full: the KL of the full distributions. sequence: exact also for samples of "
+        "another policy, and includes the effect of a token on later tokens.",
     )
     kl_in: Literal["loss", "reward"] = opt(
         "loss", "Whether beta * KL is added to the loss or subtracted from the reward."
