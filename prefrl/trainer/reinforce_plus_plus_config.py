@@ -31,7 +31,7 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
     )
     beta: Annotated[float, Ge(0)] = opt(0.01, "Weight of the KL term; 0: no KL term and no reference model.")
     kl_estimator: KLEstimate = opt(
-        "k1", "Estimator of the KL of the policy from the reference, per token; with kl_in='reward', it has no gradient."
+        "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
     )
     kl_in: Literal["loss", "reward"] = opt(
         "reward", "Whether beta * KL is added to the loss or subtracted from the reward."

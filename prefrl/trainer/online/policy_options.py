@@ -179,7 +179,7 @@ class KLOptions(ReferenceOptions):
 
     kl_estimator: KLEstimate = opt(
         "k3",
-        "Estimator of the KL of the policy from the reference, per token: Schulman's k1, k2 or k3, or abs; with +, its "
+        "Estimator of the policy's KL from the reference, per token: Schulman's k1, k2 or k3, or abs; with +, its "
         "value has the gradient of k2. full: the KL of the full distributions. sequence: exact also for samples of "
         "another policy, and includes the effect of a token on later tokens.",
     )
