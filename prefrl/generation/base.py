@@ -1,4 +1,4 @@
-"""What every generator offers, and how a sample is drawn."""
+"""The interface of all generators, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Generator", "LogprobsMode", "OnDemand", "Pending", "SamplingParams", "WeightSource"]
 
-# "sampled": of the distribution really sampled from; "raw": untruncated, at temperature 1.
+# "sampled": log-probs of the distribution that was sampled from; "raw": untruncated, at temperature 1.
 LogprobsMode = Literal["sampled", "raw"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are drawn. `temperature=0` is greedy decoding, whose "sampled" log-probs are all 0.
+    """How completions are sampled. `temperature=0` is greedy decoding, whose "sampled" log-probs are all 0.
 
     Raises:
         ConfigError: A value is outside its range.
@@ -37,7 +37,7 @@ class SamplingParams:
     top_k: int | None = None  # None and 0 switch it off
     min_p: float | None = None  # None and 0 switch it off
     repetition_penalty: float = 1.0
-    # Besides those of the generation config and the tokenizer.
+    # In addition to those of the generation config and the tokenizer.
     stop_token_ids: tuple[int, ...] = ()
     logprobs: LogprobsMode = "sampled"
 
@@ -62,89 +62,89 @@ def _check(field: str, value: object, is_allowed: bool, allowed: str) -> None:
 
 
 class WeightSource(Protocol):
-    """The policy's full weights under the names of its checkpoint, read anew and in order at each iteration.
+    """The policy's full weights under their checkpoint names. Each iteration reads them again, in the same order.
 
-    An iteration may be broken off after any weight.
+    An iteration may stop after any weight.
     """
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, adapters merged into the layers that they are on; tied duplicates are left out."""
+        """All weights, with adapters merged into their layers; tied duplicates are left out."""
         ...
 
     @property
     def has_adapter(self) -> bool:
-        """Whether an adapter is trained on weights that do not move."""
+        """Whether only an adapter is trained, on frozen weights."""
         ...
 
     @property
     def is_quantized(self) -> bool:
-        """Whether nothing but the adapter can be read."""
+        """Whether the model is quantized, so that only the adapter can be read."""
         ...
 
     def base(self) -> Iterable[tuple[str, Tensor]]:
-        """As `__iter__`, without the adapter."""
+        """Like `__iter__`, but without the adapter."""
         ...
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter alone, as peft saves it."""
+        """Write only the adapter, in peft's format."""
         ...
 
     def lead(self, task: Callable[[], None]) -> None:
-        """Run `task` on the main process, which may read the weights in it; the others take part in that.
+        """Run `task`, which may read the weights, on the main process; the other processes help to gather them.
 
-        Weights may be partitioned over processes, so all of them must call it. What the task raises is raised on the
-        main process alone.
+        Weights may be partitioned over processes, so all of them must call it. Exceptions of the task are raised only
+        on the main process.
         """
         ...
 
 
 class Pending(Protocol):
-    """Completions that were asked for."""
+    """Completions that were requested."""
 
     def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Each prompt's number and its completions, as they become ready; all prompts, once."""
+        """The number and completions of each prompt, once for every prompt, as they become ready."""
         ...
 
     def cancel(self) -> None:
-        """They are not wanted any more."""
+        """Cancel the request: the completions are no longer needed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OnDemand:
-    """`Pending` that is generated when it is read."""
+    """A `Pending` whose completions are generated when they are read."""
 
     generate: Callable[[], list[list[Completion]]]  # [P][G]
 
     def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
-        """All together, in order."""
+        """Generate all completions, and yield them in order."""
         yield from enumerate(self.generate())
 
     def cancel(self) -> None:
-        """No-op: nothing is under way."""
+        """No-op: nothing is running."""
 
 
 class Generator(Protocol):
-    """Prompts in, completions out; in this process or on a server."""
+    """Samples completions of prompts, in this process or on a server."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        """[P][G] completions. Sample g of prompt p depends on (weights, prompts[p], sampling, seeds[p], g) alone."""
+        """[P][G] completions. Sample g of prompt p depends only on (weights, prompts[p], sampling, seeds[p], g)."""
         ...
 
     def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
-        """As `generate`, without waiting for the completions."""
+        """Like `generate`, but without waiting for the completions."""
         ...
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
-        """Generate with these weights from now on; no-op if `version` is the one in use."""
+        """Generate with these weights from now on; no-op if `version` is already in use."""
         ...
 
     def invalidate(self) -> None:
-        """The weights may have changed at an equal version: the next `sync` sends them."""
+        """Make the next `sync` send the weights, because they may have changed although the version has not."""
         ...
 
     def close(self) -> None:
-        """Let go of what is held."""
+        """Release all resources."""
         ...

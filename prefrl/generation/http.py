@@ -1,4 +1,4 @@
-"""HTTP with deadlines. Requests run on a thread of their own, and no answer is waited for beyond its deadline."""
+"""HTTP requests with deadlines. They run on a separate thread, and no request waits beyond its deadline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-try:  # huggingface_hub brings it: httpx2 from its version 2 on, httpx before
+try:  # installed with huggingface_hub: httpx2 from its version 2 on, httpx before
     import httpx2 as httpx
 except ImportError:  # pragma: no cover - depends on the installed huggingface_hub
     import httpx  # type: ignore[import-not-found, no-redef]
@@ -16,19 +16,19 @@ except ImportError:  # pragma: no cover - depends on the installed huggingface_h
 __all__ = ["Http", "HttpError", "Overdue", "Refused", "Unreachable"]
 
 T = TypeVar("T")
-# What gateways and vLLM answer while the server behind them is down, starting or too busy.
+# Status codes of gateways and vLLM while the server behind them is down, starting or too busy.
 _NOT_THERE = frozenset({429, 502, 503, 504})
-# A host that is down does not refuse connections; it is silent.
+# A host that is down does not refuse connections: it does not answer at all.
 _CONNECT_SECONDS = 10.0
 _SHOWN_CHARACTERS = 2000
 
 
 class HttpError(Exception):
-    """A request that was not answered as it should be; says what was asked of whom."""
+    """A request failed; the message names the request and its URL."""
 
 
 class Unreachable(HttpError):
-    """Nobody answers: no connection, a connection that broke, or a gateway that says so."""
+    """The server is not reachable: no connection, a broken connection, or a gateway's status code says so."""
 
 
 class Overdue(HttpError):
@@ -39,7 +39,7 @@ class Refused(HttpError):
     """The server answered with an error.
 
     Args:
-        message: What was asked, and the server's words.
+        message: The request and the server's error message.
         status: HTTP status, 4xx or 5xx.
     """
 
@@ -49,13 +49,14 @@ class Refused(HttpError):
 
 
 class Http:
-    """JSON requests with a deadline each. Safe to use from several threads.
+    """JSON requests, each with a deadline. Thread-safe.
 
-    A connection serves one request: vLLM closes connections after an error, and one that it closed looks like a server
-    that died. Proxies of the environment are not used and redirects not followed: the key goes to the server alone.
+    Each request opens a new connection: vLLM closes connections after an error, and a closed connection looks like a
+    server that died. Proxies from the environment are not used and redirects are not followed, so that only the server
+    receives the key.
 
     Args:
-        key: Sent as bearer token; None: nothing is sent.
+        key: Sent as a bearer token; None: no key is sent.
     """
 
     def __init__(self, *, key: str | None = None) -> None:
@@ -76,11 +77,11 @@ class Http:
         return bool(self._key)
 
     def request(self, method: str, url: str, *, timeout: float, json: Any = None, with_key: bool = True) -> Any:
-        """The JSON of the answer, or None if it has no body; see `send`."""
+        """Send a request and wait for its JSON answer, or None if the answer has no body; see `send`."""
         return self.submit(self.send(method, url, timeout=timeout, json=json, with_key=with_key)).result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the thread of the requests."""
+        """Run a coroutine on the request thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def send(self, method: str, url: str, *, timeout: float, json: Any = None, with_key: bool = True) -> Any:
@@ -88,18 +89,18 @@ class Http:
 
         Args:
             method: "GET" or "POST".
-            url: Where to.
+            url: The full URL.
             timeout: Seconds from now to the last byte of the answer.
-            json: Body.
-            with_key: False asks as anybody could.
+            json: The request body.
+            with_key: Whether to send the key.
 
         Returns:
             The JSON of the answer, or None if it has no body.
 
         Raises:
-            Unreachable: Nobody answers.
+            Unreachable: The server is not reachable.
             Overdue: The answer was not complete in time.
-            Refused: The server answered with an error, or with something that is no JSON.
+            Refused: The server answered with an error, or with a body that is not JSON.
         """
         headers = {"Authorization": f"Bearer {self._key}"} if self._key and with_key else {}
         what = f"{method} {url}"
@@ -124,7 +125,7 @@ class Http:
             raise Refused(message, status=answer.status_code) from error
 
     def close(self) -> None:
-        """End the thread; requests that are under way are broken off."""
+        """Cancel pending requests and stop the thread."""
         if self._loop.is_closed():
             return
         self.submit(self._cancel_all()).result()
@@ -141,7 +142,7 @@ class Http:
 
 
 def _reason(answer: Any) -> str:
-    """The message in an error of vLLM, or the whole text."""
+    """The message of a vLLM error, or the whole text."""
     try:
         body = answer.json()
     except ValueError:

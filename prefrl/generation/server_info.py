@@ -1,4 +1,4 @@
-"""What a generation server says of itself on `GET /prefrl/info`. Both sides read this: nothing heavy is imported."""
+"""The answer of a generation server to `GET /prefrl/info`. Server and trainer both import this: it must stay light."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefrl.errors import GenerationError
 __all__ = ["INFO_PATH", "PROTOCOL", "ServerInfo", "vocabulary_fingerprint"]
 
 INFO_PATH = "/prefrl/info"
-# Raised when server and trainer of two releases could not work together.
+# Increased when a server and a trainer of different releases can no longer work together.
 PROTOCOL = 1
 
 
@@ -26,7 +26,7 @@ class ServerInfo:
     vllm: str
     torch: str
     transformers: str
-    model: str  # the name that requests ask for
+    model: str  # the model name to use in requests
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -43,7 +43,7 @@ class ServerInfo:
         """Read the answer of the server at `url`.
 
         Raises:
-            GenerationError: It is not what a server of this protocol answers.
+            GenerationError: The answer does not follow this protocol.
         """
         names = {field.name for field in fields(cls)}
         if not isinstance(answer, dict) or answer.get("protocol") != PROTOCOL or not names <= answer.keys():
@@ -55,6 +55,6 @@ class ServerInfo:
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """SHA-256 of the tokens and their ids, which does not depend on the version of transformers."""
+    """SHA-256 of the tokens and their ids; it does not depend on the version of transformers."""
     entries = json.dumps(sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])))
     return hashlib.sha256(entries.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The rollouts that training is learning from: cut into minibatches, reused, saved in checkpoints."""
+"""The rollouts that training currently learns from: cut into minibatches, reused, saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Minibatch", "RolloutBuffer"]
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """What one optimizer step learns from on this rank."""
+    """The data of one optimizer step on this rank."""
 
-    micro_batches: list[TokenBatch]  # rows without a signal may have been left out
-    num_items: float  # counts every row, also those left out
-    metrics: dict[str, Metric] = field(default_factory=dict)  # host numbers, of the rows left out
+    micro_batches: list[TokenBatch]  # rows without a gradient may be left out
+    num_items: float  # counts all rows, including those left out
+    metrics: dict[str, Metric] = field(default_factory=dict)  # of the rows left out; values on the host
 
 
 @dataclass
@@ -36,7 +36,7 @@ class RolloutBuffer:
 
     num_iterations: int
     minibatches: list[Minibatch] = field(default_factory=list)
-    position: int = 0  # minibatches handed out since the buffer was filled
+    position: int = 0  # number of minibatches returned since the buffer was filled
 
     @property
     def is_spent(self) -> bool:
@@ -44,7 +44,7 @@ class RolloutBuffer:
         return self.position >= len(self.minibatches) * self.num_iterations
 
     def fill(self, minibatches: Sequence[Minibatch]) -> None:
-        """Start over with the minibatches of a new generation batch."""
+        """Replace the content by the minibatches of a new generation batch."""
         self.minibatches = list(minibatches)
         self.position = 0
 
@@ -61,11 +61,11 @@ class RolloutBuffer:
         return minibatch
 
     def keep_old_logprobs(self, logprobs: Sequence[Tensor]) -> None:
-        """Keep the log-probs of the minibatch handed out last as its old ones, for later iterations.
+        """Store old log-probs in the minibatch that was returned last, for later iterations.
 
         Args:
-            logprobs: For each micro-batch, [N] nats, as the policy that sampled them scored them; they stay on
-                their device.
+            logprobs: For each micro-batch, [N] nats, computed by the policy that sampled them. They stay on their
+                device.
         """
         index = (self.position - 1) % len(self.minibatches)
         minibatch = self.minibatches[index]
@@ -75,7 +75,7 @@ class RolloutBuffer:
         self.minibatches[index] = replace(minibatch, micro_batches=kept)
 
     def save(self, path: Path) -> None:
-        """Write the buffer to a safetensors file. Tensors keep every bit; nothing is pickled."""
+        """Write the buffer to a safetensors file. Tensors are saved bit by bit, and nothing is pickled."""
         tensors: dict[str, Tensor] = {}
         layout = []
         for i, minibatch in enumerate([] if self.is_spent else self.minibatches):
@@ -91,15 +91,15 @@ class RolloutBuffer:
     def load_dealt(
         self, paths: Sequence[Path], *, cut: Callable[[TokenBatch], list[TokenBatch]], rank: int, world_size: int
     ) -> None:
-        """Read what another number of ranks wrote, and keep this rank's share.
+        """Read the files of a run with another number of ranks, and keep this rank's share.
 
-        Sums over the rows of a minibatch do not depend on who adds what up, so that the update is the same but for
-        rounding; log-probs and advantages are in the files.
+        A sum over the rows of a minibatch does not depend on how they are distributed, so the update is the same up to
+        rounding. Log-probs and advantages are read from the files.
 
         Args:
-            paths: Of all ranks, in their order.
-            cut: Makes micro-batches of the rows of a minibatch.
-            rank: This process's number; it takes every `world_size`-th micro-batch.
+            paths: The files of all ranks, in order.
+            cut: Cuts the rows of a minibatch into micro-batches.
+            rank: Number of this process; it takes every `world_size`-th micro-batch.
             world_size: Number of processes.
 
         Raises:
@@ -113,7 +113,7 @@ class RolloutBuffer:
         for shares in zip(*parts, strict=True):
             batches = [batch for share in shares for batch in share.micro_batches]
             micro_batches = cut(TokenBatch.concat(batches)) if batches else []
-            # Counts are summed over ranks.
+            # Item counts are summed over ranks, so only one rank keeps them.
             num_items = sum(share.num_items for share in shares) if rank == 0 else 0.0
             metrics: dict[str, Metric] = {}
             for share in shares if rank == 0 else []:
@@ -147,7 +147,7 @@ class RolloutBuffer:
 
 
 def _host_values(batch: TokenBatch) -> dict[str, Any]:
-    """What is set and is no tensor, by name, fit for JSON."""
+    """The fields that are set and not tensors, by name; JSON-serializable."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in batch.tensors()}
     return {name: value for name, value in values.items() if value is not None}
 

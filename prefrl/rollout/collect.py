@@ -1,4 +1,4 @@
-"""From prompts to scored rollouts."""
+"""Requests completions of prompts, and turns them into scored rollouts."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["Collected", "Collector", "Request", "ask", "prompt_seed", "to_token_
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The rollouts of one generation on this rank, and what reward functions logged beside their values."""
+    """The rollouts of a generation batch on this rank, and what reward functions logged in addition to rewards."""
 
     rollouts: list[Rollout]
     logged_metrics: dict[str, float] = field(default_factory=dict)
     logged_columns: dict[str, list[Any]] = field(default_factory=dict)
     reward_s: float = 0.0
-    metrics: dict[str, Metric] = field(default_factory=dict)  # of how prompts were chosen
+    metrics: dict[str, Metric] = field(default_factory=dict)  # metrics of how prompts were chosen
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """All groups of the parts, by their numbers.
+        """All groups of the parts, sorted by number.
 
-        Columns are None for rollouts of parts that did not log them. Metrics are averaged over the rollouts of those
+        Columns are None for rollouts of parts that did not log them. Metrics are averaged over the rollouts of the
         parts that logged them.
         """
         rows = [
@@ -62,7 +62,7 @@ class Collected:
         )
 
     def select(self, which: Sequence[int]) -> Self:
-        """Some of the rollouts; metrics stand for them, too."""
+        """Some of the rollouts; the metrics are kept as they are."""
         return replace(
             self,
             rollouts=[self.rollouts[i] for i in which],
@@ -71,29 +71,29 @@ class Collected:
 
 
 def prompt_seed(seed: int, generation: int, group: int) -> int:
-    """The random seed of a prompt's samples: a function of the run, the generation and the group, not of the rank."""
+    """The random seed of a prompt's samples. It depends on the run, the generation and the group, not on the rank."""
     return int(np.random.SeedSequence([seed, generation, group]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Completions that a generator was asked for."""
+    """Completions that were requested from a generator."""
 
     rows: Sequence[Mapping[str, Any]]  # [P] dataset rows with `prompt` and `prompt_ids`
-    groups: list[int]  # [P] number of each prompt's group
+    groups: list[int]  # [P] group number of each prompt
     pending: Pending
 
 
 def ask(
     rows: Sequence[Mapping[str, Any]], *, generator: Generator, sampling: SamplingParams, seeds: Mapping[int, int]
 ) -> Request:
-    """Ask for completions of the prompts of some dataset rows.
+    """Request completions of the prompts of dataset rows.
 
     Args:
         rows: [P] dataset rows with `prompt` and `prompt_ids`.
-        generator: Where completions come from.
-        sampling: How they are drawn; `num_samples` is G.
-        seeds: [P] number of each prompt's group -> random seed of its samples.
+        generator: The generator that samples the completions.
+        sampling: The sampling parameters; `num_samples` is G.
+        seeds: [P] group number of each prompt -> random seed of its samples.
     """
     prompts = [row["prompt_ids"] for row in rows]
     return Request(rows, list(seeds), generator.start(prompts, sampling, seeds=list(seeds.values())))
@@ -101,14 +101,14 @@ def ask(
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Makes scored rollouts of the completions that were asked for.
+    """Turns requested completions into scored rollouts.
 
     Args:
-        rewards: Scores them.
-        tokenizer: Decodes completions, for the rewards alone.
-        trainer_state: Gives HuggingFace's, for rewards that ask for it; a training has one of its own.
+        rewards: Scores the completions.
+        tokenizer: Decodes the completions for the rewards.
+        trainer_state: Returns HuggingFace's state of the current training run, for rewards that ask for it.
         clock: Returns seconds.
-        company: Around the rewards of some rollouts, which all ranks score as often as each other.
+        company: Context in which rewards are computed. All ranks enter it the same number of times.
     """
 
     rewards: RewardRunner
@@ -121,7 +121,7 @@ class Collector:
         """Wait for all completions and score them together.
 
         Returns:
-            P * G rollouts in the order of the rows, a group's next to each other.
+            P * G rollouts in the order of the rows; those of a group are adjacent.
 
         Raises:
             GenerationError: No completions could be generated.
@@ -131,7 +131,7 @@ class Collector:
         return self._scored(request, [(number, completions[number]) for number in range(len(request.rows))])
 
     def by_group(self, request: Request) -> Iterator[Collected]:
-        """As `collect`, each group when its completions are there, scored on its own."""
+        """Like `collect`, but yields each group once its completions are there, and scores it separately."""
         for number, completions in request.pending.as_completed():
             yield self._scored(request, [(number, completions)])
 
@@ -170,7 +170,7 @@ def _score(
 
 
 def _set_totals(rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
-    """Set `reward`, the weighted sum of the rewards of each rollout; NaN where none has a word on it."""
+    """Set `reward`, the weighted sum of the rewards of each rollout; NaN if all its rewards are None."""
     values = [[_nan_if_none(value) for value in rollout.rewards.values()] for rollout in rollouts]
     totals = row_totals(torch.tensor(values, dtype=torch.float32), torch.tensor(weights))
     for rollout, total in zip(rollouts, totals.tolist(), strict=True):
@@ -182,11 +182,11 @@ def _nan_if_none(value: float | None) -> float:
 
 
 def to_token_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
-    """The flat batch of some rollouts: each group's prompt once.
+    """The flat batch of some rollouts, with each group's prompt once.
 
     Args:
         rollouts: B rollouts.
-        mask_truncated: Completions cut off by the length limit have no loss.
+        mask_truncated: Whether to exclude completions cut off at the length limit from the loss.
     """
     is_masked = [mask_truncated and rollout.completion.finish_reason == "length" for rollout in rollouts]
     batch = flat_batch(

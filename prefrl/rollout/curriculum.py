@@ -1,4 +1,4 @@
-"""Which prompts to ask next: those that the policy solves now and then."""
+"""A curriculum that prefers prompts that the policy solves some of the time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ CurriculumWeighting = Literal["variance", "band"]
 
 
 def draw_rows(weights: NDArray[np.float64], num_rows: int, *, generator: np.random.Generator) -> list[int]:
-    """Draw dataset rows one after another without replacement, each time with chances in proportion to weights.
+    """Draw dataset rows one after another without replacement, with probabilities in proportion to their weights.
 
-    The rows with the smallest E_i / w_i, where the E_i are standard exponential, come in just that order and with just
-    those chances: one pass over the dataset for the whole batch.
+    Sorting the rows by E_i / w_i, where the E_i are standard exponential, gives exactly this distribution, in the
+    order of the draws. It takes one pass over the dataset for the whole batch.
 
     Args:
         weights: [R], >= 0; a row of weight 0 is never drawn.
-        num_rows: How many; fewer come back if fewer have a weight.
-        generator: Of this draw.
+        num_rows: Number of rows to draw; fewer are returned if fewer have a positive weight.
+        generator: Random generator of this draw.
 
     Source: Efraimidis and Spirakis 2006, Information Processing Letters 97(5)
     """
@@ -44,31 +44,32 @@ def draw_rows(weights: NDArray[np.float64], num_rows: int, *, generator: np.rand
 
 @dataclass
 class SuccessCurriculum:
-    """How often each prompt of the dataset is solved, and which prompts to ask instead of too easy and too hard ones.
+    """Tracks the success rate of each prompt, and replaces prompts that are too easy or too hard.
 
-    A group's success is its mean reward on a scale where `reward_bounds` are 0 and 1, cut off there. A prompt's rate p
-    is the first success seen and then an exponential moving average:
+    The success of a group is its mean reward, scaled so that `reward_bounds` become 0 and 1, and clipped to them. The
+    rate p of a prompt is its first success, and from then on an exponential moving average:
 
         p <- momentum * p + (1 - momentum) * success
 
-    Prompts outside the band are replaced by others, drawn with the weight p (1 - p) + floor, the variance of a right
-    or wrong answer ("variance"), or 1 + floor inside the band and floor outside ("band"). A prompt that was never
-    asked counts as inside, with p = 1/2, so it is asked once before it can be left out. Estimates of prompts that are
-    left out grow old while the policy learns: `floor` is what lets them be asked again, and with 0 nothing does.
+    Prompts whose rate is outside the band are replaced by others, drawn with the weight p (1 - p) + floor, where
+    p (1 - p) is the variance of a right or wrong answer ("variance"), or with 1 + floor inside the band and floor
+    outside ("band"). A prompt that was never sampled counts as inside, with p = 1/2, so every prompt is sampled once
+    before it can be replaced. The rates of replaced prompts become outdated while the policy learns. Only `floor` lets
+    such prompts be sampled again; with floor 0 they are not.
 
-    The policy is trained on another mixture of prompts than the dataset, by intention: what is optimized is not the
-    dataset's mean reward.
+    By design, the policy is trained on a different mixture of prompts than the dataset's, so it does not optimize the
+    mean reward over the dataset.
 
     Args:
         num_rows: R, size of the dataset.
         reward_bounds: Rewards of a failure and of a success.
-        target_band: Lowest and highest rate of prompts that are asked as they come.
+        target_band: Lowest and highest success rate of prompts that are not replaced.
         weighting: See above.
         floor: See above, >= 0.
-        momentum: See above, in 0 .. 1, 1 excluded.
+        momentum: See above, in [0, 1).
 
     Raises:
-        ConfigError: Bounds or band are not in order.
+        ConfigError: The bounds or the band are not in order.
     """
 
     num_rows: int
@@ -77,11 +78,11 @@ class SuccessCurriculum:
     weighting: CurriculumWeighting
     floor: float
     momentum: float
-    rates: NDArray[np.float64] = field(init=False)  # [R]; 0 where never asked
-    counts: NDArray[np.int64] = field(init=False)  # [R] groups seen
+    rates: NDArray[np.float64] = field(init=False)  # [R]; 0 for prompts that were never sampled
+    counts: NDArray[np.int64] = field(init=False)  # [R] number of groups seen
 
     def __post_init__(self) -> None:
-        """Check the options; nothing was seen yet."""
+        """Check the options, and start without observations."""
         low, high = self.reward_bounds
         if not low < high:
             raise ConfigError(
@@ -94,14 +95,14 @@ class SuccessCurriculum:
         self.counts = np.zeros(self.num_rows, dtype=np.int64)
 
     def update(self, rows: Sequence[int], groups: Sequence[int], rewards: Sequence[float]) -> None:
-        """Learn from completions of all ranks, before any of them is left out.
+        """Update the rates with the completions of all ranks, before any of them is replaced.
 
-        Groups are taken by number, so it does not matter which rank had which.
+        Groups are processed by number, so their distribution over ranks does not matter.
 
         Args:
             rows: [B] dataset row of each completion's prompt.
             groups: [B] group of each completion.
-            rewards: [B]; NaN says nothing.
+            rewards: [B]; NaN is ignored.
         """
         seen: dict[tuple[int, int], list[float]] = {}
         for row, group, reward in zip(rows, groups, rewards, strict=True):
@@ -116,28 +117,28 @@ class SuccessCurriculum:
 
     @property
     def is_in_band(self) -> NDArray[np.bool_]:
-        """[R] prompts that are asked as they come."""
+        """[R] whether a prompt is kept, not replaced."""
         low, high = self.target_band
         return np.asarray((self.counts == 0) | ((self.rates >= low) & (self.rates <= high)))
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """[R] chances of being drawn, not normalized."""
+        """[R] sampling weights, not normalized."""
         if self.weighting == "band":
             return self.is_in_band.astype(np.float64) + self.floor
         rates = np.where(self.counts == 0, 0.5, self.rates)
         return np.asarray(rates * (1 - rates) + self.floor)
 
     def choose(self, candidates: Sequence[int], *, seed: int, generation: int) -> list[int]:
-        """The prompts of a generation batch: the candidates, and others in the slots of those outside the band.
+        """The prompts of a generation batch: the candidates, of which those outside the band are replaced.
 
         Args:
-            candidates: Dataset rows of all ranks, by slot: the number of the prompt's group.
-            seed: Of the run.
+            candidates: Dataset rows of all ranks; the position of a row is its group number (its slot).
+            seed: Seed of the run.
             generation: Number of the generation batch.
 
         Returns:
-            As many rows, without new repetitions. A candidate outside the band stays where no other row is left.
+            The same number of rows, without new duplicates. A candidate outside the band stays if no other is left.
         """
         weights = self.weights
         weights[list(candidates)] = 0.0
@@ -153,10 +154,10 @@ class SuccessCurriculum:
         return {"rates": torch.from_numpy(self.rates.copy()), "counts": torch.from_numpy(self.counts.copy())}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
         Raises:
-            DataError: It is of a dataset of another size.
+            DataError: The state belongs to a dataset of another size.
         """
         if len(state["counts"]) != self.num_rows:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Generation batches that are asked for before training needs them."""
+"""Requests generation batches before training needs them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["PrefetchQueue"]
 class PrefetchQueue:
     """A queue of requests that runs ahead of training by a bounded number of generation batches.
 
-    A batch is asked for no earlier than `num_ahead` batches before it is learned from. So what arrives is never too
-    old and nothing that was generated is thrown away.
+    A batch is requested at most `num_ahead` batches before it is trained on, so no completion is ever too old and
+    none is thrown away.
 
     Args:
-        ask: Starts the generation batch of a number, counted from the start of training.
-        num_ahead: Batches that may be under way besides the one that is needed.
+        ask: Requests the generation batch with this number, counted from the start of training.
+        num_ahead: Number of batches that may be requested in advance, in addition to the one that is needed.
     """
 
     def __init__(self, ask: Callable[[int], Request], *, num_ahead: int) -> None:
@@ -29,11 +29,11 @@ class PrefetchQueue:
         self._queue: deque[tuple[int, Request]] = deque()
 
     def take(self, number: int, *, last: int) -> Request:
-        """The generation batch that is needed now; those that may be are asked for first.
+        """The request of the generation batch that is needed now. First requests all batches that are allowed by now.
 
         Args:
-            number: Of the batch.
-            last: Number of the last batch of the training.
+            number: Number of the batch.
+            last: Number of the last batch of training.
         """
         if self._queue and self._queue[0][0] != number:
             self.drop()
@@ -46,7 +46,7 @@ class PrefetchQueue:
         return len(self._queue)
 
     def drop(self) -> None:
-        """Give up what is under way."""
+        """Cancel all pending requests."""
         for _, request in self._queue:
             request.pending.cancel()
         self._queue.clear()

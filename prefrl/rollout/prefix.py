@@ -1,4 +1,4 @@
-"""Beginnings that completions of a prompt share although their rewards differ."""
+"""Finds prefixes that completions of a prompt share although their rewards differ."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ __all__ = ["contested_prefix_lengths"]
 def contested_prefix_lengths(
     completions: Sequence[Sequence[int]], rewards: Sequence[float], groups: Sequence[int], *, min_tokens: int
 ) -> list[int]:
-    """How many leading tokens of each completion have no loss, because rewards contradict each other about them.
+    """Number of leading tokens of each completion to exclude from the loss, because the rewards disagree on them.
 
         n_b = max over c in the group of b with R_c != R_b of (tokens that b and c share from the start)
 
-    and 0 where that is below `min_tokens`. A token within n_b was also chosen, after the same tokens, by a completion
-    with another reward. Advantages that are 0 on average over a group cancel on what all of it shares, so little is
-    lost there; where only some share a prefix, the sum of their advantages is an unbiased estimate of the prefix's
-    worth and masking throws it away.
+    and 0 if that is below `min_tokens`. A completion with another reward has the same first n_b tokens. Advantages
+    that average 0 over a group cancel on a prefix that the whole group shares, so masking it loses little. If only
+    some completions share a prefix, the sum of their advantages is an unbiased estimate of what the prefix is worth,
+    and masking throws it away.
 
-    A completion that is wholly the beginning of one with another reward, or equal to it, is masked wholly. NaN rewards
-    say nothing: such a completion gets 0 and masks nothing of others.
+    A completion that is a prefix of one with another reward, or equal to it, is masked entirely. A completion with a
+    NaN reward gets 0 and masks no others.
 
-    cosmos-rl masks the deepest shared prefixes alone: with 5 tokens shared by rewards (1, 0, 1) and 2 more by the
-    first two, it masks 7, 7, 0 and this function 7, 7, 5; and it never masks a whole completion.
+    cosmos-rl masks only the deepest shared prefixes: if completions with rewards (1, 0, 1) share 5 tokens and the
+    first two share 2 more, it masks 7, 7, 0 where this function masks 7, 7, 5. It also never masks a whole completion.
 
     Args:
         completions: [B] token ids.
-        rewards: [B] totals.
+        rewards: [B] total rewards.
         groups: [B], equal for the completions of a prompt.
-        min_tokens: Shortest prefix that is masked, >= 1.
+        min_tokens: Length of the shortest prefix that is masked, >= 1.
 
     Returns:
-        [B] leading tokens without a loss.
+        [B] number of leading tokens without a loss.
 
     Raises:
         ValueError: Lengths differ, or `min_tokens` is below 1.
@@ -60,10 +60,10 @@ def contested_prefix_lengths(
 
 
 def _contested(completions: list[Sequence[int]], rewards: list[float]) -> list[int]:
-    """The lengths of one group in lexical order.
+    """The lengths for one group, whose completions are in lexical order.
 
-    There, two completions share as many tokens as the least that neighbors between them share: going outwards, the
-    first with another reward shares the most.
+    In this order, the length of two completions' shared prefix is the minimum over the neighbors between them. So
+    going outward from a completion, the first one with another reward shares the most tokens.
     """
     shared = [_num_shared(a, b) for a, b in itertools.pairwise(completions)]
     found = []
@@ -75,7 +75,7 @@ def _contested(completions: list[Sequence[int]], rewards: list[float]) -> list[i
 
 
 def _first_other(reward: float, others: list[float], shared: list[int]) -> int:
-    """Tokens shared with the nearest completion that has another reward; 0 if there is none."""
+    """Number of tokens shared with the nearest completion that has another reward; 0 if there is none."""
     if math.isnan(reward):
         return 0
     for i, other in enumerate(others):

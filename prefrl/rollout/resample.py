@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups whose rewards are all equal teach nothing, so other prompts are asked in their place.
+"""Dynamic sampling: groups whose rewards are all equal have no learning signal, so their prompts are replaced.
 
     resampling = Resampling(rows, num_rows=len(dataset), seed=seed, generation=number)
     while True:
@@ -12,12 +12,12 @@
         request = ask([dataset[redrawn[group]] for group in again], seeds=again, ...)
         collected = replace_groups(collected, collector.collect(request))
 
-Whether to go on is decided from what all ranks gathered, so all of them make the same number of tries, also those
-without a group to replace. Groups that are still without a signal after the last try stay: they have advantage 0.
+All ranks decide from the same gathered values whether to continue, so all of them make the same number of tries, even
+those without a group to replace. Groups that still have no signal after the last try stay, with advantage 0.
 
-Prompts that are always or never solved give way to others, so the batch follows another mixture of prompts than the
-dataset. Within a prompt, keeping the groups that differ leaves out those that do not, whose gradient is 0 without a KL
-or entropy term.
+Prompts that are always or never solved are replaced, so the batch has a different mixture of prompts than the dataset.
+For a given prompt, the groups that are dropped are those with equal rewards, whose gradient is 0 without a KL or
+entropy term.
 
 Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, section 3.2
 """
@@ -46,11 +46,11 @@ __all__ = ["Resampling", "groups_without_signal", "replace_groups", "signal_valu
 
 
 def signal_values(rollouts: Sequence[Rollout], *, metric: str | None) -> list[tuple[int, float]]:
-    """What decides whether a group has a signal: each completion's group and value, NaN for none.
+    """The values that decide whether a group has a signal: the group and value of each completion, NaN for no value.
 
     Args:
-        rollouts: With rewards and, if no metric is named, totals.
-        metric: Name of a reward function, whatever its weight; None: the total.
+        rollouts: Rollouts with rewards and, if `metric` is None, totals.
+        metric: Name of a reward function, whatever its weight; None: the total reward.
 
     Raises:
         ConfigError: There is no reward of this name.
@@ -70,13 +70,13 @@ def signal_values(rollouts: Sequence[Rollout], *, metric: str | None) -> list[tu
 
 
 def groups_without_signal(values: Sequence[tuple[int, float]]) -> list[int]:
-    """Groups whose values are all equal, exactly; NaN has no say. Also those with fewer than two values.
+    """Groups whose values are all exactly equal, or that have fewer than two values. NaN is ignored.
 
     Args:
-        values: Group and value of completions, of all ranks.
+        values: Group and value of each completion, over all ranks.
 
     Returns:
-        Their numbers, ascending.
+        The numbers of these groups, ascending.
     """
     distinct: dict[int, set[float]] = {}
     for group, value in values:
@@ -89,9 +89,9 @@ class Resampling:
     """The tries to fill one generation batch with groups that have a signal; the same on every rank.
 
     Args:
-        rows: [P] dataset row asked in each slot, over all ranks; a slot is the number of its group.
+        rows: [P] dataset row of each slot, over all ranks; a slot is a group number.
         num_rows: R, size of the dataset.
-        seed: Of the run.
+        seed: Seed of the run.
         generation: Number of the generation batch.
     """
 
@@ -104,26 +104,28 @@ class Resampling:
     _asked: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Rows of the batch are not drawn again."""
+        """Mark the rows of the batch as used, so that they are not drawn again."""
         self.rows = list(self.rows)
         self._asked = set(self.rows)
 
     def redraw(self, slots: Collection[int], *, weights: NDArray[np.float64] | None = None) -> dict[int, int]:
-        """Begin another try: dataset rows for slots without a signal.
+        """Begin another try: draw dataset rows for slots without a signal.
 
-        No row that this generation batch has asked comes again; where none is left, a slot's own row is asked again.
+        A row that was already used in this generation batch is not drawn again. If no other row is left, the slot
+        keeps its row, whose prompt is sampled again.
 
         Args:
-            slots: Groups without a signal, of all ranks.
-            weights: [R] chances of dataset rows, as a curriculum gives them; None: all the same.
+            slots: Groups without a signal, over all ranks.
+            weights: [R] sampling weights of dataset rows, as from a curriculum; None: uniform.
 
         Returns:
-            slot -> dataset row, by slot.
+            slot -> dataset row, sorted by slot.
         """
         self.tries += 1
         chances = np.ones(self.num_rows) if weights is None else weights.astype(np.float64)
         chances[list(self._asked)] = 0.0
-        # The same random order of the dataset in every try: how slots fall into tries does not change what they get.
+        # Every try uses the same random order of the dataset, so the drawn rows do not depend on how slots fall into
+        # tries.
         generator = random_generator("resample", self.seed, self.generation)
         drawn = draw_rows(chances, len(slots), generator=generator)
         self._asked.update(drawn)
@@ -133,16 +135,16 @@ class Resampling:
         return {slot: self.rows[slot] for slot in sorted(slots)}
 
     def sample_seed(self, slot: int) -> int:
-        """The random seed of the samples of a slot's prompt in this try."""
+        """The random seed for sampling a slot's prompt in this try."""
         generator = random_generator("resampled prompt", self.seed, self.generation, self.tries, slot)
         return int(generator.integers(2**63))
 
     def metrics(self, slots: Collection[int], without_signal: Collection[int]) -> dict[str, Metric]:
-        """Tries of this generation batch, share of groups that were replaced, and share still without a signal.
+        """Number of tries, share of groups that were replaced, and share of groups that still have no signal.
 
         Args:
             slots: Groups of this rank, so that each is counted once over all ranks.
-            without_signal: Groups after the last try, of any rank.
+            without_signal: Groups without a signal after the last try, over all ranks.
         """
         mine = set(slots)
         return {
@@ -153,15 +155,15 @@ class Resampling:
 
 
 def replace_groups(collected: Collected, new: Collected) -> Collected:
-    """The rollouts with some groups replaced, and what was logged beside them.
+    """Replace some groups of rollouts, along with what reward functions logged for them.
 
     Args:
         collected: Rollouts of this rank.
-        new: Rollouts in the place of those of the same groups; may be none.
+        new: Rollouts that replace those of the same groups; may be empty.
 
     Returns:
-        All groups by number, with the columns that reward functions logged. Their metrics are averages over the
-        rollouts of a call, so those of the first call stand for what is kept of it. `reward_s` is the time of both.
+        All groups sorted by number, with the columns that reward functions logged. Logged metrics are averages over
+        the rollouts of a call, so for the kept part those of the first call are used. `reward_s` is the sum of both.
     """
     fresh = {rollout.group for rollout in new.rollouts}
     kept = [i for i, rollout in enumerate(collected.rollouts) if rollout.group not in fresh]

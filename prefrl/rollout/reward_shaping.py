@@ -1,4 +1,4 @@
-"""What happens to total rewards before advantages are made of them, in this order.
+"""Shapes total rewards before advantages are computed from them, in this order.
 
 | step | option | total becomes |
 |---|---|---|
@@ -7,10 +7,10 @@
 | 3 | running moments | (R - mean) / std, or R / std |
 | 4 | reward_clip_range (low, high) | min(max(R, low), high) |
 
-Bounds come last, so they are in the unit that advantages see: of rewards as they are, or of their running standard
-deviation. A NaN total, of a completion that no reward has a word on, stays NaN.
+Clipping comes last, so its bounds have the unit that enters the advantages: that of the rewards, or their running
+standard deviation. The total of a completion without any reward is NaN and stays NaN.
 
-The penalty of DAPO and cosmos-rl for the last tokens before the limit is a reward function,
+The penalty of DAPO and cosmos-rl for the last tokens before the length limit is a reward function,
 `prefrl.rewards.get_soft_overlong_punishment(max_completion_length, buffer)`; its factor is its reward weight.
 """
 
@@ -33,19 +33,19 @@ __all__ = ["RunningMoments", "clipped", "minus_missing_eos", "shaped", "stop_pro
 
 @dataclass
 class RunningMoments:
-    """Mean and standard deviation of everything seen so far.
+    """Mean and standard deviation of all values so far.
 
-    Sums of a batch are exact before they are rounded, so the order of its rows, and with it the number of ranks, makes
-    no difference.
+    The sums of a batch are computed exactly and then rounded, so they depend neither on the order of its rows nor on
+    the number of ranks.
     """
 
     count: int = 0
     mean: float = 0.0
-    sum_of_squares: float = 0.0  # of distances from the mean
+    sum_of_squares: float = 0.0  # sum of squared distances from the mean
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Of some values; NaN counts nowhere.
+        """The moments of some values; NaN is ignored.
 
         Raises:
             ValueError: A value is infinite.
@@ -55,18 +55,18 @@ class RunningMoments:
             raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for none")
         if not numbers:
             return cls()
-        # Measured from the lowest, so that rounding does not give equal values a difference.
+        # Relative to the lowest value, so that equal values have exactly zero variance.
         lowest = min(numbers)
         mean = lowest + math.fsum(value - lowest for value in numbers) / len(numbers)
         return cls(len(numbers), mean, math.fsum((value - mean) ** 2 for value in numbers))
 
     @property
     def std(self) -> float:
-        """Standard deviation (n - 1); 0 below two values."""
+        """Standard deviation with denominator n - 1; 0 for fewer than two values."""
         return math.sqrt(self.sum_of_squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def update(self, values: Tensor) -> None:
-        """See more values: those of all ranks, in any order.
+        """Include further values: those of all ranks, in any order.
 
         Raises:
             ValueError: A value is infinite.
@@ -83,36 +83,36 @@ class RunningMoments:
         self.count = count
 
     def normalized(self, values: Tensor, *, subtract_mean: bool) -> Tensor:
-        """Values over the standard deviation seen so far; over 1 while all that was seen is equal.
+        """Values divided by the standard deviation so far, or by 1 while all values so far are equal.
 
         Args:
             values: [B].
-            subtract_mean: Take the mean away first. Advantages that compare completions do not see it; those of a
-                single completion do.
+            subtract_mean: Whether to subtract the mean first. It cancels in advantages that compare completions, but
+                not in those of a single completion.
         """
         shift = self.mean if subtract_mean else 0.0
         return ((values.double() - shift) / (self.std or 1.0)).to(values.dtype)
 
     def state_dict(self) -> dict[str, float]:
-        """Plain numbers, which JSON keeps bit by bit."""
+        """Plain numbers, which JSON stores without rounding."""
         return {"count": self.count, "mean": self.mean, "sum_of_squares": self.sum_of_squares}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.count = int(state["count"])
         self.mean = float(state["mean"])
         self.sum_of_squares = float(state["sum_of_squares"])
 
 
 def stop_properly(totals: Tensor, finish_reasons: Sequence[FinishReason], *, coefficient: float) -> Tensor:
-    """Rewards of completions that the length limit cut off, scaled or replaced.
+    """Scale or replace the rewards of completions that were cut off at the length limit.
 
-    Scaling brings a reward nearer to 0: a penalty for positive rewards, a relief for negative ones.
+    Scaling moves a reward toward 0, which is a penalty for positive rewards but a benefit for negative ones.
 
     Args:
         totals: [B].
         finish_reasons: [B].
-        coefficient: In 0 .. 1: what their reward is multiplied by; below 0: what it is set to.
+        coefficient: In 0 .. 1: multiply the rewards by it; below 0: set the rewards to it.
 
     Returns:
         [B].
@@ -130,12 +130,12 @@ def stop_properly(totals: Tensor, finish_reasons: Sequence[FinishReason], *, coe
 
 
 def minus_missing_eos(totals: Tensor, finish_reasons: Sequence[FinishReason], *, penalty: float) -> Tensor:
-    """Rewards less a constant where a completion did not end by itself: cut off by the limit, or aborted.
+    """Subtract a penalty from the rewards of completions that were cut off at the length limit or aborted.
 
     Args:
         totals: [B].
-        finish_reasons: [B]. A stop string ends a completion too, while TRL looks for the end-of-sequence token.
-        penalty: Is taken away, so > 0.
+        finish_reasons: [B]. A stop string also counts as an end; TRL looks only for the end-of-sequence token.
+        penalty: The amount to subtract, > 0.
 
     Returns:
         [B].
@@ -151,7 +151,7 @@ def minus_missing_eos(totals: Tensor, finish_reasons: Sequence[FinishReason], *,
 
 
 def clipped(totals: Tensor, *, low: float, high: float) -> Tensor:
-    """Rewards within bounds; NaN stays.
+    """Rewards clipped to bounds; NaN stays NaN.
 
     Args:
         totals: [B].
@@ -178,14 +178,14 @@ def shaped(
     subtract_mean: bool,
     reward_clip_range: tuple[float, float] | None,
 ) -> Tensor:
-    """All steps of this module in their order; None: without that step.
+    """Apply all steps of this module in order; a step whose option is None is skipped.
 
     Args:
-        totals: [B] weighted sums of rewards, of all ranks, NaN for rows without one.
+        totals: [B] weighted sums of rewards over all ranks, NaN for rows without a reward.
         finish_reasons: [B].
         stop_properly_penalty_coef: See `stop_properly`.
         missing_eos_penalty: See `minus_missing_eos`.
-        moments: See these totals first and normalize them then, so that the first batch is normalized too.
+        moments: Running moments. They include these totals before normalizing, so the first batch is normalized, too.
         subtract_mean: See `RunningMoments.normalized`.
         reward_clip_range: See `clipped`.
 
@@ -193,7 +193,7 @@ def shaped(
         [B], in the dtype of `totals`.
 
     Raises:
-        ValueError: A step refuses its option.
+        ValueError: An option is invalid for its step.
     """
     if stop_properly_penalty_coef is not None:
         totals = stop_properly(totals, finish_reasons, coefficient=stop_properly_penalty_coef)
@@ -208,7 +208,7 @@ def shaped(
 
 
 def _where(finish_reasons: Sequence[FinishReason], totals: Tensor, *, reasons: set[FinishReason]) -> Tensor:
-    """[B] bool: rows that finished for one of some reasons."""
+    """[B] bool: whether each row finished for one of `reasons`."""
     if totals.shape != (len(finish_reasons),):
         raise ValueError(f"totals {tuple(totals.shape)}, {len(finish_reasons)} finish reasons: both need to be [B]")
     return torch.tensor([reason in reasons for reason in finish_reasons], dtype=torch.bool, device=totals.device)

@@ -1,8 +1,8 @@
-"""Which completions are learned from: some of each group, or rows of the batch drawn with replacement.
+"""Selects the completions to train on: some of each group, or rows of the batch drawn with replacement.
 
-Both choices look at rewards, so both change what is learned; how is said at each rule. Random ones depend on (seed,
-step) and on group numbers alone: a group's number is its prompt's place in the generation batch, so the choice is the
-same for every number of ranks.
+Both kinds of selection look at rewards, so both change the objective; each rule says how. Random choices depend only
+on (seed, step) and group numbers. The number of a group is the position of its prompt in the generation batch, so the
+choice is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,46 +27,48 @@ ReweightMethod = Literal["pow", "max_min", "max_random"]
 
 
 def random_generator(purpose: str, *numbers: int) -> np.random.Generator:
-    """A generator for one purpose, the same on every rank and after a resume.
+    """A random generator for one purpose, the same on every rank and after a resume.
 
     Args:
-        purpose: Keeps the streams of equal numbers apart.
+        purpose: Makes the streams of different purposes independent, even with equal `numbers`.
         numbers: Each >= 0: the run's seed, the step, the group, ...
     """
     return np.random.default_rng(np.random.SeedSequence([zlib.crc32(purpose.encode()), *numbers]))
 
 
 def kept_rows(rewards: Tensor, groups: Tensor, *, keep: int, rule: SelectionRule, seed: int, step: int) -> Tensor:
-    """The rows of each group that are learned from, `keep` of its G.
+    """The rows of each group to train on: `keep` of its G rows.
 
-    `random`: any, with equal chance. Unbiased: fewer samples of the same policy.
+    `random`: a uniformly random subset. Unbiased: it is the same as fewer samples of the policy.
 
-    `max_variance`: the set with the largest variance, which is some lowest and some highest. With rewards 0 and 1 it
-    is half right and half wrong where there are as many, so a prompt with success rate p pulls in the direction of p,
-    as before, but with the weight 1 / (p (1 - p)). With graded rewards the middle teaches nothing: biased.
+    `max_variance`: the subset with the largest variance of rewards, which consists of some of the lowest and some of
+    the highest. With rewards 0 and 1 it is half right and half wrong if there are enough of both, so the gradient of a
+    prompt with success rate p keeps its direction but gets the weight 1 / (p (1 - p)). With graded rewards it is
+    biased, because rows in the middle are not trained on.
 
-    `best`: the highest. Biased: completions compete with good ones alone, and failures are not pushed down.
+    `best`: the rows with the highest rewards. Biased: completions are compared only with good ones, and failures are
+    not made less likely.
 
-    Groups of at most `keep` rows are kept whole. A row whose reward is NaN is kept only where its group has fewer than
-    `keep` with a reward, so that groups of one size stay of one size. Equal rewards: `best` keeps those that come
-    first; `max_variance` keeps, of sets with the same variance, the one with the fewest low rewards.
+    Groups of at most `keep` rows are kept whole. A row with a NaN reward is kept only if its group has fewer than
+    `keep` rows with a reward, so groups of equal size keep equal sizes. On ties, `best` keeps the first rows; of
+    subsets with the same variance, `max_variance` keeps the one with the fewest low rewards.
 
-    Advantages of the kept rows can be computed among them, which centres what is learned from, or among all G, whose
-    baseline does not depend on the choice; that is the caller's.
+    The caller decides whether advantages of the kept rows are computed among them, which centers them, or among all
+    G, whose baseline does not depend on the selection.
 
     Args:
-        rewards: [B], NaN for rows without one.
+        rewards: [B], NaN for rows without a reward.
         groups: [B] int64, equal for the completions of a prompt.
-        keep: Rows kept of each group, >= 1.
+        keep: Number of rows to keep of each group, >= 1.
         rule: See above.
-        seed: Of the run; read by `random` alone.
-        step: Changes from one generation batch to the next; read by `random` alone.
+        seed: Seed of the run; used only by `random`.
+        step: A number that changes with each generation batch; used only by `random`.
 
     Returns:
         [M] int64 row numbers, ascending.
 
     Raises:
-        ValueError: Shapes differ, an infinite reward, or `keep` below 1.
+        ValueError: Shapes differ, a reward is infinite, or `keep` is below 1.
 
     Source: Xu et al. 2025 (PODS), arXiv 2504.13818
     """
@@ -86,34 +88,34 @@ def kept_rows(rewards: Tensor, groups: Tensor, *, keep: int, rule: SelectionRule
 def draw_counts(
     rewards: Tensor, groups: Tensor, *, method: ReweightMethod, power: float, seed: int, step: int
 ) -> Tensor:
-    """How often each row is drawn when B rows are drawn from the B with replacement, with chances by reward.
+    """How often each row is drawn when B of the B rows are drawn with replacement, with probabilities by reward.
 
-    | method | chance in proportion to |
+    | method | probability in proportion to |
     |---|---|
     | pow | abs(reward)^power |
     | max_min | 1 for the highest and the lowest reward of the batch, 0 for others |
     | max_random | 0.4 for the highest reward of the batch, 0.1 for others |
 
-    A row that is drawn c times is c rows: its loss and its share of the denominators count c times. The idea is that
-    extreme rewards are the most trustworthy ones. The price is a bias: losses are weighted by these chances in
-    expectation, so `pow` depends on where the reward has its zero.
+    A row that is drawn c times counts as c rows, both in the loss and in its denominators. The idea is that extreme
+    rewards are the most reliable ones. The cost is a bias: in expectation, losses are weighted by these probabilities,
+    so `pow` depends on where the zero of the reward is.
 
-    NaN rows are never drawn. If every chance is 0, rows with a reward have the same chance; if no row has a reward,
-    every row counts once.
+    NaN rows are never drawn. If every probability is 0, all rows with a reward are equally likely. If no row has a
+    reward, every row counts once.
 
     Args:
-        rewards: [B] of all ranks, NaN for rows without one.
-        groups: [B] int64. Rows are drawn in the order of groups, so it does not matter which rank has which.
+        rewards: [B] of all ranks, NaN for rows without a reward.
+        groups: [B] int64. Rows are drawn in the order of groups, so their distribution over ranks does not matter.
         method: See the table.
         power: Exponent of `pow`, >= 0.
-        seed: Of the run.
-        step: Changes from one generation batch to the next.
+        seed: Seed of the run.
+        step: A number that changes with each generation batch.
 
     Returns:
         [B] int64, with sum B.
 
     Raises:
-        ValueError: Shapes differ, an infinite reward, or a negative `power`.
+        ValueError: Shapes differ, a reward is infinite, or `power` is negative.
 
     Source: Zhang et al. 2024 (PF-PPO), arXiv 2409.06957, which ranks the completions of each prompt; over the whole
         batch as in verl's `pf_ppo`, without its 1e-8 on each weight
@@ -128,7 +130,7 @@ def draw_counts(
     weights = _weights(values[candidates], method=method, power=power)
     if not weights.any():
         weights = np.ones_like(weights)
-    # Only rows with a chance take part, or rounding could hand the last of them what is left over.
+    # Drop rows of probability 0: multinomial could otherwise assign the rounding remainder to the last of them.
     candidates, weights = candidates[weights > 0], weights[weights > 0]
     drawn = random_generator("draw_counts", seed, step).multinomial(len(values), weights / weights.sum())
     counts = torch.zeros(len(values), dtype=torch.long)
@@ -158,7 +160,7 @@ def _weights(values: NDArray[np.float64], *, method: ReweightMethod, power: floa
     if method == "max_random":
         return np.asarray(np.where(highest, 0.4, 0.1))
     largest = np.abs(values).max() or 1.0
-    return np.asarray((np.abs(values) / largest) ** power)  # relative to the largest, so that no power overflows
+    return np.asarray((np.abs(values) / largest) ** power)  # relative to the largest, to avoid overflow
 
 
 def _random(values: NDArray[np.float64], keep: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -170,12 +172,12 @@ def _best(values: NDArray[np.float64], keep: int, _: np.random.Generator) -> NDA
 
 
 def _max_variance(values: NDArray[np.float64], keep: int, _: np.random.Generator) -> NDArray[np.int64]:
-    """Try every split into `low` lowest and `keep - low` highest: one of them has the largest variance.
+    """Try every split into the `low` lowest and the `keep - low` highest; one of them has the largest variance.
 
-    The highest of all is always in it, because moving the highest of a set up makes its variance larger.
+    The highest reward of all is always included, because raising the highest value of a set increases its variance.
     """
     order = np.argsort(values, kind="stable")
-    # Measured from the lowest, so that rounding does not give equal values a difference.
+    # Relative to the lowest value, so that equal values have exactly zero variance.
     ordered = values[order] - values[order[0]]
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     squares = np.concatenate([[0.0], np.cumsum(ordered**2)])

@@ -1,4 +1,4 @@
-"""Rows that were sampled on one rank and are learned from on another, so that all have about as much to do."""
+"""Redistributes sampled rows over ranks before training, so that all ranks have about the same amount of work."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["share_out"]
 
 
 def share_out(batch: TokenBatch, *, hidden_size: int, equal_counts: bool, device: torch.device) -> TokenBatch:
-    """What this rank learns from, of the rows of all ranks: whole groups, dealt by cost. All ranks must call it.
+    """This rank's share of the rows of all ranks, dealt in whole groups by cost. All ranks must call it.
 
     Args:
-        batch: This rank's rows, perhaps none; no other rank has rows of their groups.
-        hidden_size: Of the model.
-        equal_counts: Ranks take equal numbers of groups, up to one; else as many as make equal costs.
-        device: Where rows travel.
+        batch: This rank's rows, possibly none; no other rank has rows of their groups.
+        hidden_size: The model's hidden size.
+        equal_counts: Whether numbers of groups differ by at most one between ranks; otherwise only costs are balanced.
+        device: The device used to exchange rows.
 
     Returns:
-        Groups in the order of their costs, the costliest first; each row with all that belongs to it.
+        Groups in descending order of cost; all fields of each row move with it.
     """
     own = _rows_of_groups(batch)
     mine = [(group, _cost(batch, rows, hidden_size)) for group, rows in own.items()]
@@ -45,6 +45,6 @@ def _rows_of_groups(batch: TokenBatch) -> dict[int, list[int]]:
 
 
 def _cost(batch: TokenBatch, rows: list[int], hidden_size: int) -> float:
-    """Of rows that share a prompt."""
+    """Forward cost of rows that share a prompt."""
     prompt = float(batch.prompt_lengths[batch.prompt_index[rows[0]]])
     return forward_cost(prompt, [float(batch.response_lengths[row]) for row in rows], hidden_size=hidden_size)

@@ -1,4 +1,4 @@
-"""What is logged of a batch of rollouts: metrics, a table, a parquet file."""
+"""Logs a batch of rollouts: metrics, a table, a Parquet file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["print_table", "rollout_metrics", "staleness", "write_parquet"]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Rewards and lengths under TRL's names; lengths count tokens.
+    """Rewards and lengths under TRL's names; lengths are in tokens.
 
-    `reward` is the mean total, `reward_std` the mean over groups of the group's standard deviation (n-1),
-    `frac_reward_zero_std` the share of groups whose totals are all equal. Rewards that are None count nowhere.
+    `reward` is the mean total reward, `reward_std` the mean over groups of the group's standard deviation (n-1),
+    `frac_reward_zero_std` the share of groups whose totals are all equal. Rewards that are None are ignored.
     """
     lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
     ended = [n for n, r in zip(lengths, rollouts, strict=True) if r.completion.finish_reason != "length"]
@@ -45,7 +45,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, Metric]:
-    """Age, in optimizer steps, of the weights that sampled the tokens that step `step` starts to learn from."""
+    """Age, in optimizer steps, of the weights that sampled the tokens which are first trained on in step `step`."""
     ages = [step - version for rollout in rollouts for version in rollout.completion.policy_versions]
     if not ages:
         return {}
@@ -77,13 +77,13 @@ def _as_text(value: Any) -> str:
 
 
 def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, console: Console) -> None:
-    """A table of prompts, completions, rewards and advantages.
+    """Print a table of prompts, completions, rewards and advantages.
 
     Args:
-        rollouts: In order.
-        step: Optimizer step that is about to learn from them.
-        limit: Rows shown; None: all.
-        console: Where it is printed.
+        rollouts: The rollouts, in order.
+        step: The optimizer step that is about to learn from them.
+        limit: Number of rows to show; None: all.
+        console: The console to print to.
     """
     names = list(rollouts[0].rewards) if rollouts else []
     table = Table(title=f"Completions before step {step + 1}", show_lines=True)
@@ -104,9 +104,9 @@ def write_parquet(rollouts: Sequence[Rollout], folder: Path, *, step: int, extra
     """Write `completions_<step>.parquet`: text, token ids, log-probs, rewards, advantage, finish reason, versions.
 
     Args:
-        rollouts: Of all ranks.
-        folder: Is made if it is missing.
-        step: Optimizer step that is about to learn from them.
+        rollouts: The rollouts of all ranks.
+        folder: Created if it does not exist.
+        step: The optimizer step that is about to learn from them.
         extra: Columns that reward functions logged.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefrl.registry import REGISTRY, load
 
-if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: type checkers and editors
+if TYPE_CHECKING:  # the names in `_PATHS` again, for type checkers and editors, which do not run the code
     from prefrl.trainer.bco_config import BCOConfig as BCOConfig
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from prefrl.trainer.cpo_config import CPOConfig as CPOConfig
@@ -36,7 +36,7 @@ _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in 
 
 __all__ = [*_PATHS]
 
-if not TYPE_CHECKING:  # it would make every name a right one
+if not TYPE_CHECKING:  # type checkers would take any attribute of the module as valid
 
     def __getattr__(name: str) -> Any:
         if name not in _PATHS:

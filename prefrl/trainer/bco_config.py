@@ -20,9 +20,9 @@ class BCOConfig(OfflineReferenceOptions, OfflineConfig):
     """Options of `BCOTrainer`."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
-    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     prompt_sample_size: Annotated[int, Ge(2)] = opt(
-        1024, "Prompts that the density-ratio classifier learns from, half of them desirable; needs embedding_func."
+        1024, "Number of prompts to fit the density-ratio classifier on, half of them desirable; needs embedding_func."
     )
     min_density_ratio: Annotated[float, Ge(0)] = opt(
         0.5, "Smallest weight of an undesirable row; needs embedding_func."

@@ -1,4 +1,4 @@
-"""Weights of undesirable rows that make their prompts look like those of desirable rows."""
+"""Weights undesirable rows so that their prompts match the distribution of desirable rows' prompts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DensityRatio:
 
     Args:
         embed: `f(input_ids=..., attention_mask=...)` -> [n, d].
-        embedding_tokenizer: Makes its input from text.
-        tokenizer: Made the prompts' token ids.
+        embedding_tokenizer: Tokenizes text for `embed`.
+        tokenizer: The tokenizer that made the prompts' token ids.
         lowest: Smallest weight.
         highest: Largest weight.
 
@@ -55,15 +55,15 @@ class DensityRatio:
         self._highest = highest
 
     def fit(self, rows: datasets.Dataset, *, sample_size: int, seed: int) -> None:
-        """Learn to tell the prompts of the two labels apart.
+        """Fit the classifier that separates the prompts of the two labels.
 
         Args:
-            rows: `prompt_ids` and `label`.
-            sample_size: Prompts to learn from, at most half of them of each label.
-            seed: Of the choice.
+            rows: Dataset with `prompt_ids` and `label`.
+            sample_size: Number of prompts to fit on; at most half of them have the same label.
+            seed: Seed of the sample.
 
         Raises:
-            DataError: A stream, or a dataset without one of the labels.
+            DataError: The dataset is a stream, or has no rows of one of the labels.
         """
         if isinstance(rows, datasets.IterableDataset):
             raise DataError("IterableDataset with embedding_func: the density ratio needs a sample of all rows")

@@ -32,22 +32,22 @@ __all__ = ["BCOTrainer"]
 class BCOTrainer(OfflineTrainer):
     """Minimizes the mean over rows of -log sigmoid(+-(beta log r - delta)), + for desirable rows.
 
-    r = policy / reference; delta is the mean of all rewards beta log r so far. With `embedding_func`, undesirable rows
-    weigh the ratio of the densities of desirable and undesirable prompts, which a logistic regression on embeddings of
-    prompts estimates (underlying distribution matching).
+    r = policy / reference; delta is the running mean of all rewards beta log r so far. With `embedding_func`,
+    undesirable rows are weighted by the ratio of the densities of desirable and undesirable prompts, which a logistic
+    regression on prompt embeddings estimates (underlying distribution matching).
 
     Args:
         model: Name, path or instance; trained in place.
         ref_model: The reference; None: the model's weights at construction.
         args: Options; None: the defaults, in `<model name>-BCO`.
         embedding_func: `f(input_ids=..., attention_mask=...)` -> [n, d] embeddings of n prompts.
-        embedding_tokenizer: Makes its input from the prompts' text.
-        arguments: See `TrainerArguments`. Datasets: unpaired rows, `prompt`, `completion` and `label`, or preference
-            rows, of which each gives two.
+        embedding_tokenizer: Tokenizes the text of the prompts for `embedding_func`.
+        arguments: See `TrainerArguments`. Datasets: unpaired rows with `prompt`, `completion` and `label`, or
+            preference rows, each of which is split into two unpaired rows.
 
     Raises:
-        ConfigError: Options that cannot work together.
-        DataError: A dataset that cannot be used; names the row and the column.
+        ConfigError: The options cannot be combined.
+        DataError: A dataset cannot be used; the message names the row and the column.
 
     Source: Jung et al. 2024, arXiv 2404.04656.
     """
@@ -89,7 +89,7 @@ class BCOTrainer(OfflineTrainer):
         rows = prepare_unpaired(dataset, tokenizer, self.args, with_mismatched=False)
         if self._embed is None or self._embedding_tokenizer is None:
             return rows
-        if self._density_ratio is None:  # the training dataset comes first
+        if self._density_ratio is None:  # the training dataset is prepared first
             self._density_ratio = DensityRatio(
                 self._embed,
                 embedding_tokenizer=self._embedding_tokenizer,

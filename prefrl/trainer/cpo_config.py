@@ -20,21 +20,21 @@ class CPOConfig(OfflineConfig):
     """Options of `CPOTrainer`."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
-    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = opt(
-        "sigmoid", "sigmoid: CPO. simpo: length-normalized with a target margin; for SimPO alone set cpo_alpha=0."
+        "sigmoid", "sigmoid: CPO. simpo: length-normalized with a target margin; for pure SimPO set cpo_alpha=0."
     )
-    beta: Annotated[float, Gt(0)] = opt(0.1, "Rewards are beta * log policy.")
+    beta: Annotated[float, Gt(0)] = opt(0.1, "Implicit rewards are beta * log policy.")
     label_smoothing: Annotated[float, Ge(0), Le(0.5)] = opt(0.0, "Probability that a label is wrong.")
     cpo_alpha: Annotated[float, Ge(0)] | None = opt(
-        None, "Weight of the NLL of the chosen responses; None: 1, and 0 for alphapo."
+        None, "Weight of the NLL of the chosen responses; None: 1, but 0 for alphapo."
     )
-    simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "Margin of rewards that simpo and alphapo aim at.")
-    alpha: float = opt(0.0, "Shape of AlphaPO's reward (1 - p^-alpha) / alpha; 0: log p, which is SimPO's.")
+    simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "Target reward margin of simpo and alphapo.")
+    alpha: float = opt(0.0, "Shape of AlphaPO's reward (1 - p^-alpha) / alpha; 0: log p, as in SimPO.")
 
     @property
     def nll_weight(self) -> float:
-        """`cpo_alpha` as it takes effect."""
+        """The effective value of `cpo_alpha`."""
         if self.cpo_alpha is None:
             return 0.0 if self.loss_type == "alphapo" else 1.0
         return self.cpo_alpha

@@ -1,4 +1,4 @@
-"""Contrastive preference optimization and its relatives without a reference: SimPO, AlphaPO."""
+"""Contrastive preference optimization and related reference-free losses: SimPO, AlphaPO."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["CPOTrainer"]
 
-# Losses of mean log-probs; the others are of sums.
+# Losses of the mean log-probs of responses; the others use their sums.
 _OF_MEANS = ("ipo", "simpo", "alphapo")
 
 
 class CPOTrainer(OfflineTrainer):
     """Minimizes the mean over pairs of -log sigmoid(beta (log pi(chosen) - log pi(rejected))), plus cpo_alpha * NLL.
 
-    `loss_type` names other losses of the same log-probs. The NLL of the chosen responses is a mean over tokens.
-    Datasets: preference rows, as for DPO. There is no reference.
+    `loss_type` chooses another loss of the same log-probs. The NLL of the chosen responses is a mean over tokens.
+    Datasets: preference rows, as for DPO. There is no reference model.
 
     Source: Xu et al. 2024, arXiv 2401.08417, eq. 3 and 5; SimPO: Meng et al. 2024, arXiv 2405.14734, eq. 6; AlphaPO:
     Gupta et al. 2025, arXiv 2501.03884.
@@ -38,7 +38,7 @@ class CPOTrainer(OfflineTrainer):
     row_kind = PAIRS
 
     def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """Also the number of chosen tokens for each pair of the step."""
+        """See `OfflineTrainer`; also counts pairs per chosen token over the step, which scales the NLL."""
         self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
         return super().prepare_step(batches)
 
@@ -53,7 +53,7 @@ class CPOTrainer(OfflineTrainer):
         nll = -rows.logps[chosen].sum()
         total = losses.sum() + self.args.nll_weight * self._pairs_per_chosen_token * nll
         logps = rows.logps / rows.lengths if self.args.loss_type in _OF_MEANS else rows.logps
-        rewards = self.args.beta * box_cox(logps, power=-self.args.alpha)  # alpha is 0 but for alphapo
+        rewards = self.args.beta * box_cox(logps, power=-self.args.alpha)  # alpha is 0 except for alphapo
         metrics = preference_metrics(batch, scores, logps=logps, rewards=rewards)
         metrics["nll_loss"] = Mean(nll.detach(), rows.lengths[chosen].sum())
         return LossOutput(total=total, metrics=metrics)

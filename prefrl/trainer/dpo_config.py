@@ -21,30 +21,30 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
     """Options of `DPOTrainer`."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
-    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     loss_type: list[str] = opt(["sigmoid"], f"One or several of: {', '.join(PAIR_LOSSES)}.")
-    loss_weights: list[float] | None = opt(None, "Weights of several losses, in their order; None: 1 each.")
+    loss_weights: list[float] | None = opt(None, "Weights of the losses in loss_type, in order; None: 1 each.")
     label_smoothing: Annotated[float, Ge(0), Le(0.5)] = opt(
-        0.0, "Probability that a label is wrong, for sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair."
+        0.0, "Probability that a label is wrong; used by sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair."
     )
-    discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "Temperature of the mixture in the loss discopop.")
+    discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "discopop: temperature of the mixture.")
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = opt(
-        "reverse_kl", "The divergence that ties the policy to the reference (arXiv 2309.16240)."
+        "reverse_kl", "Divergence that regularizes the policy toward the reference (f-DPO, arXiv 2309.16240)."
     )
-    f_alpha_divergence_coef: float = opt(0.5, "Alpha of the alpha-divergence.")
+    f_alpha_divergence_coef: float = opt(0.5, "alpha_divergence: its alpha.")
     ld_alpha: Annotated[float, Ge(0), Le(1)] | None = opt(
-        None, "Weight of the tokens past the length of the shorter side (LD-DPO, arXiv 2409.06411); None: 1."
+        None, "Weight of tokens beyond the length of the pair's shorter response (LD-DPO, arXiv 2409.06411); None: 1."
     )
     use_weighting: bool = opt(
-        False, "Weight each pair by how likely its responses are under the policy (WPO, arXiv 2406.11827)."
+        False, "Weight each pair by the probability of its responses under the policy (WPO, arXiv 2406.11827)."
     )
     rpo_alpha: Annotated[float, Gt(0)] | None = opt(
-        None, "Weight of the length-normalized NLL of the chosen response (RPO, arXiv 2404.19733); None: not there."
+        None, "Weight of the length-normalized NLL of the chosen response (RPO, arXiv 2404.19733); None: term off."
     )
 
     @property
     def weighted_losses(self) -> list[tuple[str, float]]:
-        """Names of the losses and their weights."""
+        """The names of the losses with their weights."""
         return list(zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True))
 
     def validate(self) -> None:

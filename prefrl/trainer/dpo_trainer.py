@@ -38,20 +38,20 @@ __all__ = ["DPOTrainer"]
 class DPOTrainer(OfflineTrainer):
     """Minimizes the mean over pairs of -log sigmoid(beta (log r(chosen) - log r(rejected))), r = policy / reference.
 
-    `loss_type` names other losses of the same log-ratios; several are added with their weights.
+    `loss_type` chooses other losses of the same log-ratios; several losses are added with their weights.
 
     Args:
         model: Name, path or instance; trained in place.
         ref_model: The reference; None: the model's weights at construction.
         args: Options; None: the defaults, in `<model name>-DPO`.
-        arguments: See `TrainerArguments`. Datasets: preference rows, `prompt`, `chosen` and `rejected`, or `chosen`
-            and `rejected` with a common start.
+        arguments: See `TrainerArguments`. Datasets: preference rows with `prompt`, `chosen` and `rejected`, or with
+            `chosen` and `rejected` that start with the same prompt.
 
     Raises:
-        ConfigError: Options that cannot work together.
-        DataError: A dataset that cannot be used; names the row and the column.
+        ConfigError: The options cannot be combined.
+        DataError: A dataset cannot be used; the message names the row and the column.
 
-    Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; `losses/preference/pairwise.py` names those of other losses.
+    Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; for other losses see `losses/preference/pairwise.py`.
     """
 
     algorithm = "dpo"
@@ -75,7 +75,7 @@ class DPOTrainer(OfflineTrainer):
         self._pairs_per_chosen_token = 0.0
 
     def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """Also what some losses need to know about all pairs of the step."""
+        """See `OfflineTrainer`; also computes what some losses need to know about all pairs of the step."""
         batches = super().prepare_step(batches)
         if "sft" in self.args.loss_type:
             self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
@@ -109,7 +109,7 @@ class DPOTrainer(OfflineTrainer):
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
         policy, reference = self._rows(scores.logprobs, batch), self._reference(batch)
         pairs = self._pairs(policy, reference)
-        plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])  # for the likelihood of whole responses
+        plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])  # full sums, without ld_alpha
         total = torch.zeros((), device=batch.device)
         for name, weight in self.args.weighted_losses:
             total = total + weight * self._sum(name, plain if name == "sft" else pairs, scores, batch)
@@ -135,7 +135,7 @@ class DPOTrainer(OfflineTrainer):
             assert self._step_pairs is not None
             return self._step_pairs.loss(function, pairs, pair_groups(batch))
         losses = function(pairs)
-        if name == "sft":  # a mean over tokens, though pairs are counted
+        if name == "sft":  # a mean over tokens, although the step's sum is divided by the number of pairs
             losses = losses * self._pairs_per_chosen_token
         if scores.log_collision is not None:
             losses = losses * self._pair_weights(scores, batch)

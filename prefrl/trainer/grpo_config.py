@@ -23,25 +23,23 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
 
     advantage_estimator: Literal[
         "grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "maxrl", "optimal_token_baseline"
-    ] = opt(
-        "grpo", "How much better than others a completion is: what is subtracted from its reward, see docs/losses.md."
-    )
+    ] = opt("grpo", "How advantages are computed from the rewards of a group; see docs/losses.md.")
 
-    f_norm: Annotated[float, Gt(0)] = opt(1.0, "gpg: what advantages are divided by.")
+    f_norm: Annotated[float, Gt(0)] = opt(1.0, "gpg: advantages are divided by this.")
     zero_tail: bool = opt(
-        True, "optimal_token_baseline: tokens that one completion of a prompt alone has reached have no baseline."
+        True, "optimal_token_baseline: no baseline at positions that only one completion of a prompt reaches."
     )
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """The options of a paper's algorithm, and others of the user's, which win.
+        """A config with the options of a paper's algorithm; your own options take precedence.
 
         Args:
-            name: In `PRESETS`: "deepseekmath", "dr_grpo", "dapo", "gspo", "cispo", ...
+            name: A key of `PRESETS`: "deepseekmath", "dr_grpo", "dapo", "gspo", "cispo", ...
             options: Any options of the config.
 
         Raises:
-            ConfigError: There is no preset of this name, or options that cannot work together.
+            ConfigError: There is no preset of this name, or the options cannot be combined.
         """
         if name not in PRESETS:
             raise ConfigError(f"preset {name!r}: must be one of {', '.join(map(repr, PRESETS))}")
@@ -49,7 +47,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        if isinstance(self.scale_rewards, bool):  # the names before there was "batch"
+        if isinstance(self.scale_rewards, bool):  # also accepted: True means "group", False "none"
             self.scale_rewards = "group" if self.scale_rewards else "none"
         super().validate()
         self._validate_estimator()

@@ -1,4 +1,4 @@
-"""Sets of options under the names of the papers that they come from."""
+"""Presets of GRPO: the options of published algorithms, by name."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["PRESETS", "Preset"]
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Options of GRPO that make it the algorithm of a paper; batch sizes and learning rates are left to the user."""
+    """Options that turn GRPO into the algorithm of a paper. Batch sizes and learning rates are left to the user."""
 
     options: Mapping[str, Any]
     source: str
-    note: str = ""  # what the paper does beside, or leaves open
+    note: str = ""  # what else the paper does, or leaves open
 
 
 def _preset(source: str, note: str = "", **options: Any) -> Preset:
-    # The whole distribution is sampled from, as papers do and as importance ratios need.
+    # Sample from the full distribution, as the papers do and as importance ratios require.
     return Preset(MappingProxyType({"temperature": 1.0, "top_p": 1.0, "top_k": None, **options}), source, note)
 
 

@@ -20,9 +20,9 @@ class KTOConfig(OfflineReferenceOptions, OfflineConfig):
     """Options of `KTOTrainer`."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
-    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     loss_type: Literal["kto", "apo_zero_unpaired"] = opt(
-        "kto", "kto: rewards are compared with a KL estimate. apo_zero_unpaired: with 0."
+        "kto", "Reference point of the rewards: a KL estimate (kto), or 0 (apo_zero_unpaired)."
     )
     desirable_weight: Annotated[float, Ge(0)] = opt(1.0, "Weight of the loss of desirable rows.")
     undesirable_weight: Annotated[float, Ge(0)] = opt(1.0, "Weight of the loss of undesirable rows.")

@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 class KTOTrainer(OfflineTrainer):
     """Minimizes the mean over rows of weight * (1 - sigmoid(+-beta (log r - KL))), + for desirable rows.
 
-    r = policy / reference; KL = max(0, mean of log r over prompts with another prompt's completion), one number
-    for the whole optimizer step.
+    r = policy / reference; KL = max(0, mean of log r over mismatched rows, prompts with the completion of another
+    prompt), one number for the whole optimizer step.
 
     Args:
         model: Name, path or instance; trained in place.
         ref_model: The reference; None: the model's weights at construction.
         args: Options; None: the defaults, in `<model name>-KTO`.
-        arguments: See `TrainerArguments`. Datasets: unpaired rows, `prompt`, `completion` and `label`, or preference
-            rows, of which each gives two.
+        arguments: See `TrainerArguments`. Datasets: unpaired rows with `prompt`, `completion` and `label`, or
+            preference rows, each of which is split into two unpaired rows.
 
     Raises:
-        ConfigError: Options that cannot work together.
-        DataError: A dataset that cannot be used; names the row and the column.
+        ConfigError: The options cannot be combined.
+        DataError: A dataset cannot be used; the message names the row and the column.
 
     Source: Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8; apo_zero_unpaired: D'Oosterlinck et al. 2024, arXiv
     2408.06266.
@@ -78,7 +78,7 @@ class KTOTrainer(OfflineTrainer):
         return self.args.loss_type == "kto"
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Tokenize, and give each row another prompt's completion for the KL estimate."""
+        """Tokenize, and add to each row the completion of another prompt for the KL estimate."""
         return prepare_unpaired(dataset, tokenizer, self.args, with_mismatched=self._estimates_kl)
 
     def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
@@ -90,7 +90,7 @@ class KTOTrainer(OfflineTrainer):
         return torch.tensor(float(len(sided_rows(batch))))
 
     def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """Also the KL estimate of the step; the rows that it is made of are left out of the training forward."""
+        """See `OfflineTrainer`; also estimates the KL of the step, and leaves its rows out of the training pass."""
         batches = super().prepare_step(batches)
         if self._estimates_kl:
             self._kl = self._estimated_kl(batches)
@@ -105,7 +105,7 @@ class KTOTrainer(OfflineTrainer):
             assert batch.ref_logprobs is not None
             log_ratio += ((logprobs - batch.ref_logprobs) * batch.trainable).sum().to(log_ratio.device)
         count = sum(batch.num_rows for batch in parts)
-        # One wait for the device in each step.
+        # float() waits for the device, once per step.
         total, all_rows = distributed.sum_over_ranks([float(log_ratio), count], self.args.device)
         return max(0.0, total / max(all_rows, 1.0))
 

@@ -17,19 +17,19 @@ __all__ = ["OnlineDPOConfig"]
 
 @dataclass
 class OnlineDPOConfig(ReferenceOptions, OnlineConfig):
-    """Options of `OnlineDPOTrainer`, and those whose defaults are its own."""
+    """Options of `OnlineDPOTrainer`, and shared options with other defaults."""
 
     loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "DPO's loss, or IPO's.")
     beta: Annotated[float, Gt(0)] = opt(
-        0.1, "Implicit rewards are beta * log(policy / reference): the larger, the closer the policy stays."
+        0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."
     )
     num_generations: Annotated[int, Ge(1)] = opt(
-        2, "Completions of each prompt, at least 2: the best and the worst of them make the pair."
+        2, "Completions per prompt, at least 2: the best and the worst of them form a pair."
     )
 
     @property
     def corrects_sampling(self) -> bool:
-        """False: pairs are learned from as those of a dataset are, whoever wrote them."""
+        """False: pairs are trained on like those of a dataset, whichever policy sampled them."""
         return False
 
     def validate(self) -> None:

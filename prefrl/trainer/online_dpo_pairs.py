@@ -1,4 +1,4 @@
-"""Pairs of completions of one prompt, the better and the worse, and their loss."""
+"""Pairs of a better and a worse completion of the same prompt, and their loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["PairLearner", "PairObjective"]
 
 
 class PairObjective:
-    """Sum over pairs of the loss."""
+    """The pairwise loss, summed over pairs."""
 
     want: tuple[WantName, ...] = ("entropy", "correct", "mean_logit")
     learns_from_zero_advantage = True
@@ -42,19 +42,19 @@ class PairObjective:
         return torch.tensor(batch.num_rows / 2)
 
     def needs(self, *, is_first: bool) -> frozenset[Annotation]:
-        """The reference's log-probs; nothing is compared with the policy that sampled."""
+        """The reference log-probs. The loss does not compare with the policy that sampled."""
         return frozenset({"ref_logprobs"})
 
     def prepared(self, batch: TokenBatch, *, num_items: float) -> TokenBatch:
-        """Nothing depends on other pairs."""
+        """The batch unchanged: no pair depends on others."""
         return batch
 
     def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
-        """Every pair has a gradient."""
+        """Empty, because every pair has a gradient."""
         return {}
 
     def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
-        """The sum over a micro-batch of whole pairs; `old_logprobs` are not read."""
+        """The sum over a micro-batch of whole pairs; `old_logprobs` is not used."""
         assert batch.ref_logprobs is not None
         policy, reference = RowScores.of(scores.logprobs, batch), RowScores.of(batch.ref_logprobs, batch)
         pairs = make_pairs(policy, reference, divergence="reverse_kl", alpha=0.0)
@@ -65,22 +65,22 @@ class PairObjective:
         return LossOutput(total, preference_metrics(batch, scores, logps=policy.logps, rewards=rewards))
 
     def end_step(self, device: torch.device) -> None:
-        """Nothing moves."""
+        """Nothing to do: no weights adapt."""
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Nothing moves."""
+        """Empty: no weights adapt."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Nothing moves."""
+        """Nothing to do: no weights adapt."""
 
 
 class PairLearner:
-    """`Learner` of the best and the worst completion of each prompt; equal ones make no pair.
+    """`Learner` from the best and the worst completion of each prompt. If their totals are equal, there is no pair.
 
     Args:
         args: Options.
-        rewards: Not read: pairs compare totals.
+        rewards: Not used, because pairs compare total rewards.
     """
 
     needs: frozenset[Annotation] = frozenset()
@@ -93,7 +93,7 @@ class PairLearner:
     def advantages(
         self, batch: TokenBatch, rollouts: Sequence[Rollout], *, num_parts: int, step: int, over_ranks: bool
     ) -> Learned:
-        """See `Learner`; an advantage is +1 for chosen rows, -1 for rejected ones, 0 for others."""
+        """See `Learner`; the advantage is +1 for chosen rows, -1 for rejected rows and 0 for all others."""
         totals = self._shaped(rollouts, over_ranks=over_ranks)
         size = -(-len(rollouts) // num_parts)
         parts = []
@@ -122,7 +122,7 @@ class PairLearner:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Running moments of rewards."""
+        """The running moments of rewards."""
         return {} if self.moments is None else self.moments.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class PairLearner:
 
 
 def _rows_by_group(rollouts: Sequence[Rollout], totals: Sequence[float], rows: Iterable[int]) -> list[list[int]]:
-    """Those rows that have a total, of each group that has one."""
+    """Rows with a total reward, by group; groups without such a row are left out."""
     groups: dict[int, list[int]] = {}
     for row in rows:
         if not math.isnan(totals[row]):

@@ -17,9 +17,9 @@ __all__ = ["OnlineDPOTrainer"]
 class OnlineDPOTrainer(OnlineTrainer):
     """Minimizes -log sigmoid(beta * (log-ratio of the better - log-ratio of the worse completion)).
 
-    Log-ratios are log pi - log pi_ref; the better of the completions of a prompt is the one with the higher reward.
-    A judge that compares completions is a reward too: `prefrl.rewards.get_judge_reward`. See `OnlineTrainer` for the
-    arguments.
+    Log-ratios are log pi - log pi_ref; the better completion of a prompt is the one with the higher reward. A judge
+    that compares completions can serve as a reward, too: `prefrl.rewards.get_judge_reward`. See `OnlineTrainer` for
+    the arguments.
 
     Source: Guo et al. 2024, arXiv 2402.04792.
     """
@@ -30,7 +30,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     learner_class = PairLearner
 
     def cut(self, batch: TokenBatch, rows_per_micro_batch: int) -> list[TokenBatch]:
-        """See `BaseTrainer`; never parts a pair."""
+        """See `BaseTrainer`; never splits a pair."""
         if self.args.max_tokens_per_micro_batch is not None:
             return batch.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
         return batch.chunks(max(2, rows_per_micro_batch // 2 * 2))

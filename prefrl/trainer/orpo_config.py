@@ -18,5 +18,5 @@ class ORPOConfig(OfflineConfig):
     """Options of `ORPOTrainer`."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
-    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     beta: Annotated[float, Gt(0)] = opt(0.1, "Weight of the odds-ratio term; lambda in the paper.")

@@ -19,9 +19,9 @@ __all__ = ["ORPOTrainer"]
 
 
 class ORPOTrainer(OfflineTrainer):
-    """Minimizes the NLL of the chosen responses, a mean over tokens, plus beta * the mean odds-ratio term of pairs.
+    """Minimizes the token-mean NLL of the chosen responses plus beta * the mean odds-ratio term over pairs.
 
-    Datasets: preference rows, as for DPO. There is no reference.
+    Datasets: preference rows, as for DPO. There is no reference model.
 
     Source: Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7.
     """
@@ -31,7 +31,7 @@ class ORPOTrainer(OfflineTrainer):
     row_kind = PAIRS
 
     def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """Also the number of chosen tokens for each pair of the step."""
+        """See `OfflineTrainer`; also counts pairs per chosen token over the step, which scales the NLL."""
         self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
         return super().prepare_step(batches)
 

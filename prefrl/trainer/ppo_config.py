@@ -17,33 +17,33 @@ __all__ = ["PPOConfig"]
 
 @dataclass
 class PPOConfig(PolicyGradientConfig):
-    """Options of `PPOTrainer`, and those whose defaults are its own."""
+    """Options of `PPOTrainer`, and shared options with other defaults."""
 
-    gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount of the reward of a token for the token before it.")
+    gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
     lam: Annotated[float, Ge(0), Le(1)] = opt(
-        0.95, "Lambda of generalized advantage estimation; 1: the critic is a baseline alone, and has no bias."
+        0.95, "Lambda of generalized advantage estimation; 1: the critic is only a baseline and adds no bias."
     )
     critic: Literal["head", "model"] = opt(
-        "head", "A head on the policy's hidden states, or a model of its own: value_model, or a copy of the policy's."
+        "head", "head: a head on the policy's hidden states. model: value_model, or a copy of the policy."
     )
-    critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
-    critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start in which the critic learns alone.")
+    critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic; it has the same schedule.")
+    critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start that train only the critic.")
     vf_coef: Annotated[float, Gt(0)] = opt(0.1, "Weight of the value loss.")
     cliprange_value: Annotated[float, Gt(0)] | None = opt(
-        0.2, "A value moves by at most this from what it was before the generation batch was learned from."
+        0.2, "Value clipping: how far values may move from those before the first update; None: no clipping."
     )
-    detach_trunk: bool = opt(False, "head: the value loss trains the head alone, not the policy's hidden states.")
-    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions of each prompt; the critic is the baseline.")
-    num_iterations: Annotated[int, Ge(1)] = opt(4, "PPO epochs: how often each generation batch is learned from.")
+    detach_trunk: bool = opt(False, "head: the value loss trains only the head; no gradient flows into the policy.")
+    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions per prompt; the critic is the baseline.")
+    num_iterations: Annotated[int, Ge(1)] = opt(4, "PPO epochs: number of passes over each generation batch.")
     normalize_advantages: bool = opt(
-        True, "Advantages of all tokens of a generation batch get mean 0 and standard deviation 1."
+        True, "Normalize the advantages of all tokens of a generation batch to mean 0 and standard deviation 1."
     )
-    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no reference model is kept.")
+    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no KL term and no reference model.")
     kl_estimator: KLEstimate = opt(
-        "k1", "Estimate of KL(policy || reference) for each token; in a reward, only its value counts."
+        "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
     )
     kl_in: Literal["loss", "reward"] = opt(
-        "reward", "Whether beta * KL is added to the loss or taken from the reward."
+        "reward", "Whether beta * KL is added to the loss or subtracted from the reward."
     )
 
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""PPO's critic as its options ask for it, and its loss."""
+"""Creates PPO's critic from its options, and computes its loss."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTraine
 
 
 def refuse_reward_model(given: object, reward_funcs: object) -> None:
-    """Refuse a critic that is a reward too.
+    """Reject a critic that is also a reward.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: The critic is one of the rewards.
     """
     sources = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if isinstance(given, torch.nn.Module) and any(source is given for source in sources):
@@ -82,11 +82,11 @@ def refuse_reward_model(given: object, reward_funcs: object) -> None:
 
 
 def critic_loss(args: PPOConfig, batch: TokenBatch, values: Tensor) -> LossOutput:
-    """vf_coef * value loss, weighed over tokens as the policy's loss is.
+    """vf_coef * value loss, with the same token weights as the policy loss.
 
     Args:
         args: Options.
-        batch: With the values of old and the returns.
+        batch: Rows with old values and returns.
         values: [N], gradient flows.
     """
     assert batch.values is not None
@@ -102,38 +102,38 @@ def critic_loss(args: PPOConfig, batch: TokenBatch, values: Tensor) -> LossOutpu
 
 
 def attach_critic(policy: PreTrainedModel, critic: Critic) -> None:
-    """Make the critic a module of the policy, which `save_pretrained` leaves out."""
+    """Make the critic a submodule of the policy that `save_pretrained` leaves out."""
     policy.add_module(CRITIC, critic.module)
     names = [f"{CRITIC}.{name}" for name in critic.module.state_dict()]
     policy._keys_to_ignore_on_save = [*(policy._keys_to_ignore_on_save or ()), *names]
 
 
 def without_critic(parameters: Iterable[nn.Parameter], critic: Critic) -> list[nn.Parameter]:
-    """Those that are not the critic's."""
+    """The parameters that are not the critic's."""
     own = {id(parameter) for parameter in critic.parameters()}
     return [parameter for parameter in parameters if id(parameter) not in own]
 
 
 def add_critic_group(optimizer: torch.optim.Optimizer, critic: Critic, *, learning_rate: float) -> None:
-    """Take the critic's parameters out of the groups that there are, into a last one whose weights do not decay."""
+    """Move the critic's parameters from the existing groups to a new last group without weight decay."""
     for group in optimizer.param_groups:
         group["params"] = without_critic(group["params"], critic)
     optimizer.add_param_group({"params": critic.parameters(), "lr": learning_rate, "weight_decay": 0.0})
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
 
 
-# The critic is a part of the model that is trained, and has a folder of its own, `critic`, in what is saved.
+# The critic is part of the trained model, but is saved to a folder of its own, `critic`.
 
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of the policy, and those of the critic inside it under the critic's own names."""
+    """Split a state dict into the policy's weights and the critic's, the latter under the critic's own names."""
     prefix = f"{CRITIC}."
     policy = {name: value for name, value in state.items() if not name.startswith(prefix)}
     return policy, {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def save_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
-    """Write the critic into a checkpoint that has none of it yet. On all ranks."""
+    """Write the critic into a checkpoint that does not contain it yet. All ranks must call it."""
     if not _is_left_out(trainer) or not distributed.keeps_checkpoints_partitioned(trainer.accelerator):
         return
     writes = trainer.args.should_save
@@ -143,13 +143,13 @@ def save_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
 
 
 def load_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
-    """Read the critic of a checkpoint, unless the backend has loaded it with the policy. On all ranks."""
+    """Read the critic of a checkpoint, unless the backend has loaded it with the policy. All ranks must call it."""
     if _is_left_out(trainer):
         critic.load(folder / "critic")
 
 
 def _is_left_out(trainer: OnlineTrainer) -> bool:
-    """Whether the backend loads no critic: HuggingFace does not know it, and FSDP2 may save adapters alone."""
+    """Whether the backend does not load the critic: HuggingFace does not know it, and FSDP2 may save only adapters."""
     if trainer.is_fsdp_enabled:
         return is_peft_model(trainer.policy)
     return not trainer.is_deepspeed_enabled

@@ -41,15 +41,15 @@ __all__ = ["PPOTrainer"]
 
 
 class PPOTrainer(OnlineTrainer):
-    """Minimizes the clipped surrogate with advantages of a critic, and vf_coef * value loss of the critic.
+    """Minimizes the clipped surrogate with advantages from a critic, plus vf_coef * value loss of the critic.
 
     A_t = sum over s >= t of (gamma lam)^(s - t) (r_s + gamma V_(s+1) - V_s), normalized over the tokens of the batch;
-    r_s is -beta * (log pi_old - log pi_ref), and the reward on the last token. The critic learns A_t + V_t.
+    r_s is -beta * (log pi_old - log pi_ref), plus the reward on the last token. The critic learns A_t + V_t.
 
-    The critic of `critic="model"` is the argument `value_model`: name, path or instance of a sequence classifier with
-    one label, such as a reward model; None: a copy of the policy with a new head. One that is given by name is loaded
-    with `model_init_kwargs`. The optimizer is the trainer's: it trains the critic too. See `OnlineTrainer` for the
-    other arguments.
+    With `critic="model"`, the critic is the argument `value_model`: name, path or instance of a sequence classifier
+    with one label, such as a reward model; None: a copy of the policy with a new head. A model given by name is loaded
+    with `model_init_kwargs`. The trainer creates its optimizer itself, because it also trains the critic. See
+    `OnlineTrainer` for the other arguments.
 
     Source: Schulman et al. 2017, arXiv 1707.06347; Schulman et al. 2015 (GAE), arXiv 1506.02438; Ouyang et al. 2022.
     """
@@ -90,7 +90,7 @@ class PPOTrainer(OnlineTrainer):
         )
         self.critic: Critic = make_critic(self.args, self.policy, value_model)
         self.scorer.critic = self.critic
-        # One module is trained, so that any backend reduces and shards the gradients of both.
+        # The critic becomes part of the trained module, so every backend reduces and shards the gradients of both.
         attach_critic(self.policy, self.critic)
 
     @property
@@ -98,22 +98,22 @@ class PPOTrainer(OnlineTrainer):
         return bool(self.state.global_step < self.args.critic_warmup)
 
     def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
-        """See `BaseTrainer`; gradients for what has some on other ranks."""
+        """See `BaseTrainer`; covers the parameters of the policy and of the critic, as on other ranks."""
         scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=())
         return scores.logprobs.sum() + values.sum()
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
-        """The policy's loss, times 0 in the steps of `critic_warmup`, and the critic's."""
+        """The policy's loss, multiplied by 0 in the steps of `critic_warmup`, plus the critic's loss."""
         scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=self.objective.want)
         output = self.objective(batch, scores, self.old_logprobs(batch, scores))
         value = critic_loss(self.args, batch, values)
         weight = 0.0 if self._is_warmup else 1.0
         return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)
 
-    # The critic is a part of the model that HuggingFace trains, and the last group of its optimizer.
+    # The critic is part of the model that HuggingFace trains, and its parameters are the optimizer's last group.
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """HuggingFace's optimizer with a group for the critic."""
+        """HuggingFace's optimizer with a parameter group for the critic."""
         is_new = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if is_new:
@@ -124,13 +124,13 @@ class PPOTrainer(OnlineTrainer):
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
-        """See `OnlineTrainer`; while the critic learns alone, the policy's weights do not decay either."""
+        """See `OnlineTrainer`; during `critic_warmup`, weight decay of the policy is off, too."""
         for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):
             group["weight_decay"] = 0.0 if self._is_warmup else weight_decay
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if distributed.updates_in_backward(self.accelerator):  # and has clipped the gradients of both together
+        if distributed.updates_in_backward(self.accelerator):  # it has already clipped the gradients of both together
             return super()._clip_grad_norm(model)
         policy = without_critic(model.parameters(), self.critic)
         norm = self.accelerator.clip_grad_norm_(policy, self.args.max_grad_norm)
@@ -138,19 +138,19 @@ class PPOTrainer(OnlineTrainer):
         return norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """HuggingFace's hook, on the process that writes; the critic goes to the folder `critic`."""
+        """HuggingFace's hook, called on the process that writes; the critic goes to the folder `critic`."""
         policy, critic = split_state(self.policy.state_dict() if state_dict is None else state_dict)
         super()._save(output_dir, policy)
         if self.args.should_save:
             self.critic.save(Path(output_dir or self.args.output_dir) / "critic", critic)
 
     def save_update_state(self, folder: Path) -> None:
-        """See `OnlineTrainer`; the critic is not in all checkpoints of a backend."""
+        """See `OnlineTrainer`; also writes the critic if the backend's checkpoint does not contain it."""
         super().save_update_state(folder)
         save_left_out(self, self.critic, folder)
 
     def load_update_state(self, folder: Path) -> None:
-        """See `OnlineTrainer`; backends that shard have mostly loaded the critic with the policy."""
+        """See `OnlineTrainer`; also loads the critic, unless the backend has loaded it with the policy."""
         super().load_update_state(folder)
         load_left_out(self, self.critic, folder)
 

@@ -17,23 +17,24 @@ __all__ = ["ReinforcePlusPlusConfig"]
 
 @dataclass
 class ReinforcePlusPlusConfig(PolicyGradientConfig):
-    """Options of `ReinforcePlusPlusTrainer`, and those whose defaults are its own."""
+    """Options of `ReinforcePlusPlusTrainer`, and shared options with other defaults."""
 
     advantage_estimator: Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"] = opt(
         "reinforce_plus_plus",
-        "Discounted rewards from a token on, or the reward minus the mean of the prompt's completions.",
+        "reinforce_plus_plus: discounted sum of the rewards from a token on. reinforce_plus_plus_baseline: the reward "
+        "minus the mean reward of the prompt's completions.",
     )
-    gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount of the reward of a token for the token before it.")
-    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions of each prompt; more than 1 for a baseline.")
+    gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
+    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions per prompt; a baseline needs more than 1.")
     normalize_advantages: bool = opt(
-        True, "Advantages of all tokens of a generation batch get mean 0 and standard deviation 1."
+        True, "Normalize the advantages of all tokens of a generation batch to mean 0 and standard deviation 1."
     )
-    beta: Annotated[float, Ge(0)] = opt(0.01, "Weight of the KL term; 0: no reference model is kept.")
+    beta: Annotated[float, Ge(0)] = opt(0.01, "Weight of the KL term; 0: no KL term and no reference model.")
     kl_estimator: KLEstimate = opt(
-        "k1", "Estimate of KL(policy || reference) for each token; in a reward, only its value counts."
+        "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
     )
     kl_in: Literal["loss", "reward"] = opt(
-        "reward", "Whether beta * KL is added to the loss or taken from the reward."
+        "reward", "Whether beta * KL is added to the loss or subtracted from the reward."
     )
 
     def validate(self) -> None:

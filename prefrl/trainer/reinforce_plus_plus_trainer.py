@@ -1,4 +1,4 @@
-"""REINFORCE++: rewards of tokens, normalized over the batch, without a critic."""
+"""REINFORCE++: token rewards without a critic, and advantages normalized over the batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class ReinforcePlusPlusTrainer(OnlineTrainer):
     """Minimizes -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over tokens.
 
     A_t = sum over s >= t of gamma^(s - t) r_s, normalized over the tokens of the batch; r_s is
-    -beta * (log pi_old - log pi_ref), and the reward on the last token. The baseline form takes the mean reward of the
-    prompt's completions away instead. See `OnlineTrainer` for the arguments.
+    -beta * (log pi_old - log pi_ref), plus the reward on the last token. The baseline variant instead subtracts the
+    mean reward of the prompt's completions. See `OnlineTrainer` for the arguments.
 
     Source: Hu et al. 2025, arXiv 2501.03262.
     """

@@ -18,9 +18,9 @@ class RewardConfig(OfflineConfig):
     """Options of `RewardTrainer`."""
 
     learning_rate: float = opt(1e-4, "Initial learning rate.")
-    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, those of adapters too.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     center_rewards_coefficient: Annotated[float, Gt(0)] | None = opt(
-        None, "Weight of (reward of chosen + reward of rejected)^2, which centres rewards on 0; 0.01 is recommended."
+        None, "Weight of (reward of chosen + reward of rejected)^2, which centers rewards on 0; 0.01 is recommended."
     )
 
     def validate(self) -> None:

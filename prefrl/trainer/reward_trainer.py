@@ -30,18 +30,18 @@ __all__ = ["RewardTrainer"]
 class RewardTrainer(OfflineTrainer):
     """Minimizes the mean over pairs of -log sigmoid(reward(chosen) - reward(rejected) - margin).
 
-    The model is a sequence classifier with one label, whose score at a text's last token is the reward. A causal model
-    given by name gets such a head.
+    The model is a sequence classifier with one label, whose score at the last token of a text is the reward. A causal
+    model given by name gets a classification head.
 
     Args:
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-Reward`.
-        arguments: See `TrainerArguments`. Datasets: preference rows, `chosen` and `rejected`, with `prompt` or with a
-            common start, and perhaps `margin`.
+        arguments: See `TrainerArguments`. Datasets: preference rows with `prompt`, `chosen` and `rejected`, or with
+            `chosen` and `rejected` that start with the same prompt; optionally with `margin`.
 
     Raises:
-        ConfigError: Options that cannot work together.
-        DataError: A dataset that cannot be used; names the row and the column.
+        ConfigError: The options cannot be combined.
+        DataError: A dataset cannot be used; the message names the row and the column.
 
     Source: Bradley and Terry 1952; margin: Touvron et al. 2023 (Llama 2), arXiv 2307.09288, eq. 2; centering:
     Eisenstein et al. 2023, arXiv 2312.09244, eq. 2.
@@ -58,11 +58,11 @@ class RewardTrainer(OfflineTrainer):
         **arguments: Unpack[TrainerArguments],
     ) -> None:
         super().__init__(model, args, *data, **arguments)
-        # Wherever the model is used, it finds a text's end as the last token that is not this one.
+        # Sequence classifiers find the end of a text as the last token that is not the padding token.
         self.policy.config.pad_token_id = self.processing_class.pad_token_id
 
     def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
-        """The reward model, see `models.load.load_reward_model`."""
+        """The reward model; see `models.load.load_reward_model`."""
         return load_reward_model(model, **options)
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
@@ -81,7 +81,7 @@ class RewardTrainer(OfflineTrainer):
         return reward_batch(rows, padding_id=self.processing_class.pad_token_id)
 
     def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
-        """See `BaseTrainer`; without the mark at the end of each row."""
+        """See `BaseTrainer`; does not count the extra token at the end of each row."""
         return super().tokens_seen(batches) - sum(batch.num_rows for batch in batches)
 
     def num_items(self, batch: TokenBatch) -> Tensor:

@@ -18,21 +18,21 @@ __all__ = ["RLOOConfig"]
 
 @dataclass
 class RLOOConfig(PolicyGradientConfig):
-    """Options of `RLOOTrainer` whose defaults are its own."""
+    """Shared options with other defaults in `RLOOTrainer`."""
 
-    num_generations: Annotated[int, Ge(1)] = opt(2, "Completions of each prompt, at least 2.")
-    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no reference model is kept.")
+    num_generations: Annotated[int, Ge(1)] = opt(2, "Completions per prompt, at least 2.")
+    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no KL term and no reference model.")
     kl_estimator: KLEstimate = opt(
-        "k1", "Estimate of KL(policy || reference) for each token; in a reward, only its value counts."
+        "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
     )
     kl_in: Literal["loss", "reward"] = opt(
-        "reward", "Whether beta * KL is added to the loss or, summed over a completion, taken from its reward."
+        "reward", "Whether beta * KL is added to the loss or, summed over a completion, subtracted from its reward."
     )
     loss_type: LossType = opt(
         "grpo", "The loss and how it is averaged; grpo: the clipped surrogate, mean over sequences."
     )
     importance_sampling_level: ImportanceLevel = opt(
-        "sequence_sum", "The ratio is that of the probabilities of whole completions."
+        "sequence_sum", "Level of the ratio; sequence_sum: the ratio of the probabilities of whole completions."
     )
 
     def validate(self) -> None:

@@ -21,19 +21,19 @@ class SFTConfig(OfflineConfig):
         "nll", "nll: negative log-likelihood. dft: each token weighted by its own probability (arXiv 2508.05629)."
     )
     completion_only_loss: bool | None = opt(
-        None, "Learn the completion only. None: yes for prompt-completion data, no otherwise."
+        None, "Compute the loss only on the completion. None: yes for prompt-completion data, no otherwise."
     )
-    assistant_only_loss: bool = opt(False, "Learn the assistant's turns only; needs conversational data.")
-    dataset_text_field: str = opt("text", "Column of plain language-modeling data.")
+    assistant_only_loss: bool = opt(False, "Compute the loss only on assistant turns; needs conversational data.")
+    dataset_text_field: str = opt("text", "Name of the text column of language-modeling data.")
     packing: bool = opt(
         False,
-        "Put several sequences into one row of at most max_length tokens, so that a batch of rows has an even size. "
+        "Pack several sequences into each row of at most max_length tokens, so that batches have similar sizes. "
         "Nothing is padded either way.",
     )
     packing_strategy: Literal["bfd", "wrapped"] = opt(
-        "bfd", "bfd: best-fit decreasing, sequences stay whole. wrapped: one stream, cut at max_length."
+        "bfd", "bfd: best-fit decreasing, sequences stay whole. wrapped: one stream of tokens, cut at max_length."
     )
-    eval_packing: bool | None = opt(None, "Pack the evaluation dataset. None: as packing.")
+    eval_packing: bool | None = opt(None, "Pack the evaluation dataset, too. None: same as packing.")
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""

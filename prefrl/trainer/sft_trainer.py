@@ -27,18 +27,18 @@ __all__ = ["SFTTrainer"]
 
 
 class SFTTrainer(OfflineTrainer):
-    """Minimizes the mean over all trained tokens of -log pi(token), or of its DFT form.
+    """Minimizes the mean of -log pi(token), or of its DFT variant, over all trained tokens.
 
     Args:
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-SFT`.
-        formatting_func: Turns a row into text.
-        arguments: See `TrainerArguments`. Datasets: language modeling (`text` or `messages`) or prompt-completion
-            (`prompt`, `completion`) rows.
+        formatting_func: Turns a dataset row into text.
+        arguments: See `TrainerArguments`. Datasets: rows for language modeling (`text` or `messages`) or
+            prompt-completion rows (`prompt`, `completion`).
 
     Raises:
-        ConfigError: Options that cannot work together.
-        DataError: A dataset that cannot be used; names the row and the column.
+        ConfigError: The options cannot be combined.
+        DataError: A dataset cannot be used; the message names the row and the column.
 
     Source: dft is Wu et al. 2025, arXiv 2508.05629, eq. 9.
     """
@@ -86,7 +86,7 @@ class SFTTrainer(OfflineTrainer):
         return sft_batch(rows)
 
     def num_items(self, batch: TokenBatch) -> Tensor:
-        """Tokens that have a loss."""
+        """Trained tokens."""
         return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction="token", constant=None)
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:

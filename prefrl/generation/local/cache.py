@@ -1,4 +1,4 @@
-"""A prompt's keys and values, copied to the rows that go on from it, with room for the tokens to come."""
+"""A KV cache that copies prompts to the rows that continue them, with memory allocated for all tokens to come."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["keep_rows", "rows_of_cache"]
 
 
 def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = False) -> Cache:
-    """A cache with copies of some rows, which may repeat, and room for more tokens; the original stays as it is.
+    """A cache with copies of some rows, which may repeat, and room for more tokens; the original is unchanged.
 
     Args:
-        cache: Of the prompts.
-        rows: [R] int64, places in `cache`.
-        room: Tokens to come in each row.
-        offloads: Keep the copies in host memory.
+        cache: The cache of the prompts.
+        rows: [R] int64, positions in `cache`.
+        room: Number of tokens to come in each row.
+        offloads: Whether to keep the copies in host memory.
     """
 
     def copied(layer: CacheLayerMixin) -> CacheLayerMixin:
         if type(layer) is DynamicLayer:
             return _RoomyLayer(layer, rows, room, offloads=offloads)
-        # Layers of other kinds (sliding windows, recurrent states) have a bounded size and know how to select rows.
+        # Layers of other kinds (sliding windows, recurrent states) have a bounded size and can select rows themselves.
         return _rows_of_layer(layer, rows)
 
     filled = copy.copy(cache)
@@ -40,7 +40,7 @@ def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = Fal
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
-    """Only `rows` stay, in that order. A row that changes its place comes from behind the last place that is left."""
+    """Keep only `rows`, in this order. A row that moves must come from behind all positions that remain."""
     index = torch.tensor(rows, device=device)
     for layer in cache.layers:
         if isinstance(layer, _RoomyLayer):
@@ -50,9 +50,9 @@ def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
 
 
 class _RoomyLayer(DynamicLayer):
-    """A layer's keys and values in memory that has room for all tokens to come: a new token is written in place.
+    """A layer's keys and values, with memory allocated for all tokens to come: new tokens are written in place.
 
-    `DynamicLayer` copies the whole layer for every token. Where it offloads, the memory is the host's, and only what
+    `DynamicLayer` copies the whole layer for every token. With offloading, the memory is on the host, and only what
     `update` returns is on the device.
     """
 
@@ -69,7 +69,7 @@ class _RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new tokens behind those that are here; returns all."""
+        """Append the keys and values of new tokens; returns those of all tokens."""
         end = self._length + key_states.shape[-2]
         self._key_room[:, :, self._length : end] = key_states
         self._value_room[:, :, self._length : end] = value_states
@@ -78,7 +78,7 @@ class _RoomyLayer(DynamicLayer):
         return self.keys.to(key_states.device), self.values.to(value_states.device)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Only `rows` stay; of these, the ones that change their place are copied."""
+        """Keep only `rows`; those that move are copied."""
         for room in (self._key_room, self._value_room):
             for place, row in enumerate(rows):
                 if place != row:

@@ -1,8 +1,8 @@
-"""Sampling in this process, with the weights that are being trained.
+"""Generation in the training process, with the weights that are being trained.
 
-A prompt is computed once for all its samples, whose rows then decode together over transformers' key/value cache. A
-row that is finished leaves the batch. Rows of one batch are aligned at their end, so shorter prompts have padding on
-their left: copies of their first token, masked out. Legend: P prompts, R rows that decode together, V vocabulary.
+A prompt is computed once for all its samples, whose rows then decode together with a KV cache of transformers. A
+finished row leaves the batch. The rows of a batch are right-aligned, so shorter prompts are padded on the left with
+copies of their first token, which are masked out. Legend: P prompts, R rows that decode together, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalGenerator", "end_token_ids"]
 
-# Packing the weights takes the time of some five steps.
+# Packing the weights takes about as long as five steps.
 _STEPS_THAT_PAY_FOR_PACKING = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Sample `sample` of the prompt at `request` in the call."""
+    """Sample number `sample` of prompt number `request` in the call."""
 
     request: int
     sample: int
@@ -53,32 +53,31 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """Prompts that were computed together, W tokens wide."""
+    """The state after a batch of prompts, padded to W tokens."""
 
     cache: Cache
     logits: Tensor  # [P, V] float32, after the last token
     ids: Tensor  # [P, W] int64
-    padding: Tensor  # [P] int64, tokens of padding on the left
+    padding: Tensor  # [P] int64, number of padding tokens on the left
     has_padding: bool
 
 
 class LocalGenerator:
-    """`prefrl.generation.base.Generator` with the weights of a model in this process.
+    """A `prefrl.generation.base.Generator` that uses the weights of a model in this process.
 
     Args:
-        model: The model that is trained, without what a backend puts around it; may be a PeftModel.
-        tokenizer: Its end-of-sequence token stops a sample, besides those of the model's generation config.
-        max_rows: Samples that decode together at most; bounds the memory of the key/value cache.
-        gathers: Whether all weights of a partitioned model are on each rank while it samples; else they are gathered
-            layer by layer for each token.
-        offloads_cache: Whether keys and values of completions are kept in host memory; those of the layer that is
-            computed are on the device.
-        autocast: Context of each forward pass: the mixed precision of training, which a model that is not yet trained
-            does not have by itself.
+        model: The model that is trained, without the backend's wrapper; it may be a PeftModel.
+        tokenizer: Its end-of-sequence token ends a sample, in addition to those of the model's generation config.
+        max_rows: Maximum number of samples that decode together; it bounds the memory of the KV cache.
+        gathers: Whether all weights of a partitioned model are gathered on each rank for the whole of generation;
+            otherwise they are gathered layer by layer for each token.
+        offloads_cache: Whether the KV cache is kept in host memory, except for the layer that is being computed.
+        autocast: Context of each forward pass: the mixed precision of training, which accelerate adds to the model
+            only when training starts.
 
     Raises:
         ConfigError: `max_rows` is not positive.
-        GenerationError: The architecture has no key/value cache that can be used here.
+        GenerationError: The architecture has no KV cache that can be used here.
     """
 
     def __init__(
@@ -108,15 +107,15 @@ class LocalGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        """Draw `sampling.num_samples` completions of each prompt.
+        """Sample `sampling.num_samples` completions of each prompt.
 
-        A sample does not depend on what else is drawn, up to the rounding of matrix products of another shape. The
-        model's modes and torch's global random state stay as they are.
+        A sample does not depend on the other samples, up to the rounding of matrix products of other shapes. The
+        model's training modes and torch's global random state are unchanged afterward.
 
         Args:
             prompts: [P] token ids.
-            sampling: How to draw.
-            seeds: [P], one of each prompt.
+            sampling: The sampling parameters.
+            seeds: [P] random seeds, one for each prompt.
 
         Returns:
             [P][G] completions; a stop token is the last token of its completion.
@@ -132,7 +131,7 @@ class LocalGenerator:
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
         pays = sampling.max_tokens >= _STEPS_THAT_PAY_FOR_PACKING
         is_sharded = distributed.is_sharded(self._model)
-        # FSDP2 keeps the memory that it gathers into, and trains in it.
+        # FSDP2 reuses the memory of gathered weights for training, so they must not be inference tensors.
         no_grad = torch.no_grad() if is_sharded else torch.inference_mode()
         packs = pays and (self._gathers or not is_sharded)
         with (
@@ -160,15 +159,15 @@ class LocalGenerator:
         return distributed.in_company([(self._model, self._idle)], self._base.device)
 
     def _idle(self) -> None:
-        """A pass that other ranks need."""
+        """A forward pass that other ranks need this rank to take part in."""
         self._model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self._base.device), use_cache=False)
 
     def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
-        """See `generate`, which runs when the completions are asked for."""
+        """See `generate`, which runs when the completions are read."""
         return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
-        """Note the version of the weights. They are the model's own, so nothing is read from `weights`."""
+        """Record the version of the weights. They are the model's own, so nothing is read from `weights`."""
         self._version = version
 
     def invalidate(self) -> None:
@@ -181,7 +180,7 @@ class LocalGenerator:
         logits = wave.first_logits
         for step in range(wave.max_tokens):
             draw = sampler.draw(logits, wave.uniforms(step), wave.history(step) if sampler.reads_history else None)
-            # The one place in a step that waits for the device.
+            # The only point in a step that waits for the device.
             drawn, is_valid = torch.stack([draw.tokens, draw.is_valid.long()]).tolist()
             if not all(is_valid):
                 raise self._logits_error(wave.live_rows[is_valid.index(0)], step)
@@ -205,18 +204,18 @@ class LocalGenerator:
         cache = DynamicCache(config=self._base.config)
         try:
             logits = self._forward(input_ids, cache, positions, mask)
-        except ValueError as error:  # some architectures refuse a cache that is not of their own kind
+        except ValueError as error:  # some architectures accept only their own kind of cache
             raise _no_cache_error(self._base, str(error)) from error
         return _Prefill(cache, logits, input_ids, padding, has_padding)
 
     def _forward(self, input_ids: Tensor, cache: Cache, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """[R, V] float32 logits after the last of `input_ids` [R, .], whose keys and values go to `cache`.
+        """[R, V] float32 logits after the last token of `input_ids`, whose keys and values are added to `cache`.
 
         Args:
             input_ids: [R, .] int64.
-            cache: Of all tokens before.
-            positions: [R, .] int64, of `input_ids`.
-            mask: [R, .] int64, of all tokens so far, 0 where there is padding; None if there is none.
+            cache: The cache of all previous tokens.
+            positions: [R, .] int64, positions of `input_ids`.
+            mask: [R, .] int64, over all tokens so far, 0 for padding; None if there is no padding.
         """
         arguments = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if "position_ids" in self._arguments:
@@ -258,7 +257,7 @@ class LocalGenerator:
 
 
 class _Wave:
-    """Rows that decode together: what was drawn for all of them, and what the next step needs of the live ones."""
+    """Rows that decode together: the tokens drawn for all of them, and the state of the live (unfinished) ones."""
 
     def __init__(
         self,
@@ -275,7 +274,7 @@ class _Wave:
         self._reasons: list[FinishReason] = ["length"] * len(rows)
         self._draws: list[Draw] = []
         self._drawn_for: list[list[int]] = []  # rows of each draw
-        # Of live rows, in the order of the cache.
+        # State of the live rows, in the order of the cache.
         self._live = list(range(len(rows)))
         prompts = torch.tensor([number for number, _ in rows], device=self._device)
         uniforms = [uniform_numbers(seeds[row.request], row.sample, self.max_tokens) for row in self._rows]
@@ -298,25 +297,25 @@ class _Wave:
         return self._uniforms[:, step]
 
     def positions(self, step: int) -> Tensor:
-        """[R, 1] of the token that was drawn in this step."""
+        """[R, 1] position of the token that was drawn in this step."""
         return self._positions[:, self._width + step, None]
 
     def mask(self, step: int) -> Tensor | None:
-        """[R, W + step + 1] for the token that was drawn in this step."""
+        """[R, W + step + 1] attention mask of the token that was drawn in this step."""
         return None if self._mask is None else self._mask[:, : self._width + step + 1]
 
     def history(self, step: int) -> Tensor:
-        """[R, W + step] the tokens of live rows; padding repeats a token of the prompt, so the set is right."""
+        """[R, W + step] tokens of live rows. Padding repeats a prompt token, so the set of tokens is correct."""
         return self._history[:, : self._width + step]
 
     def record(self, step: int, draw: Draw) -> None:
-        """Keep what was drawn for the live rows."""
+        """Store the tokens that were drawn for the live rows."""
         self._history[:, self._width + step] = draw.tokens
         self._draws.append(draw)
         self._drawn_for.append(self._live)
 
     def leave(self, has_stopped: list[bool]) -> list[int]:
-        """Let stopped rows go; returns which of the live rows stay, in their new order."""
+        """Remove stopped rows; returns the positions of the live rows that stay, in their new order."""
         for row, is_last in zip(self._live, has_stopped, strict=True):
             if is_last:
                 self._reasons[row] = "stop"
@@ -332,7 +331,7 @@ class _Wave:
         return kept
 
     def completions(self, version: int) -> dict[_Row, Completion]:
-        """What was drawn, on the host."""
+        """The completions of all rows, on the host."""
         tokens: list[list[int]] = [[] for _ in self._rows]
         logprobs: list[list[float]] = [[] for _ in self._rows]
         drawn = zip(
@@ -366,7 +365,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:
-    """The places that are no gaps, in an order that moves as few as possible: the last ones fill the gaps."""
+    """The positions without a gap, in an order that moves as few rows as possible: the last ones fill the gaps."""
     num_kept = len(is_gap) - sum(is_gap)
     movers = (place for place in range(len(is_gap) - 1, num_kept - 1, -1) if not is_gap[place])
     return [next(movers) if is_gap[place] else place for place in range(num_kept)]
@@ -375,7 +374,7 @@ def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:
 def _batches(
     prompts: Sequence[Sequence[int]], num_samples: int, max_rows: int
 ) -> list[dict[tuple[int, ...], list[_Row]]]:
-    """Distinct prompts with their rows, of about equal length in a batch, at most `max_rows` rows or one prompt."""
+    """Distinct prompts with their rows, in batches of similar lengths with at most `max_rows` rows, or one prompt."""
     rows: dict[tuple[int, ...], list[_Row]] = {}
     for request, prompt in enumerate(prompts):
         rows.setdefault(tuple(prompt), []).extend(_Row(request, sample) for sample in range(num_samples))
@@ -391,14 +390,14 @@ def _batches(
 
 
 def _position_limit(model: PreTrainedModel) -> int | None:
-    """The number of positions of a model that looks them up in a table; None if it computes them."""
+    """The number of positions of a model that looks up position embeddings in a table; None if it computes them."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is None:
         return None
     tokens = model.get_input_embeddings().weight
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not tokens]
     tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
-    # OPT and its kin keep two rows for padding.
+    # OPT and similar models have two more rows, for padding.
     return limit if any(limit <= len(table) <= limit + 2 for table in tables) else None
 
 

@@ -1,8 +1,8 @@
-"""Linear layers of few rows on a CPU.
+"""Faster linear layers for few rows on a CPU.
 
-While one token of each row is decoded, a matrix product has a handful of rows, and with fp32 weights as PyTorch stores
-them it is slower than reading the weights would be. With the weights in oneDNN's own layout it takes a third to a half
-of the time (8 rows, 8192 x 256: 1.9 -> 0.5 ms; 32 rows, 32000 x 512: 24 -> 13 ms), and never more.
+When each row decodes one token, a matrix product has only a few rows. With fp32 weights in PyTorch's layout, it takes
+longer than reading the weights would. With the weights in oneDNN's own layout, it takes a third to a half of the time
+(8 rows, 8192 x 256: 1.9 -> 0.5 ms; 32 rows, 32000 x 512: 24 -> 13 ms), and never more.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["packed_linears"]
 
-# Entries of a weight, below which nothing is gained.
+# Smallest number of elements of a weight for which packing pays off.
 _SMALLEST = 2**19
-# Bytes of packed copies at most. The head is packed first: it is the largest.
+# Maximum total size of the packed copies, in bytes. The head is packed first, because it is the largest.
 _MEMORY = 2**30
 
 
 @contextmanager
 def packed_linears(model: nn.Module) -> Iterator[None]:
-    """Large fp32 linear layers on the CPU compute with a packed copy of their weights, made on entry.
+    """Context in which large fp32 linear layers on the CPU use a packed copy of their weights, made on entry.
 
-    Equal to the layers' own results up to rounding; without gradients. Weights must not change inside.
+    Results equal those of the layers up to rounding, and have no gradients. Weights must not change inside.
     """
     packed: list[tuple[nn.Linear, Any]] = []
     memory = _MEMORY if _has_packing() else 0
@@ -42,7 +42,7 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
             if memory < 0:
                 break
             packed.append((module, vars(module).get("forward")))
-            module.forward = _packed_forward(module)  # type: ignore[assignment, method-assign]  # of this module alone
+            module.forward = _packed_forward(module)  # type: ignore[assignment, method-assign]  # of this module only
         yield
     finally:
         for module, before in packed:
@@ -52,7 +52,7 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
 
 
 def _has_packing() -> bool:
-    """Whether oneDNN is there, switched on, and offered by this torch."""
+    """Whether oneDNN is available and enabled, and this version of torch has the operators for packing."""
     is_available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     names = ("_reorder_linear_weight", "_linear_pointwise")
     is_on = is_available and bool(torch.backends.mkldnn.enabled)
@@ -60,7 +60,7 @@ def _has_packing() -> bool:
 
 
 def _packable(model: nn.Module) -> list[nn.Linear]:
-    """The last layers first. Of the exact type, and with the class's own forward: others compute something else."""
+    """The layers that can be packed, last layers first. Subclasses and patched layers may compute something else."""
     return [
         module
         for module in reversed(list(model.modules()))

@@ -1,4 +1,4 @@
-"""From logits to a token and its log-prob, with random numbers that belong to one sample alone.
+"""Samples a token and its log-prob from logits, with random numbers that depend only on the sample.
 
 Legend: B rows that are sampled together, V vocabulary.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Draw", "TokenSampler", "uniform_numbers"]
 
-# Tokens that are summed up in float32.
+# Number of tokens whose probabilities are summed in float32.
 _BLOCK = 128
 _BELOW_ONE = 1 - 2.0**-53
 
@@ -38,16 +38,16 @@ class Draw:
 
     tokens: Tensor  # [B] int64
     logprobs: Tensor  # [B] float32, nats
-    is_valid: Tensor  # [B] bool: False where the logits are no distribution (NaN, infinity)
+    is_valid: Tensor  # [B] bool: False if the logits do not define a distribution (NaN, infinity)
 
 
 def uniform_numbers(seed: int, sample: int, count: int) -> Tensor:
-    """[count] float64 numbers in [0, 1) for one sample of a prompt; the same for the same arguments, wherever it runs.
+    """[count] float64 numbers in [0, 1) for one sample of a prompt; they depend only on the arguments.
 
     Args:
-        seed: Of the prompt.
+        seed: Seed of the prompt.
         sample: Number of the sample among those of the prompt.
-        count: Tokens at most.
+        count: Maximum number of tokens.
     """
     digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
@@ -55,7 +55,7 @@ def uniform_numbers(seed: int, sample: int, count: int) -> Tensor:
 
 
 class TokenSampler:
-    """Draws tokens by inversion of the cumulative distribution that transformers' logits processors leave."""
+    """Samples tokens by inverting the cumulative distribution, after the logits processors of transformers."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._is_greedy = sampling.temperature == 0
@@ -68,8 +68,8 @@ class TokenSampler:
 
         Args:
             logits: [B, V] float32.
-            uniforms: [B] float64 in [0, 1); not read when greedy.
-            history: [B, .] int64, tokens so far; needed if `reads_history`.
+            uniforms: [B] float64 in [0, 1); not used for greedy decoding.
+            history: [B, .] int64, tokens so far; required if `reads_history`.
         """
         scores = logits
         for processor in self._processors:
@@ -88,7 +88,7 @@ class TokenSampler:
 
 
 def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:
-    # In the order of transformers' generate.
+    # In the same order as in transformers' generate.
     processors: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
@@ -110,15 +110,15 @@ def _at(values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token whose cumulative probability exceeds u times the total, and whether there is a total.
+    """The first token whose cumulative probability exceeds u times the total, and whether the total is finite.
 
-    First the block of tokens that holds it is found, then the token in that block, so that only a few numbers are
-    summed up in float64: with float32 the tokens at the end of a large vocabulary would be drawn too often or not at
-    all. A token or block of probability 0 adds nothing to the sum, so it is never the first to exceed a number.
+    The block that contains the token is found first, then the token in the block, so that only few numbers are summed
+    in float64. With float32 sums, tokens at the end of a large vocabulary would be drawn too often or not at all. A
+    token or block of probability 0 adds nothing to the sum, so it is never the first to exceed a number.
     """
     size = probabilities.shape[1]
     blocks = pad(probabilities, (0, -size % _BLOCK)).view(len(probabilities), -1, _BLOCK)
-    mass = blocks.sum(dim=-1).to(uniforms.dtype)  # of 128 numbers, so as exact as the numbers themselves
+    mass = blocks.sum(dim=-1).to(uniforms.dtype)  # sums of 128 numbers, about as exact as the numbers themselves
     cumulative = mass.cumsum(dim=-1)
     total = cumulative[:, -1:]
     is_valid = total.isfinite()
@@ -127,7 +127,7 @@ def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     block = torch.searchsorted(cumulative, target, right=True).where(is_valid, 0)
     inside = blocks.take_along_dim(block[:, :, None], dim=1)[:, 0].cumsum(dim=-1, dtype=uniforms.dtype)
     rest = target - pad(cumulative[:, :-1], (1, 0)).gather(1, block)
-    # Rounded otherwise, the block's own sum may be less; below it some token exceeds the rest.
+    # The block's sum in float64 may be smaller, because it is rounded differently. Keep the rest below it.
     rest = rest.minimum(inside[:, -1:] * _BELOW_ONE)
     tokens = block * _BLOCK + torch.searchsorted(inside, rest, right=True)
     return tokens.where(is_valid, 0)[:, 0], is_valid[:, 0]

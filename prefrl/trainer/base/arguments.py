@@ -1,4 +1,4 @@
-"""What the constructors of all trainers check before anything is loaded: that each argument is what belongs there."""
+"""Checks the arguments of every trainer's constructor before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefrl.registry import REGISTRY
 
 __all__ = ["DATA", "check_arguments", "check_dataset", "named"]
 
-# What follows `args` by position in trainers on a fixed dataset, in the order of TRL.
+# The positional parameters after `args` of trainers on a fixed dataset, in TRL's order.
 DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
 
 
@@ -40,7 +40,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2
 
 
-# Argument -> test of a value that is not None, and how messages say what it must be.
+# Argument -> test for a value that is not None, and the words of the error message for what it must be.
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_model, "a name, a path or a model"),
     "ref_model": (_is_model, "a name, a path, a model or None"),
@@ -61,15 +61,15 @@ _REQUIRED = ("model", "reward_funcs")
 
 
 def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of a constructor that belong in another place.
+    """Reject constructor arguments of the wrong kind, such as those passed in the wrong position.
 
     Args:
-        trainer: Whose constructor.
-        arguments: By name, in the order of the constructor; the first that is wrong is told.
+        trainer: The class whose constructor was called.
+        arguments: The arguments by name, in the order of the constructor. The first wrong one is reported.
 
     Raises:
-        ConfigError: An argument is not what belongs there.
-        DataError: A dataset is none, or several where one is needed.
+        ConfigError: An argument is of the wrong kind.
+        DataError: A dataset argument is not a dataset, or holds several where one is needed.
     """
     for name, value in arguments.items():
         if name == "args":
@@ -85,10 +85,10 @@ def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> 
 
 
 def named(trainer: type[_Algorithm], data: Sequence[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, of a constructor that takes those of `DATA` by position too.
+    """All arguments by name, for a constructor that also takes those of `DATA` by position.
 
     Raises:
-        TypeError: There are too many, or one is given twice.
+        TypeError: There are too many positional arguments, or one is given twice.
     """
     if len(data) > len(DATA):
         raise TypeError(f"too many arguments by position: the order is {_order(trainer)}. Give the others by name.")
@@ -100,15 +100,15 @@ def named(trainer: type[_Algorithm], data: Sequence[Any], arguments: Mapping[str
 
 
 def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> None:
-    """Refuse what is no dataset.
+    """Reject a value that is not a dataset.
 
     Args:
-        name: Of the argument, for the message.
-        dataset: One dataset or None.
-        takes_several: Whether it may also be a mapping of names to datasets.
+        name: The argument's name, for the error message.
+        dataset: The value: one dataset or None.
+        takes_several: Whether a mapping of names to datasets is allowed, too.
 
     Raises:
-        DataError: It is a mapping where one dataset is needed, or something else.
+        DataError: The value is a mapping where one dataset is needed, or is not a dataset at all.
     """
     if isinstance(dataset, Mapping) and takes_several:
         for key, part in dataset.items():
@@ -141,7 +141,7 @@ def _error(trainer: type[_Algorithm], name: str, value: Any, allowed: str) -> Co
 
 
 def _order(trainer: type[_Algorithm]) -> str:
-    """The constructor as one would call it; a subclass of the user's may have another one."""
+    """The signature of prefrl's own constructor, for messages; a user's subclass may have a different one."""
     ours = next(cls for cls in trainer.__mro__ if cls.__module__.startswith("prefrl."))
     names: list[str] = []
     for parameter in inspect.signature(ours).parameters.values():

@@ -1,4 +1,4 @@
-"""A reference that moves, in a checkpoint."""
+"""Saves a moving reference model in checkpoints, and loads it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _REFERENCE_FILE = "reference.safetensors"
 
 
 def checkpoint_folder(given: str | bool | None, output_dir: str) -> Path | None:
-    """The folder that `resume_from_checkpoint` means; None: there is none, of which HuggingFace says more.
+    """The folder that `resume_from_checkpoint` refers to. None if there is none; HuggingFace then reports it.
 
     Args:
-        given: A folder, or whether the last one in `output_dir` is meant.
-        output_dir: The run's.
+        given: A folder, or True for the last checkpoint in `output_dir`.
+        output_dir: The output folder of the run.
     """
     folder = get_last_checkpoint(output_dir) if given is True else given
     return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def save_reference(reference: Reference, folder: Path, *, writes: bool) -> None:
-    """Write the weights that `mix` moves. All ranks must call it; one that does not write keeps one at a time."""
+    """Write the weights that `mix` moves. All ranks must call it; others than the writer hold one weight at a time."""
     state = distributed.whole_on_host(reference.state_dict(), keep=writes)
     if writes:
         save_file(state, folder / _REFERENCE_FILE)
@@ -47,7 +47,7 @@ def load_reference(reference: Reference, folder: Path) -> None:
 
 
 class _Tensors(Mapping[str, "Tensor"]):
-    """The tensors of a file, each read when it is asked for."""
+    """The tensors of a file, each read on access."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

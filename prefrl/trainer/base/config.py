@@ -1,4 +1,4 @@
-"""Options that every trainer has, beyond HuggingFace's."""
+"""Options that every trainer has in addition to HuggingFace's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefrl.trainer.base.options import check_fields, check_no_effect, opt, pars
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
 
 TruncationMode = Literal["keep_start", "keep_end", "error"]
-# The side that is cut off.
+# The side from which tokens are cut off.
 TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
     "keep_start": "right",
     "keep_end": "left",
@@ -32,59 +32,59 @@ TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
 class BaseConfig(TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
-    logging_steps: float = opt(10, "Log every this many optimizer steps; a number below 1 is a share of all steps.")
-    logging_nan_inf_filter: bool = opt(False, "Hide a NaN or infinite loss in the logs. Off here, so that it is seen.")
-    remove_unused_columns: bool = opt(False, "Must stay False: rewards read every column of the dataset.")
+    logging_steps: float = opt(10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.")
+    logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.")
+    remove_unused_columns: bool = opt(False, "Must stay False: rewards may read any column of the dataset.")
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
     )
     freeze: list[str] | None = opt(
-        None, "Regular expressions; parameters whose name contains a match are not trained."
+        None, "Regular expressions; parameters whose names contain a match are not trained."
     )
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Cut a step's rows into micro-batches of at most this many tokens (prompts counted once for each group) "
+        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
         "instead of a fixed number of rows. Changes memory and speed, never the update.",
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
-        "How a forward pass lays its rows out. All plans give equal results; auto shares prompts where rows have them "
-        "in common, packs otherwise, and pads for models on which the other plans are not proven.",
+        "How a forward pass lays out its rows. All plans give equal results. auto computes shared prompts once, packs "
+        "rows that share none, and pads if the model failed the self-check of the other plans.",
     )
     activation_offloading: bool = opt(
         False,
-        "Keep what the forward pass saves for the backward pass in the host's memory instead of the GPU's; with "
-        "activation_checkpointing, the inputs of the layers. Changes memory and speed, never the update.",
+        "Keep the activations that the backward pass needs in host memory instead of GPU memory; with "
+        "activation_checkpointing, these are the inputs of the layers. Changes memory and speed, never the update.",
     )
     use_liger_kernel: bool = opt(
         False,
-        "Compute norms, rotary embeddings and MLPs with Liger's fused kernels, which need a GPU and the extra liger. "
-        "Changes memory and speed, and the update by rounding alone.",
+        "Compute norms, rotary embeddings and MLPs with Liger's fused kernels. Needs a GPU and prefrl[liger]. "
+        "Changes memory and speed; the update changes only by rounding.",
     )
     liger_kernel_config: dict[str, bool] | str | None = opt(
         None,
-        'Which of Liger\'s kernels are used or left out, such as {"rope": false}; None: those that Liger uses for the '
-        "model by itself. JSON on the command line. Liger's losses are never used.",
+        'Liger kernels to switch on or off, such as {"rope": false}; None: Liger\'s defaults for the model. JSON on '
+        "the command line. Liger's losses are never used.",
     )
-    dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Processes that tokenize the dataset.")
+    dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Number of processes that tokenize the dataset.")
     log_flops: bool = opt(
         False,
-        "Count the floating-point operations of every step and log them as perf/..., with the fewest that its rows "
-        "need. Takes some time, and changes no update.",
+        "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
+        "its rows need. Costs some time, never changes the update.",
     )
 
     def __post_init__(self) -> None:
-        check_types(self)  # HuggingFace compares numbers in its own
+        check_types(self)  # first, because HuggingFace's __post_init__ already compares numbers
         super().__post_init__()
         self.validate()
 
     @property
     def scoring_temperature(self) -> float:
-        """Temperature of the distribution that losses score."""
+        """Temperature of the distribution whose log-probs enter the losses."""
         return 1.0
 
     def validate(self) -> None:
-        """Refuse what cannot work, before anything is loaded.
+        """Reject invalid options before anything is loaded.
 
         Raises:
             ConfigError: Names the field, its value, what is allowed and what to do.
@@ -149,5 +149,5 @@ class BaseConfig(TrainingArguments):
                 f"{self.device.type.upper()}. Leave it False, or run on a GPU."
             )
         require("liger_kernel", extra="liger", feature="use_liger_kernel=True")
-        # HuggingFace hands them to Liger, too.
+        # HuggingFace passes them to Liger, too.
         self.liger_kernel_config = liger_options(cast("dict[str, bool] | None", self.liger_kernel_config))

@@ -1,4 +1,4 @@
-"""Options of HuggingFace's that would change nothing in any trainer here, in one table."""
+"""The HuggingFace options that would have no effect in any trainer here, in one table."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _ACCELERATOR = {
 
 
 def check_ignored_options(config: TrainingArguments) -> None:
-    """Refuse options that are set and would change nothing.
+    """Reject options that are set but would have no effect.
 
     Raises:
         ConfigError: Names the option, why it has no effect, and what to do.

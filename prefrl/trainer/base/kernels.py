@@ -1,4 +1,4 @@
-"""Liger's kernels, where the options ask for them."""
+"""Installs Liger's kernels if the options ask for them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ __all__ = ["add_kernels"]
 
 
 def add_kernels(args: BaseConfig, model: nn.Module) -> None:
-    """Put Liger's kernels into a model that is trained, or that one is compared with; see `apply_liger`."""
+    """Patch the policy or a reference model with Liger's kernels if the options say so; see `apply_liger`."""
     if args.use_liger_kernel:
         apply_liger(model, cast("dict[str, bool]", args.liger_kernel_config))

@@ -1,4 +1,4 @@
-"""The README that stands beside a saved model."""
+"""Writes the model card, the README.md of a saved model."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 
 
 def write_model_card(folder: Path, *, algorithm: str, base_model: str, log_history: Sequence[dict[str, Any]]) -> None:
-    """Write `README.md`: method, base model, last metrics and versions. Local paths and options are left out.
+    """Write `README.md` with the method, base model, last metrics and versions, but no local paths or options.
 
     Args:
-        folder: Where the model is saved.
-        algorithm: Name in the registry.
-        base_model: The model's name; named only if it is not a local folder.
-        log_history: HuggingFace's; the last logged value of each metric is shown.
+        folder: The folder in which the model is saved.
+        algorithm: The algorithm's name in the registry.
+        base_model: The name of the base model. It is left out if it is a local path.
+        log_history: HuggingFace's log; the card shows the last value of each metric.
     """
     is_public_name = bool(base_model) and not Path(base_model).exists() and not Path(base_model).is_absolute()
     data = ModelCardData(

@@ -1,4 +1,4 @@
-"""Starts each training with nothing left over from the one before."""
+"""Calls hooks at the start and end of each training run, so that nothing is left over from the previous one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NewTraining"]
 
 
 class NewTraining(TrainerCallback):
-    """Calls a function before the first step of a training, and one after its last."""
+    """Calls one function before the first step of a training run, and another after the last."""
 
     def __init__(self, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self.begin = begin

@@ -1,4 +1,4 @@
-"""Options that are numbers or switches must be of that type: a text would be noticed inside torch, or never."""
+"""Checks that numeric and boolean options have the right type: a string would fail deep inside torch, or never."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-# What a value of a type must be, and how messages say it. numpy's scalars are numbers too.
+# Type -> the words of the error message, and the test for a value. NumPy scalars count as numbers, too.
 _TYPES: dict[type, tuple[str, Callable[[Any], bool]]] = {
     float: ("a number", _is_number),
     int: ("an integer", _is_integer),
@@ -31,13 +31,13 @@ _TYPES: dict[type, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_types(config: Any) -> None:
-    """Check every option whose type is a number, a switch or a list of numbers, HuggingFace's too.
+    """Check the type of every option that is a number, a boolean or a list of these, HuggingFace's included.
 
     Args:
-        config: An instance of a dataclass, whose values may be of any type.
+        config: A dataclass instance, whose values may still be of any type.
 
     Raises:
-        ConfigError: An option is of another type, such as the text that YAML reads 1e-5 as.
+        ConfigError: An option has another type, such as a string: YAML reads 1e-5 as a string.
     """
     config_class: Any = type(config)
     for name, (kind, is_optional, is_list) in _numeric_options(config_class).items():
@@ -54,7 +54,7 @@ def check_types(config: Any) -> None:
 
 @cache
 def _numeric_options(config_class: type) -> dict[str, tuple[type, bool, bool]]:
-    """Type of each option that is of one of `_TYPES`, whether it may be None, and whether it is a list of them."""
+    """For each option of a type in `_TYPES`: the type, whether None is allowed, and whether it is a list of them."""
     hints = typing.get_type_hints(config_class, include_extras=True)
     options = {}
     for field in dataclasses.fields(config_class):
@@ -68,7 +68,7 @@ def _numeric_options(config_class: type) -> dict[str, tuple[type, bool, bool]]:
 
 
 def _parts(hint: Any) -> list[Any]:
-    """The alternatives of a type without their bounds."""
+    """The members of a union type, without their bounds."""
     if typing.get_origin(hint) is Annotated:
         return _parts(typing.get_args(hint)[0])
     arguments = typing.get_args(hint)
@@ -91,6 +91,6 @@ def _remedy(value: Any, kind: type) -> str:
 
 
 def _literal(number: float) -> str:
-    """The number as Python and YAML both read it: 1.0e-05, because YAML takes 1e-05 for a text."""
+    """The number as both Python and YAML read it: 1.0e-05, because YAML reads 1e-05 as a string."""
     mantissa, e, exponent = repr(number).partition("e")
     return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else repr(number)

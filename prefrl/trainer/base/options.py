@@ -1,4 +1,4 @@
-"""How options are declared and checked. The option groups of the configs are built from this."""
+"""Declares and checks options; the option groups of all configs use this module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefrl.errors import ConfigError
 __all__ = ["check_fields", "check_no_effect", "default_output_dir", "opt", "parse_json"]
 
 
-# Kind of bound -> sign, attribute that holds the limit, test.
+# Kind of bound -> its sign, the attribute that holds the limit, and the comparison.
 _BOUNDS: dict[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
     Ge: (">=", "ge", operator.ge),
     Gt: (">", "gt", operator.gt),
@@ -29,23 +29,23 @@ _BOUNDS: dict[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
 
 
 def opt(default: Any, description: str) -> Any:
-    """A config field; the description is the one source of `--help` and of the tables in the docs."""
+    """A config field; `--help` and the tables in the docs are generated from its description."""
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": description})
     return dataclasses.field(default=default, metadata={"help": description})
 
 
 def default_output_dir(model: object, suffix: str) -> str:
-    """Where a run without `args` writes: `<model name>-<suffix>`."""
+    """The output folder of a run without `args`: `<model name>-<suffix>`."""
     name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
     return f"{Path(name).name or type(model).__name__}-{suffix}"
 
 
 def check_fields(config: Any) -> None:
-    """Check every field of ours against the bounds and closed sets in its type.
+    """Check prefrl's own fields against the bounds and allowed values in their types.
 
     Raises:
-        ConfigError: A number is outside its bounds or a value is not one of its set.
+        ConfigError: A number is out of bounds, or a value is not an allowed one.
     """
     for name, hint in _own_hints(type(config)).items():
         value = getattr(config, name)
@@ -57,7 +57,7 @@ def check_fields(config: Any) -> None:
 
 
 def parse_json(config: Any, *names: str) -> None:
-    """Replace fields that the command line gave as JSON text by what they say.
+    """Parse fields that the command line gave as JSON text, in place.
 
     Raises:
         ConfigError: The text is not a JSON object.
@@ -76,7 +76,7 @@ def parse_json(config: Any, *names: str) -> None:
 
 
 def check_no_effect(*, name: str, value: object, unset: object, because: str, remedy: str) -> None:
-    """Refuse an option that was set but would change nothing.
+    """Reject an option that is set but has no effect.
 
     Raises:
         ConfigError: `value` differs from `unset`.

@@ -1,4 +1,4 @@
-"""Options of the reference policy that training stays close to."""
+"""Options of the reference model and of the KL term."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["OfflineReferenceOptions", "ReferenceOptions"]
 
 @dataclass
 class ReferenceOptions:
-    """The policy that training stays close to."""
+    """The reference model, which the policy stays close to."""
 
-    beta: Annotated[float, Ge(0)] = opt(0.04, "Weight of the KL term; 0: no reference model is kept.")
-    sync_ref_model: bool = opt(False, "Move the reference towards the policy during training (TR-DPO).")
+    beta: Annotated[float, Ge(0)] = opt(0.04, "Weight of the KL term; 0: no KL term and no reference model.")
+    sync_ref_model: bool = opt(False, "Move the reference toward the policy during training (TR-DPO).")
     ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = opt(
-        0.6, "reference = alpha * policy + (1 - alpha) * reference at each move."
+        0.6, "Each update of the reference sets it to alpha * policy + (1 - alpha) * reference."
     )
-    ref_model_sync_steps: Annotated[int, Ge(1)] = opt(512, "Optimizer steps between moves of the reference.")
+    ref_model_sync_steps: Annotated[int, Ge(1)] = opt(512, "Optimizer steps between updates of the reference.")
 
     def validate_reference(self) -> None:
-        """Refuse options of a reference that does not move or does not exist.
+        """Reject options that apply only to a moving reference, if there is none or it does not move.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -45,18 +45,18 @@ class ReferenceOptions:
 
 @dataclass
 class OfflineReferenceOptions(ReferenceOptions):
-    """The policy that training stays close to, on a fixed dataset."""
+    """The reference model, which the policy stays close to, for training on a fixed dataset."""
 
     beta: Annotated[float, Gt(0)] = opt(
-        0.1, "Rewards are beta * log(policy / reference): the larger, the closer the policy stays."
+        0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."
     )
     precompute_ref_log_probs: bool = opt(
         False,
-        "Score the datasets with the reference once, before training, and keep no reference model. The values are "
-        "cached on disk for the same data and the same weights.",
+        "Compute the reference log-probs of the datasets once, before training, and keep no reference model. They are "
+        "cached on disk and reused for the same data and weights.",
     )
     precompute_ref_batch_size: Annotated[int, Ge(1)] | None = opt(
-        None, "Rows scored at once for that; None: per_device_train_batch_size."
+        None, "Rows per forward pass of precompute_ref_log_probs; None: per_device_train_batch_size."
     )
 
     def validate_reference(self) -> None:

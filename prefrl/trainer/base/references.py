@@ -1,4 +1,4 @@
-"""The reference that a trainer keeps beside its policy."""
+"""Makes the reference model that a trainer keeps beside its policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kept_reference(
     *,
     accelerator: Any,
 ) -> Reference | None:
-    """What the options ask for, ready to score beside the policy `model`; see `make_reference`."""
+    """The reference that the options ask for, ready to score the policy `model`'s batches; see `make_reference`."""
     if given is not None:
         add_kernels(args, given)
     reference = make_reference(

@@ -1,4 +1,4 @@
-"""Scores of tokens: the one place that runs the policy, its reference and a critic over a batch."""
+"""Computes the scores of tokens: all forward passes of the policy, the reference and the critic over a batch."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Annotation", "Scorer"]
 
-# Fields of a batch that passes without gradients fill.
+# Fields of a batch that no-grad passes fill.
 Annotation = Literal["old_logprobs", "entropies", "log_collision", "values", "ref_logprobs", "ref_hidden"]
 
 _OF_REFERENCE: frozenset[Annotation] = frozenset({"ref_logprobs", "ref_hidden"})
 
-# A pass without gradients keeps the activations of one layer at a time, so it may hold this many times more tokens
-# than a training pass, which keeps those of all layers.
+# A no-grad pass keeps the activations of one layer at a time, so it may hold this many times more tokens than a
+# training pass, which keeps those of all layers.
 _NO_GRAD_TOKENS = 4
 
 
 @dataclass
 class Scorer:
-    """What a trainer scores with. Log-probs are at the temperature that completions are sampled with."""
+    """Scores batches under a trainer's models. Log-probs are at the temperature that completions are sampled with."""
 
     args: BaseConfig
     accelerator: Any
     account: StepAccount
-    policy: Callable[[], PreTrainedModel]  # without what a backend puts around it
+    policy: Callable[[], PreTrainedModel]  # without the backend's wrapper
     reference: Reference | None = None
     critic: Critic | None = None
 
     # With gradients.
 
     def scores(self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName]) -> TokenScores:
-        """[N] scores of the response tokens under `model`: the policy, or what a backend put around it."""
+        """[N] scores of the response tokens under `model`: the policy, with or without the backend's wrapper."""
         return token_logprobs(
             model,
             batch,
@@ -66,7 +66,7 @@ class Scorer:
     def scores_and_values(
         self, model: nn.Module, batch: TokenBatch, critic: Critic, want: Sequence[WantName]
     ) -> tuple[TokenScores, Tensor]:
-        """[N] scores of the policy and [N] values of the critic, in one call of the model that has both."""
+        """[N] scores of the policy and [N] values of the critic, in one forward call of the model."""
 
         def task() -> dict[str, Tensor]:
             scores = self.scores(model, batch, (*want, *critic.wants))
@@ -77,15 +77,15 @@ class Scorer:
         scores, (values,) = unpacked(inside(model, task), {*want, *full_kl}, "values")
         return scores, values
 
-    # Without gradients. All ranks must call these, also those without a row.
+    # Without gradients. All ranks must call these, even those without rows.
 
     def annotate(self, batch: TokenBatch, needs: Collection[Annotation], *, rows_per_pass: int) -> TokenBatch:
-        """The batch with what it lacks of `needs`: at most one pass of the policy and one of the reference.
+        """Fill the fields in `needs` that the batch lacks: at most one pass of the policy and one of the reference.
 
         Args:
-            batch: On the host.
-            needs: Fields to fill. Those of the policy are of its weights as they are now, without dropout.
-            rows_per_pass: Rows of a training pass; see `budget`.
+            batch: The rows to score, on the host.
+            needs: Fields to fill. Those of the policy are computed with its current weights, without dropout.
+            rows_per_pass: Rows in a training pass; see `budget`.
         """
         missing = {name for name in needs if getattr(batch, name) is None}
         max_tokens = self.budget(batch.largest_chunk(rows_per_pass))
@@ -110,7 +110,7 @@ class Scorer:
     def _with_values(
         self, batch: TokenBatch, critic: Critic, want: Sequence[WantName], *, max_tokens: int
     ) -> TokenBatch:
-        """Old log-probs and values from one pass, because the critic may read the policy's hidden states."""
+        """Old log-probs and values from a single pass, because the critic may read the policy's hidden states."""
         policy = self.policy()
 
         def score(piece: TokenBatch) -> Tensor:
@@ -125,7 +125,7 @@ class Scorer:
     def of_reference(
         self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
     ) -> TokenScores:
-        """[N] scores under the reference, in passes of at most `max_tokens`; None: the budget of a micro-batch."""
+        """[N] scores under the reference, in passes of at most `max_tokens` tokens; None: the token budget."""
         assert self.reference is not None
         usable = nullcontext() if self.reference.own_model is not None else distributed.usable(self.policy())
         with self.account.scoring("reference", batch), self.accelerator.autocast(), usable:
@@ -140,7 +140,7 @@ class Scorer:
     def of_policy(
         self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
     ) -> TokenScores:
-        """[N] scores under the policy as it is now, without dropout; see `of_reference`."""
+        """[N] scores under the current policy, without dropout; see `of_reference`."""
         policy = self.policy()
         with (
             self.account.scoring("old_policy", batch),
@@ -167,8 +167,8 @@ class Scorer:
         return self.of_policy(batch, max_tokens=max_tokens).logprobs
 
     def budget(self, with_gradients: int) -> int:
-        """Forward tokens that a pass without gradients may hold where the largest pass with gradients has so many."""
-        # With these a training pass hardly keeps more activations than one without gradients.
+        """Most forward tokens of a no-grad pass, if the largest training pass has `with_gradients` of them."""
+        # With either option, a training pass keeps hardly more activations than a no-grad pass.
         is_lean = self.args.activation_checkpointing or self.args.activation_offloading
         factor = 1 if is_lean else _NO_GRAD_TOKENS
         return factor * (self.args.max_tokens_per_micro_batch or with_gradients)

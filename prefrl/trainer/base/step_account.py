@@ -1,4 +1,4 @@
-"""Where the time of an optimizer step goes, and how many floating-point operations its passes run."""
+"""Measures how the time of an optimizer step is spent, and counts the floating-point operations of its passes."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _COUNTED_PHASES = ("forward", "backward", "reference", "old_policy")
 
 
 class Mark(Protocol):
-    """A moment, with the methods of a `torch.cuda.Event`."""
+    """A point in time, with the methods of a `torch.cuda.Event`."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this moment to another mark of the same kind."""
+        """Milliseconds from this mark to another of the same kind."""
         ...
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Whether the device has reached this mark."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has come."""
+        """Wait until the device has reached this mark."""
         ...
 
 
@@ -66,13 +66,13 @@ def _device_mark() -> Mark:
 
 @dataclass
 class _Step:
-    """Moments at which a phase begins, in order; None is outside the step."""
+    """The marks at which phases begin, in order. The phase None does not count as part of the step."""
 
     marks: list[tuple[Mark, str | None]] = field(default_factory=list)
     moved: list[tuple[str | None, str, float]] = field(default_factory=list)  # from, to, seconds
 
     def seconds(self) -> Iterator[tuple[str | None, float]]:
-        """Of the phases; one may come several times."""
+        """Phases with their seconds; a phase may occur several times."""
         for (start, phase), (end, _) in zip(self.marks, self.marks[1:], strict=False):
             yield phase, start.elapsed_time(end) / 1000
         for origin, phase, seconds in self.moved:
@@ -81,15 +81,15 @@ class _Step:
 
 
 class StepAccount:
-    """A stopwatch for the phases of an optimizer step; what lies in no phase is "other".
+    """A stopwatch for the phases of an optimizer step; time outside of all phases counts as "other".
 
-    On a GPU moments are events in its stream, read when metrics are: nothing in a step waits for the device, and a
-    phase lasts as long as the device works on it. Where no step is under way, phases are not timed.
+    On a GPU the marks are CUDA events, which are read when metrics are logged: no step waits for the device, and a
+    phase lasts as long as the device works on it. Outside of a step, phases are not timed.
 
     Args:
-        device: Where the step runs.
-        clock: Seconds on the host.
-        flops: Counts operations, too; None: they are not counted.
+        device: The device on which the step runs.
+        clock: Returns seconds on the host.
+        flops: Counts operations; None: they are not counted.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class StepAccount:
         self.flops = flops
         self.new_mark: Callable[[], Mark] = _device_mark if device.type == "cuda" else self._host_mark
         self._step: _Step | None = None
-        self._phases: list[str | None] = []  # those under way, the innermost last
-        self._waiting: list[_Step] = []  # ended on the host, perhaps not on the device
+        self._phases: list[str | None] = []  # the current phases, innermost last
+        self._waiting: list[_Step] = []  # steps that ended on the host, but perhaps not yet on the device
         self._totals: dict[str, float] = {}  # seconds of all steps since the last `drain`
         self._num_steps = 0
 
     def start(self) -> None:
-        """A step begins; one that was not finished is forgotten."""
+        """Start a step; an unfinished one is discarded."""
         self._step = _Step()
         self._phases = ["other"]
         self._note()
@@ -117,7 +117,7 @@ class StepAccount:
             self.flops.start()
 
     def finish(self) -> None:
-        """The step ends, if one is under way."""
+        """End the current step, if there is one."""
         if self._step is None:
             return
         self._note()
@@ -130,7 +130,7 @@ class StepAccount:
 
     @contextmanager
     def phase(self, name: str | None) -> Iterator[None]:
-        """What runs inside is this phase, not the one around it; None: not of the step, whatever runs inside."""
+        """Count the time inside as this phase, not as the enclosing one; None: nothing inside belongs to the step."""
         if not self._is_timing:
             yield
             return
@@ -143,25 +143,25 @@ class StepAccount:
             self._note()
 
     def switch(self, name: str) -> None:
-        """From here on, what lies in no phase is this one."""
+        """From here on, count time outside of all phases as this phase."""
         if self._step is not None:
             self._phases[0] = name
             self._note()
 
     def move(self, name: str, seconds: float) -> None:
-        """Seconds of the phase under way that are another's, by the host's clock."""
+        """Attribute seconds of the current phase, by the host's clock, to another phase."""
         if self._step is not None:
             self._step.moved.append((self._phases[-1], name, seconds))
 
     @contextmanager
     def scoring(self, kind: Pass, batch: TokenBatch) -> Iterator[None]:
-        """A phase that is one counted pass."""
+        """A phase that consists of counted passes of one kind."""
         with self.passes(kind, [batch]), self.phase(kind):
             yield
 
     @contextmanager
     def passes(self, kind: Pass, batches: Sequence[TokenBatch]) -> Iterator[None]:
-        """The passes inside, over these rows, are counted if operations are."""
+        """Count the operations of the passes inside, which run over these batches, if operations are counted."""
         if not self._is_timing or self.flops is None:
             yield
             return
@@ -169,10 +169,11 @@ class StepAccount:
             yield
 
     def drain(self, names: Iterable[str]) -> dict[str, Metric]:
-        """Means over the steps since the last call, of these phases and all that were met.
+        """Mean seconds per step since the last call, for these phases and all others that occurred.
 
         Returns:
-            `time/<phase>_s` and their sum, `step_time`, in seconds; with operations, `perf/...`, see `StepFlops`.
+            `time/<phase>_s` and their sum, `step_time`, in seconds; if operations are counted, also `perf/...`, see
+            `StepFlops`.
         """
         for step in self._waiting:
             step.marks[-1][0].synchronize()
@@ -209,34 +210,34 @@ class StepAccount:
 
 
 class StepFlops:
-    """Operations that a step's passes run, and the fewest that its rows need; see `models.flops`.
+    """Counts the operations of a step's passes, and the minimum that its rows need (the floor); see `models.flops`.
 
-    The floor has each pass that the algorithm makes once: the training pass, the reference's and those of the policy
-    without gradients. Generation and rewards are left out of both.
+    The floor contains each pass of the algorithm once: the training pass, the reference's pass and the no-grad passes
+    of the policy. Generation and rewards are left out of both.
 
     Args:
         model: The policy.
-        policy: Its cost.
+        policy: The policy's cost.
     """
 
     def __init__(self, model: nn.Module, policy: ModelCost) -> None:
         self.reference = policy
         self._model = model
         self._policy = policy
-        self._rows: dict[Pass, list[TokenBatch]] = {}  # of the step under way
+        self._rows: dict[Pass, list[TokenBatch]] = {}  # of the current step
         self._step_flops = 0.0
         self._is_counting = False
         self._counted = 0.0
         self._floor = 0.0
 
     def start(self) -> None:
-        """Forget what was counted in a step that was not finished."""
+        """Discard the counts of an unfinished step."""
         self._rows = {}
         self._step_flops = 0.0
 
     @contextmanager
     def count(self, kind: Pass, batches: Sequence[TokenBatch]) -> Iterator[None]:
-        """Count the passes inside; inside another `count` they are counted once."""
+        """Count the operations of the passes inside; nested calls count them once."""
         self._rows.setdefault(kind, []).extend(batches)
         if self._is_counting:
             yield
@@ -250,7 +251,7 @@ class StepFlops:
         self._step_flops += counter.total
 
     def finish(self) -> None:
-        """The step ends."""
+        """End the step: add its counts to the totals."""
         self._counted += self._step_flops
         for kind, batches in self._rows.items():
             cost = self.reference if kind == "reference" else self._policy
@@ -260,15 +261,16 @@ class StepFlops:
         self.start()
 
     def drain(self, seconds: float, num_steps: int) -> dict[str, Metric]:
-        """Since the last call.
+        """Metrics of the steps since the last call.
 
         Args:
-            seconds: That the counted passes took on this rank.
-            num_steps: Optimizer steps.
+            seconds: Duration of the counted passes on this rank.
+            num_steps: Number of optimizer steps.
 
         Returns:
-            `perf/flops` and `perf/flops_floor`, per step, summed over ranks; `perf/step_efficiency`, the floor's share
-            of what ran; `perf/tflops_per_s`, 10^12 operations in a second of those passes, of one process.
+            `perf/flops` and `perf/flops_floor`, per step, summed over ranks; `perf/step_efficiency`, the ratio of the
+            floor to the counted operations; `perf/tflops_per_s`, 10^12 operations per second of those passes, for one
+            process.
         """
         steps_of_all = num_steps / distributed.world_size()
         (counted,) = distributed.team_totals([self._counted], next(self._model.parameters()).device)
@@ -283,7 +285,7 @@ class StepFlops:
 
 
 class EndOfOptimizerPhase(TrainerCallback):
-    """Clipping and optimizer are done; the rest of the step is "other"."""
+    """Ends the phase of clipping and the optimizer; the rest of the step counts as "other"."""
 
     def __init__(self, account: StepAccount) -> None:
         self.account = account
@@ -294,11 +296,11 @@ class EndOfOptimizerPhase(TrainerCallback):
 
 
 def idle_share(num_tokens: float, most_tokens: float, world_size: int) -> dict[str, Metric]:
-    """The share of the ranks' time in which they wait for the one with most tokens, if there are several.
+    """The share of the ranks' time that they wait for the rank with the most tokens, if there are several ranks.
 
     Args:
-        num_tokens: That all ranks run forward in a step.
-        most_tokens: That one of them runs.
+        num_tokens: Forward tokens of all ranks in a step.
+        most_tokens: Forward tokens of the rank that has the most.
         world_size: Number of ranks.
     """
     room = most_tokens * world_size

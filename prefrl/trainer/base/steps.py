@@ -21,28 +21,28 @@ class MicroStep(Protocol):
     def __call__(
         self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
     ) -> Tensor:
-        """Its share of the loss; gradients are synchronized over ranks in the last of a step."""
+        """The micro-batch's share of the loss. The last micro-batch of a step synchronizes gradients over ranks."""
         ...
 
 
 class Step(Protocol):
-    """What HuggingFace's loop hands to `training_step`."""
+    """The item that HuggingFace's loop passes to `training_step`."""
 
-    micro_batches: list[TokenBatch]  # those that are known, or have run
+    micro_batches: list[TokenBatch]  # those that are known so far, or have run
 
     def run(self, model: nn.Module, micro_step: MicroStep, num_items: Tensor | float | None) -> Tensor:
-        """Run all micro-batches: the loss of the step on this rank."""
+        """Run all micro-batches and return the loss of the step on this rank."""
         ...
 
 
 @dataclass
 class SyncStep:
-    """`Step` whose micro-batches are all there when it begins; without any, it is none."""
+    """A `Step` whose micro-batches are all known when it begins; with none, it is an empty item."""
 
     micro_batches: list[TokenBatch] = field(default_factory=list)
 
     def run(self, model: nn.Module, micro_step: MicroStep, num_items: Tensor | float | None) -> Tensor:
-        """One after another."""
+        """Run the micro-batches one after another."""
         total = torch.zeros(())
         for i, batch in enumerate(self.micro_batches):
             total = total + micro_step(model, batch, num_items, is_last=i + 1 == len(self.micro_batches))

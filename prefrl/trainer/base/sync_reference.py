@@ -1,4 +1,4 @@
-"""Moves the reference model towards the policy."""
+"""Moves the reference model toward the policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SyncReference(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Mix after the optimizer's step."""
+        """Mix the policy into the reference after an optimizer step, if it is due."""
         model: nn.Module = kwargs["model"]
         if state.global_step % self.steps == 0:
             self.reference.mix(distributed.unwrap(model), self.alpha)

@@ -1,4 +1,4 @@
-"""What every trainer shares: the model, one normalized update for each optimizer step, metrics, checkpoints."""
+"""The base of all trainers: the model, one normalized update for each optimizer step, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRS
 class BaseTrainer(Trainer):
     """HuggingFace's loop around flat token batches.
 
-    A leaf gives `loss`, which returns sums, and `num_items`, which counts what the sums are over. This class divides,
-    by the count of the whole optimizer step over all ranks: so micro-batch size, accumulation, world size and layout
-    change nothing but rounding.
+    A leaf implements `loss`, which returns a sum, and `num_items`, which counts what the sum is over. This class
+    divides by the count of the whole optimizer step over all ranks, so micro-batch size, gradient accumulation, world
+    size and layout change the update by rounding only.
 
-    HuggingFace hands `training_step` one item for each accumulation step. The last of them is the whole `Step`, with
-    as many micro-batches as there are; those before it are empty.
+    HuggingFace passes `training_step` one item for each gradient accumulation step. The last of them is the whole
+    `Step`, with any number of micro-batches; the items before it are empty.
     """
 
-    # The loss is divided here, over the whole accumulated batch.
+    # HuggingFace must not divide the loss by the accumulation steps: it is divided here, by the step's item count.
     loss_is_scaled_for_ga = True
-    algorithm: str  # as in the registry
-    splits_rows = False  # processes can share the tokens of its rows
-    id_columns: tuple[str, ...] = ID_COLUMNS  # of token ids in its prepared datasets
+    algorithm: str  # name in the registry
+    splits_rows = False  # whether processes can share the tokens of a row
+    id_columns: tuple[str, ...] = ID_COLUMNS  # columns of token ids in prepared datasets
 
     args: BaseConfig
     reference_moves = False
@@ -131,11 +131,11 @@ class BaseTrainer(Trainer):
         self.add_callback(NewTraining(begin=self.begin_training, end=self.end_training))
         if args.log_flops:
             self.account.flops = StepFlops(self.policy, model_cost(self.policy))
-            with self.accelerator.autocast():  # the check of the first use is no part of a step
+            with self.accelerator.autocast():  # now, so that the self-check is not counted as part of a step
                 verdict_of(self.policy)
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
-        """HuggingFace's hook before it makes its accelerator."""
+        """HuggingFace's hook, called before it creates its accelerator."""
         return {**super()._build_accelerator_args(**arguments), "parallelism_config": self._parallelism}
 
     def get_total_train_batch_size(self, args: BaseConfig) -> int:
@@ -144,15 +144,15 @@ class BaseTrainer(Trainer):
 
     @property
     def reference(self) -> Reference | None:
-        """What the policy stays close to, if it was kept."""
+        """The reference that the policy stays close to, if one is kept."""
         return self.scorer.reference
 
     @property
     def policy(self) -> PreTrainedModel:
-        """The model that is trained, without what a backend puts around it."""
+        """The model that is trained, without the backend's wrapper."""
         return cast("PreTrainedModel", distributed.unwrap(self.model))
 
-    # What a leaf or the class below gives.
+    # What a subclass implements.
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
@@ -168,23 +168,23 @@ class BaseTrainer(Trainer):
 
     @abstractmethod
     def collate(self, rows: list[dict[str, Any]]) -> Any:
-        """What the data loader makes of the rows of one item; `[]` may come in."""
+        """Turn dataset rows into one item of the data loader; `rows` may be empty."""
 
     @abstractmethod
     def micro_batches_of_step(self, items: list[Any]) -> tuple[list[TokenBatch], float]:
-        """The micro-batches of one optimizer step on this rank, and what they count for, from the loader's items."""
+        """The micro-batches of one optimizer step on this rank and their item count, made from the loader's items."""
 
     def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
-        """The model to train, see `models.load.load_model`."""
+        """The model to train; see `models.load.load_model`."""
         return load_model(model, **options)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """HuggingFace's hook, after it has called Liger on the model once more, for the whole process."""
+        """HuggingFace's hook. It has just applied Liger again, to the whole process: our choice must come last."""
         add_kernels(self.args, self.policy)
         return super()._inner_training_loop(*args, **kwargs)
 
     def add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
-        """Keep the reference that the options ask for, and move it if they say so."""
+        """Create the reference that the options ask for, and move it during training if they say so."""
         reference = kept_reference(self.args, options, self.model, given, accelerator=self.accelerator)
         self.scorer.reference = reference
         if reference is None:
@@ -192,31 +192,31 @@ class BaseTrainer(Trainer):
         if self.account.flops is not None:
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
             self.account.flops.reference = cost
-            self.scorer.reference_logprobs(self.idle_batch())  # as for the policy: the check of the first use
+            self.scorer.reference_logprobs(self.idle_batch())  # runs the self-check now, as for the policy
         if options.sync_ref_model:
             alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
             self.add_callback(SyncReference(reference, alpha=alpha, steps=steps))
             self.reference_moves = True
 
     def begin_training(self) -> None:
-        """Called before the first step of a training, on all ranks."""
-        if distributed.num_processes() > 1:  # the first use is several passes, which FSDP2 has to run by themselves
+        """Called on all ranks before the first step of a training run."""
+        if distributed.num_processes() > 1:  # the self-check makes several passes; FSDP2 must run them outside a step
             verdict_of(self.policy)
             distributed.release(self.policy)
 
     def end_training(self) -> None:
-        """Called after the last step of a training, on all ranks."""
+        """Called on all ranks after the last step of a training run."""
 
     # One optimizer step.
 
     def score(self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName]) -> TokenScores:
-        """[N] scores of the response tokens, see `Scorer.scores`."""
+        """[N] scores of the response tokens; see `Scorer.scores`."""
         return self.scorer.scores(model, batch, want)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Step], float]:
-        """HuggingFace's hook, called once for each optimizer step: its items, and the count over all ranks."""
+        """HuggingFace's hook, called once for each optimizer step: the step's items and its count over all ranks."""
         self.account.start()
         items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
         if not items:
@@ -225,26 +225,26 @@ class BaseTrainer(Trainer):
         seen = self.tokens_seen(micro_batches)
         run = sum(batch.num_forward_tokens for batch in micro_batches)
         total_count, num_tokens, num_run = distributed.sum_over_ranks([count, seen, run], device)
-        # HuggingFace's state is saved, so that the count goes on after a resume.
+        # HuggingFace's state is saved in checkpoints, so the count continues after a resume.
         self.state.num_input_tokens_seen += int(num_tokens)
-        # ZeRO and FSDP gather weights in every forward: all ranks run the same number of them.
+        # ZeRO and FSDP gather weights in every forward pass, so all ranks must run the same number of passes.
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
         micro_batches += [self.idle_batch()] * (int(num_forwards) - len(micro_batches))
         return [*(SyncStep() for _ in items[1:]), SyncStep(micro_batches)], total_count
 
     def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
-        """Tokens that a step adds to `num_tokens`: those of all rows, each with its prompt."""
+        """Tokens that a step adds to `num_tokens`: the tokens of all rows, each including its prompt."""
         return sum(b.num_tokens + sum(b.prompt_lengths[i] for i in b.prompt_index) for b in batches)
 
     def idle_batch(self) -> TokenBatch:
-        """One token without a loss: a forward and backward pass with zero gradients for every parameter."""
+        """One token without a loss; its forward and backward pass gives every parameter a zero gradient."""
         return TokenBatch.idle(self.processing_class.pad_token_id)
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
-        """Forward and backward of all micro-batches of the step; gradients are synchronized in the last."""
+        """Forward and backward pass of all micro-batches of the step; the last one synchronizes gradients."""
         loss = inputs.run(model, self.micro_step, num_items_in_batch).to(self.args.device)
         if inputs.micro_batches:
             self.account.switch("optimizer")
@@ -253,9 +253,9 @@ class BaseTrainer(Trainer):
     def micro_step(
         self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
     ) -> Tensor:
-        """Forward and backward of one micro-batch; gradients are synchronized over ranks in the last of a step."""
+        """Forward and backward pass of one micro-batch; the last one of a step synchronizes gradients over ranks."""
         distributed.announce_backward(self.accelerator, is_last=is_last)
-        # HuggingFace's step is compute_loss, which is the forward phase, and the backward pass.
+        # HuggingFace's training_step runs compute_loss, which is timed as the forward phase, and the backward pass.
         with (
             self.account.passes("training", [batch]),
             self.account.phase("backward"),
@@ -274,7 +274,7 @@ class BaseTrainer(Trainer):
         """This micro-batch's share of the step's loss.
 
         Raises:
-            ValueError: `return_outputs` is asked for, or the step's count is missing.
+            ValueError: `return_outputs` is set, or the step's count is missing.
         """
         if return_outputs or num_items_in_batch is None:
             raise ValueError("compute_loss needs num_items_in_batch and returns the loss alone")
@@ -288,18 +288,18 @@ class BaseTrainer(Trainer):
         return output.total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
 
     def saved_activations(self) -> AbstractContextManager[None]:
-        """Where the activations of a forward pass inside wait for its backward pass."""
+        """Context of a forward pass that stores its activations on the host if `activation_offloading` is set."""
         return OffloadActivations(self.args.device.type) if self.args.activation_offloading else nullcontext()
 
     def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
-        """Scalar that every parameter of the forward pass has a gradient from."""
+        """Scalar that depends on every parameter of the forward pass, so that each gets a gradient."""
         return self.score(model, batch, want=()).logprobs.sum()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs.to(self.args.device) if isinstance(inputs, TokenBatch) else super()._prepare_inputs(inputs)
 
     def cut(self, batch: TokenBatch, rows_per_micro_batch: int) -> list[TokenBatch]:
-        """Micro-batches by tokens if `max_tokens_per_micro_batch` is set, else by rows."""
+        """Cut a batch into micro-batches, by tokens if `max_tokens_per_micro_batch` is set, otherwise by rows."""
         if self.args.max_tokens_per_micro_batch is not None:
             return batch.split(self.args.max_tokens_per_micro_batch)
         return batch.chunks(rows_per_micro_batch)
@@ -308,7 +308,7 @@ class BaseTrainer(Trainer):
         """Tokens are counted in `get_batch_samples`."""
 
     def floating_point_ops(self, inputs: Step) -> int:
-        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, of the tokens really run."""
+        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are really run."""
         return 6 * num_weights(self.policy) * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
 
     # Datasets.
@@ -341,7 +341,7 @@ class BaseTrainer(Trainer):
         return cast("dict[str, float]", super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> NoReturn:
-        """HuggingFace's method, which would return the logits of all tokens: refused."""
+        """HuggingFace's method, which would return the logits of all tokens. Not supported: always raises."""
         raise ConfigError(
             "predict() is not supported: rows of different lengths are not padded, and no logits are kept. For "
             f"metrics use evaluate(dataset, metric_key_prefix={metric_key_prefix!r}), for completions model.generate."
@@ -379,16 +379,16 @@ class BaseTrainer(Trainer):
 
     @property
     def phases(self) -> list[str]:
-        """What every step of this trainer has or may have: the names of `time/<phase>_s`."""
+        """All phases that a step of this trainer may have: the names in `time/<phase>_s`."""
         return ["forward", "backward", "optimizer", *(["reference"] if self.reference is not None else [])]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """HuggingFace's hook, after the step and all its callbacks."""
+        """HuggingFace's hook, called after the step and all its callbacks."""
         self.account.finish()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _drain(self, mode: Literal["train", "eval"]) -> dict[str, float]:
-        """Host values of the metrics so far, merged over ranks; starts anew."""
+        """Values of the metrics so far, merged over ranks, on the host; resets the metrics."""
         hosted = {name: host(metric) for name, metric in self.metrics[mode].items()}
         self.metrics[mode] = {}
         return values_of(distributed.gather_objects(hosted))
@@ -403,10 +403,10 @@ class BaseTrainer(Trainer):
     # Checkpoints.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """HuggingFace's loop.
+        """Run HuggingFace's training loop.
 
         Raises:
-            ConfigError: This run's processes cannot read the checkpoint's state of training, or cannot train again.
+            ConfigError: These processes cannot read the checkpoint's training state, or cannot train a second time.
         """
         distributed.check_first_training(self.accelerator, self.model_wrapped)
         folder = checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
@@ -415,7 +415,7 @@ class BaseTrainer(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """HuggingFace's hook. It would make one more step of a training that is resumed at its end."""
+        """HuggingFace's hook. Without this, a run that is resumed at its end would make one more step."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -423,7 +423,7 @@ class BaseTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        # The main process makes the folder, perhaps later than the others come here.
+        # The main process creates the folder, but other processes may get here first.
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         self.save_update_state(Path(output_dir))
 
@@ -433,24 +433,27 @@ class BaseTrainer(Trainer):
             self.load_update_state(Path(checkpoint))
 
     def save_update_state(self, folder: Path) -> None:
-        """Write what decides the next update beyond model, optimizer, scheduler and random states. On all ranks."""
+        """Write all other state that the next update depends on. All ranks must call it.
+
+        HuggingFace saves the model, optimizer, scheduler and random states.
+        """
         if self.args.should_save:
             distributed.sign_checkpoint(self.accelerator, folder)
         if self.reference_moves and self.reference is not None:
             save_reference(self.reference, folder, writes=self.args.should_save)
 
     def load_update_state(self, folder: Path) -> None:
-        """Read what `save_update_state` wrote. On all ranks."""
+        """Read what `save_update_state` wrote. All ranks must call it."""
         if self.reference_moves and self.reference is not None:
             load_reference(self.reference, folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model and tokenizer, with a model card, so that `from_pretrained` loads them. All ranks must call it.
+        """Save model, tokenizer and model card, so that `from_pretrained` can load them. All ranks must call it.
 
-        Partitioned weights are gathered one at a time, for the process that writes. In the middle of training they are
-        left to the backend's own checkpoint if its settings ask for partitioned ones.
+        Partitioned weights are gathered one at a time, on the process that writes. During training they are left to
+        the backend's own checkpoint if its settings ask for partitioned checkpoints.
         """
-        is_checkpoint = _internal_call and output_dir is not None  # HuggingFace names a folder for these alone
+        is_checkpoint = _internal_call and output_dir is not None  # HuggingFace passes a folder only for checkpoints
         folder = output_dir or self.args.output_dir
         if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
             self._save(folder, whole_state(self.policy, keep=self.args.should_save))
@@ -460,7 +463,7 @@ class BaseTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """HuggingFace's hook before a push to the hub."""
+        """HuggingFace's hook, called before a push to the hub."""
         if self.is_world_process_zero():
             self.write_card(Path(self.args.output_dir))
 

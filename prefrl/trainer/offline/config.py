@@ -17,17 +17,17 @@ __all__ = ["OfflineConfig"]
 class OfflineConfig(BaseConfig):
     """Options of trainers that learn from a fixed dataset."""
 
-    max_length: Annotated[int, Ge(2)] | None = opt(1024, "Longest sequence in tokens; None: any length.")
+    max_length: Annotated[int, Ge(2)] | None = opt(1024, "Maximum sequence length in tokens; None: no limit.")
     truncation_mode: TruncationMode = opt(
-        "keep_start", "What happens to a longer sequence: keep its start, keep its end, or stop with an error."
+        "keep_start", "How to handle longer sequences: keep their start, keep their end, or stop with an error."
     )
-    disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, those of adapters too.")
+    disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, including those of adapters.")
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for the chat template; JSON on the command line."
     )
     invalid_rows: Literal["error", "drop"] = opt(
         "error",
-        "Rows that cannot be used (empty, too long, nothing to learn): stop and list them, or train without them.",
+        "How to handle unusable rows (empty, too long, nothing to learn): stop and list them, or drop them.",
     )
 
     def validate(self) -> None:

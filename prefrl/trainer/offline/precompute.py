@@ -1,4 +1,4 @@
-"""Reference log-probs of a whole dataset, computed once and kept on disk."""
+"""Computes the reference log-probs of a whole dataset once, and caches them on disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["REFERENCE_COLUMNS", "check_same_reference", "precompute_reference"]
 
 logger = logging.getLogger(__name__)
 
-# Columns of log-probs by the columns of the tokens that they are of, in the order in which batches lay them out.
+# Column of tokens -> column of their log-probs, in the order in which batches lay out the responses.
 REFERENCE_COLUMNS = {
     "chosen_ids": "ref_chosen_logprobs",
     "rejected_ids": "ref_rejected_logprobs",
@@ -39,7 +39,7 @@ REFERENCE_COLUMNS = {
     "KL_completion_ids": "ref_KL_logprobs",
 }
 
-# Raise this number when the same model and rows give other values, or the file has another form, than before.
+# Increase this number when the same model and rows no longer give the same values, or when the file format changes.
 _FILE_VERSION = 1
 _FILE_KEY = b"prefrl"
 
@@ -55,28 +55,29 @@ def precompute_reference(
     temperature: float,
     cache_dir: Path | None = None,
 ) -> datasets.Dataset:
-    """The dataset with the reference's log-prob of every response token, see `REFERENCE_COLUMNS`.
+    """The dataset with the reference log-probs of all response tokens added; see `REFERENCE_COLUMNS`.
 
-    Each row is scored once, by one of the ranks, and a later call with the same weights, rows, dtype and temperature
-    scores none. All ranks must call it, and reach the same files in `cache_dir`; otherwise every run scores anew.
+    Each row is scored once, on one of the ranks. A later call with the same weights, rows, dtype and temperature reads
+    the cache instead. All ranks must call it. Unless all of them see the same files in `cache_dir`, every run scores
+    again.
 
     Args:
-        dataset: Prepared: `prompt_ids`, and `chosen_ids` and `rejected_ids`, or `completion_ids` and perhaps
-            `KL_completion_ids`.
-        reference_logprobs: From a batch on the host to [N] nats.
+        dataset: A prepared dataset with `prompt_ids` and either `chosen_ids` and `rejected_ids`, or `completion_ids`
+            and optionally `KL_completion_ids`.
+        reference_logprobs: Maps a batch on the host to [N] nats.
         collate: Lays out the responses of each row in the order of `REFERENCE_COLUMNS`, without empty ones.
-        batch_size: Rows in a batch.
+        batch_size: Rows per batch.
         weights: Fingerprint of the reference's weights.
-        dtype: What the reference computes in.
-        temperature: Of the distribution scored.
-        cache_dir: None: `prefrl_reference` in the cache of `datasets`.
+        dtype: The dtype that the reference computes in.
+        temperature: Temperature of the scored distribution.
+        cache_dir: Folder of the cache; None: `prefrl_reference` in the cache of `datasets`.
 
     Returns:
-        All columns, and lists of float32, each as long as the tokens that it belongs to.
+        All columns, plus columns of float32 lists, each as long as the list of tokens that it belongs to.
 
     Raises:
         ConfigError: The dataset is a stream.
-        DataError: The file in the cache is damaged, or the reference gives values that are not finite.
+        DataError: The cached file is damaged, or the reference gives values that are not finite.
     """
     if not isinstance(dataset, datasets.Dataset):
         raise ConfigError(
@@ -92,12 +93,12 @@ def precompute_reference(
     if not all(distributed.gather_objects(table is not None)):
         order = np.argsort(-list_lengths(dataset, "prompt_ids") - sum(tokens.values()), kind="stable")
         if distributed.is_main():
-            folder.mkdir(parents=True, exist_ok=True)  # before the work, so that it is not in vain
+            folder.mkdir(parents=True, exist_ok=True)  # fail before scoring if the folder cannot be created
         scored = _score(dataset, order, tokens, reference_logprobs, collate, batch_size)
         table = _table(scored, fingerprint, tokens)
         if distributed.is_main():
             _write(path, table)
-        distributed.wait_for_all()  # who asks again at once finds the file
+        distributed.wait_for_all()  # so that the next call finds the file on every rank
     elif distributed.is_main():
         logger.info("Reference log-probs are read from %s", path)
     columns = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=fingerprint)
@@ -105,14 +106,14 @@ def precompute_reference(
 
 
 def check_same_reference(saved: str, now: str) -> None:
-    """Refuse to go on with another reference than before.
+    """Reject a resume with another reference than the one the checkpoint was trained with.
 
     Args:
-        saved: Fingerprint of the reference's weights in the checkpoint.
-        now: Of this run's.
+        saved: Fingerprint of the reference's weights, from the checkpoint.
+        now: Fingerprint of this run's reference.
 
     Raises:
-        ConfigError: They differ.
+        ConfigError: The fingerprints differ.
     """
     if saved != now:
         raise ConfigError(
@@ -130,14 +131,14 @@ def _score(
     collate: Callable[[list[dict[str, Any]]], TokenBatch],
     batch_size: int,
 ) -> dict[int, dict[str, Any]]:
-    """[length] float32 by row and token column, of all rows; rows of a batch are about equally long.
+    """[length] float32 log-probs of all rows, by row and token column. The rows of a batch have similar lengths.
 
-    Sharded models need all ranks in every pass, so a rank that has a row less scores the last one too.
+    Sharded models need all ranks in every pass, so a rank that has one row less also scores the last row.
     """
     mine = order[distributed.rank() :: distributed.world_size()].tolist()
     mine += order[-1:].tolist() * (math.ceil(len(order) / distributed.world_size()) - len(mine))
     scored: dict[int, dict[str, Any]] = {}
-    is_quiet = None if distributed.is_main() else True  # None: unless a terminal shows it
+    is_quiet = None if distributed.is_main() else True  # None: show the progress bar only on a terminal
     for start in datasets.utils.tqdm(range(0, len(mine), batch_size), desc="Reference log-probs", disable=is_quiet):
         rows = mine[start : start + batch_size]
         batch = collate([dataset[row] for row in rows])
@@ -170,7 +171,7 @@ def _label(fingerprint: str, num_rows: int) -> bytes:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    """Under another name first: a run that is killed leaves no half file, and another run's file is not mixed in."""
+    """Write to a temporary name, then rename: a killed run leaves no partial file, and runs do not mix their files."""
     unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.unfinished")
     try:
         pq.write_table(table, unfinished, write_page_checksum=True, use_dictionary=False, compression="none")

@@ -1,4 +1,4 @@
-"""What preference trainers share beside the loop: their datasets, row sums, metrics, and losses that sort a step."""
+"""Helpers of preference trainers: datasets, row sums, metrics, and losses that sort all pairs of a step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RowKind:
-    """How the rows of a dataset become batches: trainers that learn from the same rows share one."""
+    """How dataset rows become batches; trainers that learn from the same kind of rows share one."""
 
     prepare: Callable[[Dataset, PreTrainedTokenizerBase, OfflineConfig], Dataset]
     lay_out: Callable[[Sequence[dict[str, Any]]], TokenBatch]
@@ -82,16 +82,16 @@ def prepare_unpaired(
 
 @dataclass(frozen=True, eq=False)
 class RowScores:
-    """A micro-batch and what its rows sum to."""
+    """The log-probs of a micro-batch, summed over each row."""
 
     batch: TokenBatch
-    sums: Tensor  # [B] nats, log-prob of a row's trained tokens; gradient flows
-    logps: Tensor  # [B] nats, what losses compare: the sums, unless tokens past a length weigh less
-    lengths: Tensor  # [B] float32, trained tokens
+    sums: Tensor  # [B] nats, summed log-probs of a row's trained tokens; gradient flows
+    logps: Tensor  # [B] nats, compared by losses: the sums, or with `ld_alpha` sums that weight the excess tokens less
+    lengths: Tensor  # [B] float32, number of trained tokens
 
     @classmethod
     def of(cls, logprobs: Tensor, batch: TokenBatch, *, ld_alpha: float | None = None) -> RowScores:
-        """From [N] log-probs; with `ld_alpha`, tokens past the shorter side of a pair weigh that much."""
+        """Scores from [N] log-probs; `ld_alpha` is the weight of tokens beyond the length of a pair's shorter side."""
         layout = (batch.trainable, batch.row_index, batch.num_rows)
         lengths = trainable_per_row(*layout)
         sums = row_sums(logprobs, *layout)
@@ -127,15 +127,15 @@ def pair_groups(batch: TokenBatch) -> list[int]:
 
 
 def sided_rows(batch: TokenBatch) -> list[int]:
-    """The rows that have a label: all but those that only estimate a KL divergence."""
+    """The rows that have a label: all except those that only serve to estimate a KL divergence."""
     assert batch.is_preferred is not None
     return [row for row, side in enumerate(batch.is_preferred) if side is not None]
 
 
 def pairs_per_chosen_token(batches: Sequence[TokenBatch], device: torch.device) -> float:
-    """Pairs of a step / trained tokens of their chosen sides, over all ranks: all must call it.
+    """(pairs of a step) / (trained tokens of their chosen responses), over all ranks. All ranks must call it.
 
-    A loss of tokens times this, summed and divided by the number of pairs, is a mean over tokens.
+    A sum over tokens, multiplied by this and divided by the number of pairs, is a mean over tokens.
     """
     pairs = tokens = 0.0
     for batch in batches:
@@ -147,13 +147,13 @@ def pairs_per_chosen_token(batches: Sequence[TokenBatch], device: torch.device) 
 
 
 def preference_metrics(batch: TokenBatch, scores: TokenScores, *, logps: Tensor, rewards: Tensor) -> dict[str, Metric]:
-    """TRL's metrics of the two sides, and of pairs where the batch has them.
+    """TRL's metrics of chosen and rejected rows, and of pairs if the batch has them.
 
     Args:
-        batch: With `is_preferred` on every row.
-        scores: With entropy and mean logit, and whether tokens are the most likely ones if that is to be logged.
+        batch: Rows with `is_preferred` set.
+        scores: With entropy and mean logit. For pairs also `correct`: whether each token is the most likely one.
         logps: [B] nats.
-        rewards: [B].
+        rewards: [B] implicit rewards.
     """
     assert scores.entropy is not None
     assert scores.mean_logit is not None
@@ -170,7 +170,7 @@ def preference_metrics(batch: TokenBatch, scores: TokenScores, *, logps: Tensor,
     metrics["rewards/margins"] = Difference(
         (rewards * is_chosen).sum(), is_chosen.sum(), (rewards * ~is_chosen).sum(), (~is_chosen).sum()
     )
-    if scores.correct is not None:  # of pairs alone
+    if scores.correct is not None:  # only for pairs
         tokens = is_chosen[batch.row_index] & batch.trainable
         metrics["mean_token_accuracy"] = Mean((scores.correct & tokens).sum(), tokens.sum())
         chosen, rejected = batch.pair_index
@@ -179,14 +179,15 @@ def preference_metrics(batch: TokenBatch, scores: TokenScores, *, logps: Tensor,
 
 
 class StepPairs:
-    """All pairs of an optimizer step on all ranks, for losses that sort them.
+    """All pairs of an optimizer step on all ranks, for losses that sort the pairs of a batch.
 
-    Such a loss is run on the whole step for every micro-batch, with the pairs of the micro-batch live and all others
-    constant: its gradient is then the micro-batch's part of the whole gradient, however the step is cut.
+    Such a loss is computed over the whole step for every micro-batch. Gradients flow only through the pairs of the
+    micro-batch; all others are constants. The result is the micro-batch's part of the full gradient, however the step
+    is cut.
 
     Args:
-        batches: This rank's pairs, micro-batch by micro-batch, constants.
-        groups: The group numbers of their pairs, 0, 1, ... in any order.
+        batches: This rank's pairs, one entry for each micro-batch; constants.
+        groups: The group numbers of these pairs: 0, 1, ... in any order.
     """
 
     def __init__(self, batches: Sequence[Pairs], groups: Sequence[int]) -> None:
@@ -197,12 +198,12 @@ class StepPairs:
         self._values = {name: torch.cat([part[name] for part in parts]) for name in _PER_PAIR}
 
     def loss(self, function: Callable[[Pairs], Tensor], pairs: Pairs, groups: Sequence[int]) -> Tensor:
-        """Scalar: this micro-batch's share of the summed loss, with its whole gradient.
+        """Scalar: this micro-batch's share of the summed loss, with the full gradient of its pairs.
 
         Args:
-            function: From all pairs to [P] losses.
-            pairs: Of the micro-batch, gradient flows.
-            groups: Their group numbers.
+            function: Maps all pairs to their [P] losses.
+            pairs: The pairs of the micro-batch; gradient flows.
+            groups: The group numbers of these pairs.
         """
         device = pairs.chosen_logps.device
         positions = (torch.tensor(groups) + self._first).to(device, non_blocking=True)

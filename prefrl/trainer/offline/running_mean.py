@@ -1,4 +1,4 @@
-"""A mean over everything that training has seen so far."""
+"""A running mean over all optimizer steps of a training run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["RunningMean"]
 
 
 class RunningMean:
-    """The mean of all values of earlier optimizer steps, over all ranks; 0 before the first.
+    """The mean of all values of earlier optimizer steps, over all ranks; 0 before the first step.
 
-    The values of a step count from the next step on, so that a loss that reads the mean does not depend on how its
-    step is cut.
+    The values of a step are included from the next step on, so that a loss that reads the mean does not depend on how
+    its step is cut into micro-batches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,11 +35,11 @@ class RunningMean:
         return self._total / self._count if self._count else 0.0
 
     def add(self, values: Tensor) -> None:
-        """Note values of this rank; they count after the next `fold`."""
+        """Record values of this rank; the next `fold` includes them in the mean."""
         self._pending.append(torch.stack([values.detach().sum(), values.new_full((), values.numel())]))
 
     def fold(self) -> None:
-        """Count what was added on all ranks. All ranks must call it."""
+        """Include the recorded values of all ranks in the mean. All ranks must call it."""
         total, count = torch.stack(self._pending).double().sum(0).tolist() if self._pending else (0.0, 0.0)
         self._pending = []
         total, count = distributed.sum_over_ranks([total, count], self._device)
@@ -47,7 +47,7 @@ class RunningMean:
         self._count += count
 
     def save(self, path: Path, *, writes: bool) -> None:
-        """Write the state, what was added included. All ranks must call it; those that write have the same."""
+        """Write the state, including recorded values. All ranks must call it; they all have the same state."""
         self.fold()
         if writes:
             path.write_text(json.dumps({"total": self._total, "count": self._count}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What trainers on a fixed dataset share."""
+"""The base of all trainers on a fixed dataset."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _REWARD_MEAN_FILE = "reward_mean.json"
 
 
 class TrainerArguments(TypedDict, total=False):
-    """What the constructors of all offline trainers take by name."""
+    """The keyword arguments that the constructors of all offline trainers take."""
 
     train_dataset: Dataset | IterableDataset | None
     eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None  # one, or several by name
@@ -56,22 +56,22 @@ class TrainerArguments(TypedDict, total=False):
 
 
 class OfflineTrainer(BaseTrainer):
-    """Rows of a dataset in, one normalized update for each optimizer step out.
+    """Trains on the rows of a fixed dataset, with one normalized update for each optimizer step.
 
-    A leaf gives `loss`; a `row_kind`, or `prepare_dataset`, `lay_out` and `num_items` of its own; and with
-    `prepare_step` what its loss needs to know about the whole step. A leaf that compares with a reference calls
-    `set_up_reference` in its constructor.
+    A leaf implements `loss`. It sets `row_kind`, or implements `prepare_dataset`, `lay_out` and `num_items` itself. It
+    extends `prepare_step` if its loss depends on the whole step, and calls `set_up_reference` in its constructor if
+    its loss needs a reference.
 
     Args:
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-<algorithm>`.
-        data: By position, in TRL's order: `data_collator`, which must be None, `train_dataset`, `eval_dataset` and
-            `processing_class`.
+        data: Further positional arguments, in TRL's order: `data_collator`, which must be None, `train_dataset`,
+            `eval_dataset` and `processing_class`.
         arguments: See `TrainerArguments`.
 
     Raises:
-        ConfigError: Options that cannot work together.
-        DataError: A dataset that cannot be used; names the row and the column.
+        ConfigError: The options cannot be combined.
+        DataError: A dataset cannot be used; the message names the row and the column.
     """
 
     splits_rows = True
@@ -102,16 +102,16 @@ class OfflineTrainer(BaseTrainer):
         super().__init__(model, args, **given)
         if args.disable_dropout:
             disable_dropout(self.policy)
-        self.reward_mean: RunningMean | None = None  # of losses that compare rewards with their mean so far
-        self._precomputed_from: str | None = None  # fingerprint of the weights
+        self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean
+        self._precomputed_from: str | None = None  # fingerprint of the reference's weights
 
     # The reference policy.
 
     def set_up_reference(self, given: str | Path | PreTrainedModel | None) -> None:
-        """Keep the reference that the options ask for, or score the datasets with it; called by leaves that have one.
+        """Create the reference that the options ask for, or score the datasets with it; for leaves that need one.
 
         Args:
-            given: The policy that training stays close to; None: the model as it is now.
+            given: The reference model; None: the policy as it is now.
         """
         options = self.args
         assert isinstance(options, OfflineReferenceOptions)
@@ -122,7 +122,7 @@ class OfflineTrainer(BaseTrainer):
         if not options.precompute_ref_log_probs:
             self.add_reference(options, given)
             return
-        # Before training the policy is its own reference: no copy is made.
+        # Before training, the policy is its own reference: no copy is needed.
         if given is not None:
             self.add_reference(options, given)
         score = self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
@@ -156,14 +156,14 @@ class OfflineTrainer(BaseTrainer):
         return torch.float16 if self.args.fp16 else self.policy.dtype
 
     def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """The micro-batches of a step with what their losses need besides the policy: the reference's log-probs.
+        """The micro-batches of a step with the data that their losses need besides the policy: reference log-probs.
 
-        Called once for each step on every rank, also for no batches, before the first forward.
+        Called once for each step on every rank, before the first forward pass, even if there are no batches.
         """
         if self.reward_mean is not None:
             self.reward_mean.fold()
         if self.reference is not None:
-            # On the device from here on: the scores need not travel.
+            # Move the batches to the device now, so that the scores can stay there.
             batches = [batch.to(self.args.device) for batch in batches]
             parts = self.logprobs_of_step(self.scorer.reference_logprobs, batches)
             return [batch.replace(ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
@@ -177,7 +177,7 @@ class OfflineTrainer(BaseTrainer):
     def logprobs_of_step(self, score: Callable[..., Tensor], batches: Sequence[TokenBatch]) -> list[Tensor]:
         """[N] log-probs of each micro-batch of a step by `Scorer.reference_logprobs` or `Scorer.policy_logprobs`.
 
-        All ranks must call it, also those without a micro-batch.
+        All ranks must call it, even those without micro-batches.
         """
         rows = TokenBatch.concat(batches) if batches else self.idle_batch().select([])
         largest = max((batch.num_forward_tokens for batch in batches), default=1)
@@ -199,15 +199,15 @@ class OfflineTrainer(BaseTrainer):
         return self.row_kind.num_items(batch)
 
     def collate(self, rows: list[dict[str, Any]]) -> TokenBatch | None:
-        """The flat batch of some rows; None for no rows."""
+        """The flat batch of some rows; None if there are none."""
         return self.lay_out(rows) if rows else None
 
     def get_train_dataloader(self) -> EpochDataLoader | StreamLoader:
-        """Micro-batches of this rank, see `StepBatchSampler`."""
+        """Micro-batches of this rank; see `StepBatchSampler`."""
         dataset = self.train_dataset
         if dataset is None:
             raise ConfigError("train_dataset=None: training needs a dataset")
-        # Under a budget of tokens, micro-batches do not have a number of rows.
+        # With a token budget, micro-batches have no fixed number of rows.
         dealing = self._dealing(dataset, equal_counts=self.args.max_tokens_per_micro_batch is None)
         if isinstance(dataset, datasets.IterableDataset):
             return self._stream_loader(
@@ -237,7 +237,7 @@ class OfflineTrainer(BaseTrainer):
         return self._loader(dataset, sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader | StreamLoader:
-        """All rows of an evaluation dataset, shared out over the ranks."""
+        """All rows of an evaluation dataset, distributed over the ranks."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
@@ -302,7 +302,7 @@ class OfflineTrainer(BaseTrainer):
     # One step.
 
     def micro_batches_of_step(self, items: list[TokenBatch | None]) -> tuple[list[TokenBatch], float]:
-        """The loader's micro-batches as they are, or cut anew by tokens."""
+        """The loader's micro-batches; with a token budget, they are joined and cut again by tokens."""
         batches = numbered_apart([batch for batch in items if batch is not None])
         count = sum(float(self.num_items(batch)) for batch in batches)
         if batches and self.args.max_tokens_per_micro_batch is not None:
@@ -313,11 +313,11 @@ class OfflineTrainer(BaseTrainer):
         """The loss and its metrics on one micro-batch."""
         batches = self.prepare_step([] if item is None else [item])
         metrics: dict[str, Metric] = {}
-        if not batches:  # other ranks may need a pass
+        if not batches:  # other ranks may need this one to take part in a forward pass
             self.forward_sum(model, self.idle_batch().to(self.args.device))
         for batch in batches:
             count = float(self.num_items(batch))
-            with self.accelerator.autocast():  # its forward has that by itself only after a training
+            with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
                 output = self.loss(model, batch.to(self.args.device))
             metrics = {"loss": Mean(output.total, count), **output.metrics}
         return metrics
@@ -329,7 +329,7 @@ class OfflineTrainer(BaseTrainer):
     # Checkpoints.
 
     def save_update_state(self, folder: Path) -> None:
-        """See `BaseTrainer.save_update_state`; also which weights the reference has."""
+        """See `BaseTrainer.save_update_state`; also writes the fingerprint of the reference and the reward mean."""
         super().save_update_state(folder)
         if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
             (folder / _REFERENCE_FILE).write_text(json.dumps({"weights": fingerprint}), encoding="utf-8")
@@ -340,7 +340,7 @@ class OfflineTrainer(BaseTrainer):
         """See `BaseTrainer.load_update_state`.
 
         Raises:
-            ConfigError: The reference of the checkpoint had other weights than this one.
+            ConfigError: The checkpoint was trained with a reference of other weights.
         """
         super().load_update_state(folder)
         path = folder / _REFERENCE_FILE
@@ -350,14 +350,14 @@ class OfflineTrainer(BaseTrainer):
             self.reward_mean.load(folder / _REWARD_MEAN_FILE)
 
     def _reference_fingerprint(self) -> str | None:
-        """Of the weights of a reference that does not move."""
+        """Fingerprint of the weights of a fixed reference; None if there is none."""
         if self.reference is None or self.reference_moves:
             return self._precomputed_from
         return self.reference.fingerprint()
 
 
 def numbered_apart(batches: list[TokenBatch]) -> list[TokenBatch]:
-    """The batches with group numbers that no two of them share: 0, 1, ... through all."""
+    """The batches with groups renumbered 0, 1, ... through all batches, so that no two batches share a number."""
     numbered = []
     first = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Options of several rewards whose weights follow the training."""
+"""Options for balancing several rewards with weights that adapt during training."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ __all__ = ["BalanceOptions"]
 
 @dataclass
 class BalanceOptions:
-    """How several rewards are weighed against each other, see docs/losses.md."""
+    """How several rewards are balanced; see docs/losses.md."""
 
     reward_balance: Literal["fixed", "log_transform", "uncertainty", "gradnorm", "famo", "nash", "pareto"] | None = (
         opt(
             None,
-            "Each reward has advantages of its own, and their weights follow the training; None: one advantage of the "
-            "weighted sum of rewards. reward_weights are the preference.",
+            "How to weight the advantages of each reward during training; reward_weights are the preferences. None: "
+            "advantages of the weighted sum of rewards.",
         )
     )
-    uncertainty_rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "uncertainty: step of the log-scales.")
-    gradnorm_alpha: Annotated[float, Ge(0)] = opt(1.5, "gradnorm: how hard rewards that lag behind pull.")
-    gradnorm_rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "gradnorm: step of the log-weights.")
-    famo_rate: Annotated[float, Gt(0)] = opt(1.0, "famo: step of the logits.")
+    uncertainty_rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "uncertainty: step size of the log-scales.")
+    gradnorm_alpha: Annotated[float, Ge(0)] = opt(1.5, "gradnorm: how strongly rewards that lag behind are favored.")
+    gradnorm_rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "gradnorm: step size of the log-weights.")
+    famo_rate: Annotated[float, Gt(0)] = opt(1.0, "famo: step size of the logits.")
     famo_decay: Annotated[float, Ge(0)] = opt(0.001, "famo: decay of the logits.")
-    pareto_smoothing: Annotated[float, Gt(0)] = opt(0.5, "pareto: smoothing of the distance, as a share of the range.")
+    pareto_smoothing: Annotated[float, Gt(0)] = opt(0.5, "pareto: smoothing of the maximum; smaller is closer to it.")
 
     @property
     def balance_hyperparameters(self) -> dict[str, float]:
-        """What the method asks for, by name."""
+        """The hyperparameters of the chosen method, by name."""
         assert self.reward_balance is not None
         return {name: getattr(self, name) for name in REWARD_BALANCES[self.reward_balance].hyperparameters}
 
     def validate_balance(self) -> None:
-        """Refuse options of another method, and weights that the method cannot take.
+        """Reject options of other methods, and invalid combinations of values.
 
         Raises:
             ConfigError: Names the field, its value and what to do.

@@ -1,4 +1,4 @@
-"""Options of trainers that learn from their own completions, in groups."""
+"""Options of trainers that learn from their own completions, as option groups."""
 
 from __future__ import annotations
 
@@ -20,31 +20,37 @@ __all__ = ["OnlineConfig", "RewardOptions", "SamplingOptions"]
 
 @dataclass
 class SamplingOptions:
-    """How completions are drawn."""
+    """How completions are sampled."""
 
-    max_prompt_length: Annotated[int, Ge(1)] | None = opt(512, "Longest prompt in tokens; None: any length.")
+    max_prompt_length: Annotated[int, Ge(1)] | None = opt(512, "Maximum prompt length in tokens; None: no limit.")
     truncation_mode: TruncationMode = opt(
-        "keep_end", "What happens to a longer prompt: keep its end, keep its start, or stop with an error."
+        "keep_end", "How to handle longer prompts: keep their end, keep their start, or stop with an error."
     )
-    filter_overlong_prompts: bool = opt(False, "Leave prompts above max_prompt_length out of the dataset.")
-    num_generations: Annotated[int, Ge(1)] = opt(8, "Completions of each prompt: the size of a group.")
+    filter_overlong_prompts: bool = opt(False, "Drop prompts longer than max_prompt_length from the dataset.")
+    num_generations: Annotated[int, Ge(1)] = opt(8, "Completions per prompt: the size of a group.")
     num_generations_eval: Annotated[int, Ge(1)] | None = opt(
-        None, "Completions of each prompt in evaluation; None: as num_generations."
+        None, "Completions per prompt in evaluation; None: same as num_generations."
     )
-    max_completion_length: Annotated[int, Ge(1)] = opt(256, "Longest completion in tokens.")
-    temperature: Annotated[float, Gt(0)] = opt(0.9, "Sampling temperature; the losses score at the same temperature.")
+    max_completion_length: Annotated[int, Ge(1)] = opt(256, "Maximum completion length in tokens.")
+    temperature: Annotated[float, Gt(0)] = opt(
+        0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
+    )
     temperature_eval: Annotated[float, Ge(0)] | None = opt(
-        None, "Temperature in evaluation; 0: greedy. None: as temperature."
+        None, "Temperature in evaluation; 0: greedy decoding. None: same as temperature."
     )
-    top_p: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Sample from the smallest set of tokens with this probability.")
+    top_p: Annotated[float, Gt(0), Le(1)] = opt(
+        1.0, "Sample from the smallest set of tokens whose total probability is at least this."
+    )
     top_k: Annotated[int, Ge(0)] | None = opt(0, "Sample from the k most likely tokens; 0 or None: from all.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = opt(
-        None, "Sample from tokens with at least this share of the likeliest token's probability."
+        None, "Sample from tokens whose probability is at least this fraction of the most likely token's."
     )
-    repetition_penalty: Annotated[float, Gt(0)] = opt(1.0, "Above 1: tokens of the text so far become less likely.")
+    repetition_penalty: Annotated[float, Gt(0)] = opt(
+        1.0, "Above 1: tokens that already occur in the text become less likely."
+    )
 
     def sampling_params(self, *, evaluation: bool = False) -> SamplingParams:
-        """What the generator is asked for."""
+        """The sampling parameters for the generator."""
         num_samples, temperature = self.num_generations, self.temperature
         if evaluation:
             num_samples = self.num_generations_eval or num_samples
@@ -62,13 +68,15 @@ class SamplingOptions:
 
 @dataclass
 class RewardOptions:
-    """How rewards become advantages."""
+    """Reward weights, the time limit of rewards, and masking of truncated completions."""
 
     reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
     reward_timeout: Annotated[float, Gt(0)] | None = opt(
-        None, "Seconds that a reward function may take for a batch; None: no limit."
+        None, "Time limit of a reward function for a batch, in seconds; None: no limit."
     )
-    mask_truncated_completions: bool = opt(False, "Completions that hit max_completion_length have no loss (DAPO).")
+    mask_truncated_completions: bool = opt(
+        False, "Exclude completions that were cut off at max_completion_length from the loss (DAPO)."
+    )
 
 
 @dataclass
@@ -79,18 +87,20 @@ class OnlineConfig(
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     generation_batch_size: Annotated[int, Ge(1)] | None = opt(
-        None, "Completions of one generation over all processes; None: from steps_per_generation."
+        None, "Completions of a generation batch, over all processes; None: follows from steps_per_generation."
     )
     steps_per_generation: Annotated[int, Ge(1)] | None = opt(
-        None, "Micro-batches made from one generation; None: gradient_accumulation_steps."
+        None, "Micro-batches per generation batch and process; None: gradient_accumulation_steps."
     )
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for the chat template; JSON on the command line."
     )
-    num_iterations: Annotated[int, Ge(1)] = opt(1, "How often each generation batch is learned from.")
-    shuffle_dataset: bool = opt(True, "Visit prompts in a new order each epoch.")
-    log_completions: bool = opt(False, "Print a table of completions and write them to parquet at every generation.")
-    num_completions_to_print: Annotated[int, Ge(1)] | None = opt(None, "Rows of that table; None: all.")
+    num_iterations: Annotated[int, Ge(1)] = opt(1, "Number of passes over each generation batch.")
+    shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
+    log_completions: bool = opt(False, "Print each generation batch as a table and write it to a Parquet file.")
+    num_completions_to_print: Annotated[int, Ge(1)] | None = opt(
+        None, "Number of completions that log_completions prints; None: all."
+    )
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
@@ -156,19 +166,19 @@ class OnlineConfig(
 
     @property
     def micro_batches_per_generation(self) -> int:
-        """`steps_per_generation` as it takes effect."""
+        """The effective value of `steps_per_generation`."""
         if self.generation_batch_size is not None:
             return self.generation_batch_size // int(self.per_device_train_batch_size * self.world_size)
         return self.steps_per_generation or int(self.gradient_accumulation_steps)
 
     @property
     def updates_per_generation(self) -> int:
-        """Optimizer steps of one pass over a generation batch."""
+        """Optimizer steps in one pass over a generation batch."""
         return self.micro_batches_per_generation // int(self.gradient_accumulation_steps)
 
     @property
     def completions_per_rank(self) -> int:
-        """Completions of one generation on this process."""
+        """Completions of a generation batch on one process."""
         return int(self.per_device_train_batch_size) * self.micro_batches_per_generation
 
     def _validate_groups(self) -> None:
@@ -188,24 +198,24 @@ class OnlineConfig(
 
     @property
     def generations_ahead(self) -> int:
-        """Generation batches that may be under way besides the one that training needs."""
+        """Generation batches that may be requested in advance, in addition to the one that training needs."""
         return self.max_staleness // self.steps_of_a_generation if self.generation_mode == "async" else 0
 
     @property
     def needs_whole_batch(self) -> dict[str, str]:
-        """Options because of which a group cannot be learned from before all completions are there: what to set."""
+        """Options with which no group can be trained on before all completions are there, and the remedy for each."""
         names = ("normalize_rewards", "dynamic_sampling", "curriculum")
         given = {name: getattr(self, name) for name in names}
         return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
 
     @property
     def needs_greedy(self) -> bool:
-        """Whether each prompt also gets a completion that is decoded without randomness."""
+        """Whether each prompt also needs a greedy completion."""
         return False
 
     @property
     def needs_scores_first(self) -> bool:
-        """Whether what is learned depends on log-probs of the policy before it learns."""
+        """Whether the learning signal depends on log-probs of the policy before its first update from the batch."""
         return False
 
     def _validate_generation_mode(self) -> None:

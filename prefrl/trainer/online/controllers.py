@@ -1,7 +1,7 @@
-"""Coefficients that follow what they control, from one optimizer step or generation to the next.
+"""Coefficients of the loss that adapt to the quantity they control, from step to step or batch to batch.
 
-Their states are floats, which Python's `json` writes in their shortest form that is read back as the same number, so
-that a resumed run goes on bit by bit.
+Their states are floats. Python's `json` writes them in the shortest form that is read back as the same number, so a
+resumed run is bitwise identical.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _LARGEST_ERROR = 0.2
 
 
 class AdaptiveKL:
-    """The weight of a KL term, raised while the divergence is above its target and lowered while it is below:
+    """The weight of a KL term: it rises while the divergence is above its target and falls while it is below.
 
         value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
 
-    after n completions that diverge by `kl` on average.
+    after n completions with a mean divergence of `kl`.
 
     Args:
-        value: The first weight, above 0: a product starting at 0 stays there.
-        target: Divergence in nats, above 0; per token or per completion, as the `kl` of `update`.
-        horizon: Completions in which the weight changes by at most about a factor exp(0.2).
+        value: The initial weight, above 0, because a product that starts at 0 stays there.
+        target: Target divergence in nats, above 0; per token or per completion, like the `kl` of `update`.
+        horizon: Number of completions over which the weight changes by at most about a factor of exp(0.2).
 
     Raises:
-        ConfigError: A number that is not positive.
+        ConfigError: A number is not positive.
 
     Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2
     """
@@ -48,10 +48,10 @@ class AdaptiveKL:
         return self._value
 
     def update(self, kl: float, num_completions: int) -> None:
-        """Follow the mean divergence of some completions of all ranks.
+        """Adapt the weight to the mean divergence of `num_completions` completions, over all ranks.
 
         Raises:
-            ConfigError: So many completions at once that the weight could become 0 or negative.
+            ConfigError: There are so many completions that the weight could become 0 or negative.
             ValueError: `kl` is NaN.
         """
         if math.isnan(kl):
@@ -74,21 +74,21 @@ class AdaptiveKL:
 
 
 class AdaptiveEntropy:
-    """The weight of an entropy bonus that holds the policy's entropy at a target from below.
+    """The weight of an entropy bonus that keeps the policy's entropy from falling below a target.
 
-    After each step the coefficient moves by `delta`, up if the entropy was at most `target`, else down, within
-    `minimum` .. `maximum`. It is applied in the next step only if the entropy was at most `target`: the bonus never
-    pushes the entropy above it. Before the first update nothing is applied.
+    After each step the coefficient changes by `delta`: up if the entropy was at most `target`, otherwise down, within
+    `minimum` .. `maximum`. The next step applies it only if the entropy was at most `target`, so the bonus never
+    pushes the entropy above the target. Before the first update there is no bonus.
 
     Args:
-        coef: The first coefficient.
-        minimum: Of the coefficient, at least 0.
-        maximum: Of the coefficient.
-        delta: Step of the coefficient, above 0.
-        target: Entropy in nats per token.
+        coef: The initial coefficient.
+        minimum: Lower bound of the coefficient, at least 0.
+        maximum: Upper bound of the coefficient.
+        delta: Change of the coefficient per step, above 0.
+        target: Target entropy in nats per token.
 
     Raises:
-        ConfigError: Bounds that exclude each other or the coefficient, or a step that is not positive.
+        ConfigError: The bounds exclude each other or the coefficient, or `delta` is not positive.
 
     Source: He et al. 2025 (Skywork-OR1), arXiv 2505.22312 (adaptive entropy control); TRL, `use_adaptive_entropy`
     """
@@ -109,7 +109,7 @@ class AdaptiveEntropy:
 
     @property
     def coef(self) -> float:
-        """The coefficient, whether it is applied or not."""
+        """The coefficient, whether or not it is applied."""
         return self._coef
 
     @property
@@ -118,7 +118,7 @@ class AdaptiveEntropy:
         return self._coef if self._entropy is not None and self._entropy <= self._target else 0.0
 
     def update(self, entropy: float) -> None:
-        """Follow the mean entropy of a step's tokens on all ranks.
+        """Adapt the coefficient to the mean entropy of a step's tokens, over all ranks.
 
         Raises:
             ValueError: `entropy` is NaN.

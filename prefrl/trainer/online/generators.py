@@ -1,4 +1,4 @@
-"""Which generator an online trainer samples from."""
+"""Creates the generator that an online trainer samples from."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def make_generator(
 
     Args:
         args: Options.
-        model: The policy; may be a PeftModel.
-        tokenizer: Its tokenizer.
-        weights: Its weights, for servers.
-        max_rows: Samples that decode together at most in this process.
-        autocast: The mixed precision of training.
+        model: The policy; it may be a PeftModel.
+        tokenizer: The policy's tokenizer.
+        weights: The policy's weights, to send to servers.
+        max_rows: Maximum number of completions that this process decodes together.
+        autocast: Context manager of training's mixed precision.
 
     Raises:
         ConfigError: `weight_sync` does not fit the model.
@@ -85,10 +85,10 @@ def make_generator(
 
 
 def sync_method(args: VLLMOptions, *, has_adapter: bool) -> SyncMethod:
-    """`weight_sync` as it takes effect.
+    """The effective value of `weight_sync`.
 
     Raises:
-        ConfigError: "adapter" without an adapter.
+        ConfigError: `weight_sync` is "adapter", but the adapter is not all that is trained, or there is none.
     """
     if args.weight_sync == "adapter" and not has_adapter:
         raise ConfigError(
@@ -104,7 +104,7 @@ def sync_method(args: VLLMOptions, *, has_adapter: bool) -> SyncMethod:
 
 
 def server_metrics(stats: VLLMStats) -> dict[str, Metric]:
-    """What happened between this process and the servers."""
+    """Metrics of the requests from this process to the servers."""
     return {
         "server/requests": Sum(stats.requests),
         "server/retries": Sum(stats.retries),

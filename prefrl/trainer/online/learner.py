@@ -1,4 +1,4 @@
-"""What an algorithm that learns from its own completions is: what it needs to know, its advantages, its objective."""
+"""The parts of an online algorithm: the scores that it needs, its advantages and its objective."""
 
 from __future__ import annotations
 
@@ -20,59 +20,59 @@ __all__ = ["Learned", "Learner", "Objective"]
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What optimizer steps learn from the rollouts of a generation batch."""
+    """A generation batch with advantages, and the rows that each optimizer step trains on."""
 
     batch: TokenBatch  # B rows, one for each rollout
-    parts: list[list[int]]  # rows of each optimizer step, in order; a row may come several times, or never
-    advantages: list[float]  # [B] mean over the row's tokens, for the table of completions
+    parts: list[list[int]]  # rows of each optimizer step, in order; a row may occur several times, or never
+    advantages: list[float]  # [B] mean advantage over the row's tokens, for the table of completions
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
 class Objective(Protocol):
-    """The loss of a micro-batch, and what moves with it."""
+    """The loss of a micro-batch, and the state that adapts during training."""
 
     @property
     def want(self) -> tuple[WantName, ...]:
-        """What a training pass computes beside log-probs."""
+        """What a training pass computes in addition to log-probs."""
         ...
 
     @property
     def learns_from_zero_advantage(self) -> bool:
-        """Whether a row without an advantage still has a gradient."""
+        """Whether a row with zero advantage still has a gradient."""
         ...
 
     def needs(self, *, is_first: bool) -> Collection[Annotation]:
-        """What the loss reads of a minibatch beside advantages.
+        """The fields of a minibatch that the loss reads in addition to advantages.
 
         Args:
-            is_first: The policy that learns is still the one that sampled: its own log-probs are the old ones.
+            is_first: Whether the policy is still the one that sampled, so that its fresh log-probs are the old ones.
         """
         ...
 
     def num_items(self, batch: TokenBatch) -> Tensor:
-        """Scalar: what the loss sums over."""
+        """Scalar: the number of items that the loss sums over."""
         ...
 
     def prepared(self, batch: TokenBatch, *, num_items: float) -> TokenBatch:
-        """The rows of a minibatch with what depends on all of them. All ranks must call it.
+        """Add the fields that depend on all rows of a minibatch. All ranks must call it.
 
         Args:
             batch: All rows of the minibatch on this rank.
-            num_items: What they count for.
+            num_items: The item count of these rows.
         """
         ...
 
     def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
-        """What is logged of rows without a gradient, which no forward pass runs; host numbers."""
+        """Metrics of rows without a gradient, which are left out of the forward pass; on the host."""
         ...
 
     def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
-        """The SUM over a micro-batch.
+        """The SUM of the loss over a micro-batch.
 
         Args:
-            batch: With advantages.
-            scores: Of a pass with gradients, with what `want` names.
-            old_logprobs: [N] nats, of the policy before this generation's first update.
+            batch: The rows, with advantages.
+            scores: Scores from a training pass, including those that `want` names.
+            old_logprobs: [N] nats, log-probs of the policy before the first update from this generation batch.
         """
         ...
 
@@ -81,7 +81,7 @@ class Objective(Protocol):
         ...
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """What decides the next update, fit for JSON."""
+        """The state that the next update depends on, JSON-serializable."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
@@ -90,7 +90,7 @@ class Objective(Protocol):
 
 
 class Learner(Protocol):
-    """From scored rollouts to rows with advantages, and their loss."""
+    """Turns scored rollouts into rows with advantages, and holds their loss."""
 
     @property
     def objective(self) -> Objective:
@@ -99,25 +99,25 @@ class Learner(Protocol):
 
     @property
     def needs(self) -> Collection[Annotation]:
-        """What `advantages` reads of the models, before anything is learned."""
+        """The scores that `advantages` reads, computed before the first update from the rollouts."""
         ...
 
     def advantages(
         self, batch: TokenBatch, rollouts: Sequence[Rollout], *, num_parts: int, step: int, over_ranks: bool
     ) -> Learned:
-        """What optimizer steps learn from.
+        """Compute advantages, and divide the rows among optimizer steps.
 
         Args:
-            batch: The rollouts' rows, with what `needs` names.
-            rollouts: This rank's, whole groups, with rewards and totals.
-            num_parts: Optimizer steps of one pass over them.
-            step: Optimizer step that begins to learn from them.
-            over_ranks: Whether all ranks are here with theirs, and statistics are over all of them.
+            batch: The rows of the rollouts, with the fields that `needs` names.
+            rollouts: The rollouts of this rank: whole groups, with rewards and totals.
+            num_parts: Number of optimizer steps in one pass over them.
+            step: The first optimizer step that learns from them.
+            over_ranks: Whether all ranks call this with their rollouts, so that statistics are over all of them.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides the next advantages, fit for JSON."""
+        """The state that the next advantages depend on, JSON-serializable."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Options of generation in the training process."""
+"""Options for generation in the training process."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["LocalOptions"]
 
 @dataclass
 class LocalOptions:
-    """How completions are drawn in the training process."""
+    """Generation in the training process."""
 
     ds3_gather_for_generation: bool = opt(
         True,
-        "Where the model is partitioned (ZeRO-3, FSDP2): have all its weights on each process while it samples; "
-        "False: gather them layer by layer for every token, which is slow and needs little memory.",
+        "For partitioned models (ZeRO-3, FSDP2): gather all weights on each process for the whole of generation. "
+        "False: gather them layer by layer for every token, which is slow but needs little memory.",
     )
     cache_implementation: Literal["dynamic", "offloaded"] | None = opt(
         None,
-        "Where keys and values of completions are kept: on the device (dynamic, the default), or in host memory "
-        "except for the layer that is computed (offloaded).",
+        "Where the KV cache is kept: on the device (dynamic, the default), or in host memory except for the layer "
+        "that is being computed (offloaded).",
     )
 
     def validate_local(self, *, use_vllm: bool) -> None:
-        """Refuse what would have no effect.
+        """Reject options that have no effect.
 
         Raises:
             ConfigError: Names the field, its value and what to do.

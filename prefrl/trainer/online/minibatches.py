@@ -1,4 +1,4 @@
-"""From rows with advantages to the minibatches of optimizer steps: dealt over ranks, scored, cut."""
+"""Makes the minibatches of optimizer steps from rows with advantages: balances ranks, scores, cuts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["MinibatchMaker"]
 
 @dataclass
 class MinibatchMaker:
-    """Makes minibatches of rows that an objective learns from.
+    """Makes the minibatches that an objective learns from.
 
     Args:
         args: Options.
-        objective: Says what it reads and which rows have a gradient.
-        scorer: Scores what the objective reads.
-        cut: From a minibatch to micro-batches.
-        hidden_size: Of the policy; what a row costs depends on it.
+        objective: Determines the scores that are needed and which rows have a gradient.
+        scorer: Computes these scores.
+        cut: Cuts a minibatch into micro-batches.
+        hidden_size: The policy's hidden size, which the cost of a row depends on.
     """
 
     args: OnlineConfig
@@ -39,11 +39,11 @@ class MinibatchMaker:
     hidden_size: int
 
     def of(self, learned: Learned, *, over_ranks: bool = True) -> list[Minibatch]:
-        """One for each optimizer step of a pass over the rows.
+        """One minibatch for each optimizer step in a pass over the rows.
 
         Args:
-            learned: Rows of this rank.
-            over_ranks: Whether all ranks are here with theirs, and rows are dealt to all of them.
+            learned: The rows of this rank.
+            over_ranks: Whether all ranks call this with their rows, so that rows can be redistributed among them.
         """
         return [
             self._minibatch(learned.batch, rows, is_first=i == 0, over_ranks=over_ranks)
@@ -53,7 +53,7 @@ class MinibatchMaker:
     def _minibatch(self, batch: TokenBatch, rows: Sequence[int], *, is_first: bool, over_ranks: bool) -> Minibatch:
         batch = batch.select(rows)
         if is_first:
-            # The policy that learns is still the one that sampled. Its fresh log-probs make ratios of exactly 1.
+            # The policy is still the one that sampled. Its fresh log-probs serve as old ones: ratios are exactly 1.
             batch = batch.replace(old_logprobs=None)
         num_items = float(self.objective.num_items(batch))
         batch, rest = self._with_gradient(self.objective.prepared(batch, num_items=num_items))
@@ -62,12 +62,12 @@ class MinibatchMaker:
             batch = share_out(
                 batch,
                 hidden_size=self.hidden_size,
-                # Under a budget of tokens, micro-batches do not have a number of rows.
+                # With a token budget, micro-batches have no fixed number of rows.
                 equal_counts=self.args.max_tokens_per_micro_batch is None,
                 device=self.args.device,
             )
-        # Scored before it is cut: a prompt is computed once for its whole group. Earlier minibatches will have moved
-        # the policy by the time that a later one is learned from, so its old log-probs are made now.
+        # Score before cutting, so that a prompt is computed once for its whole group. Later minibatches are scored
+        # now, too: by the time the policy learns from them, earlier minibatches have updated it.
         batch = self.scorer.annotate(
             batch,
             self.objective.needs(is_first=is_first),
@@ -76,7 +76,7 @@ class MinibatchMaker:
         return Minibatch(self.cut(batch), num_items, metrics)
 
     def _with_gradient(self, batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
-        """The rows whose loss has a gradient, and those with trainable tokens whose loss has none."""
+        """Split the rows with trainable tokens into those whose loss has a gradient, and those whose loss has none."""
         acts = [True] * batch.num_rows
         if not self.objective.learns_from_zero_advantage:
             assert batch.advantages is not None

@@ -22,16 +22,16 @@ __all__ = ["OverlapStep"]
 
 @dataclass
 class OverlapStep:
-    """`Step` whose groups are trained on in the order in which they come.
+    """A `Step` that trains on groups in the order in which they arrive.
 
-    The count that sums are divided by is known when the last group has come. Gradients are linear in the loss, so they
-    are divided then, and the update is that of a step that waited.
+    The item count that the sums are divided by is known only when the last group has arrived. Gradients are linear in
+    the loss, so they are divided at the end, and the update equals that of a step that waited for all groups.
 
     Args:
-        arriving: A minibatch for each group; waits for them.
-        policy: Gives the model that is trained, without what a backend puts around it.
+        arriving: Yields a minibatch for each group, and waits until it has arrived.
+        policy: Returns the model that is trained, without the backend's wrapper.
         idle: One token without a loss.
-        accelerator: HuggingFace's.
+        accelerator: HuggingFace's accelerator.
     """
 
     arriving: Iterator[Minibatch]
@@ -41,12 +41,12 @@ class OverlapStep:
     micro_batches: list[TokenBatch] = field(default_factory=list)
 
     def run(self, model: nn.Module, micro_step: MicroStep, num_items: Tensor | float | None) -> Tensor:
-        """Forward and backward of each group when its completions are there; `num_items` is not known yet."""
+        """Run forward and backward passes of each group once its completions are there; `num_items` is ignored."""
         device = self.accelerator.device
         total, own_items = torch.zeros((), device=device), 0.0
         for minibatch in self.arriving:
             own_items += minibatch.num_items
-            # A rank has as many groups as the others, but not as many micro-batches of each.
+            # All ranks have the same number of groups, but not the same number of micro-batches in each.
             num_missing = distributed.missing_passes(self.policy(), len(minibatch.micro_batches), device)
             for batch in [*minibatch.micro_batches, *[self.idle] * num_missing]:
                 total += micro_step(model, batch, 1.0, is_last=False)

@@ -1,4 +1,4 @@
-"""Policy gradients: shaped rewards, advantages and selected tokens of scored rollouts."""
+"""Policy gradients: shapes rewards, computes advantages and selects tokens of scored rollouts."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyGradient"]
 
-# Added to standard deviations, as in TRL.
+# Added to standard deviations before dividing by them, as in TRL.
 ADVANTAGE_EPSILON = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of all ranks, this rank's from `start` on."""
+    """The rows of all ranks; those of this rank begin at `start`."""
 
-    rewards: Tensor  # [B, K] float32, NaN for none
+    rewards: Tensor  # [B, K] float32, NaN where there is no reward
     groups: Tensor  # [B] int64
-    lengths: Tensor  # [B] trainable tokens
+    lengths: Tensor  # [B] number of trainable tokens
     finish_reasons: list[Any]  # [B]
-    penalties: Tensor  # [B] KL that is taken from the reward
+    penalties: Tensor  # [B] beta * KL, subtracted from the reward
     greedy: Tensor  # [B] total reward of the greedy completion of the row's prompt, NaN if there is none
     start: int
 
 
 class PolicyGradient:
-    """`Learner` of a policy loss that is weighed by advantages.
+    """`Learner` of a policy loss that is weighted by advantages.
 
     Args:
         args: Options.
-        rewards: Their names and weights.
+        rewards: Gives the names and weights of the rewards.
 
     Raises:
         ConfigError: `reward_balance` with one reward.
@@ -132,12 +132,12 @@ class PolicyGradient:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Running moments and the balance of rewards."""
+        """The running moments and the state of the reward balance."""
         parts = {"moments": self.moments, "balance": self.balancer}
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if self.moments is not None:
             self.moments.load_state_dict(state["moments"])
         if self.balancer is not None:
@@ -179,18 +179,18 @@ class PolicyGradient:
         return self.args.kl_in == "reward" and self.args.beta > 0
 
     def _kl_of_tokens(self, batch: TokenBatch) -> Tensor:
-        """[N] nats."""
+        """[N] nats, estimated KL(policy || reference)."""
         assert batch.old_logprobs is not None
         assert batch.ref_logprobs is not None
         return KL_ESTIMATORS[self.args.kl_estimator].function(batch.old_logprobs, batch.ref_logprobs)
 
     def _kl_of_rows(self, batch: TokenBatch) -> Tensor:
-        """[B] what is taken from the reward of each row."""
+        """[B] beta * KL, which is subtracted from the reward of each row."""
         per_row = row_sums(self._kl_of_tokens(batch), batch.trainable, batch.row_index, batch.num_rows)
         return self.objective.beta * per_row
 
     def _shaped(self, rows: _Rows) -> Tensor:
-        """[B] totals after shaping, without the KL of rows."""
+        """[B] total rewards after shaping, minus the KL penalties of rows."""
         totals = row_totals(rows.rewards, self._weights)
         has_no_group = self.estimator.level == "token"
         shaping = self.args.shaping_hyperparameters
@@ -200,7 +200,7 @@ class PolicyGradient:
         )
 
     def _counts(self, rows: _Rows, totals: Tensor, *, step: int) -> Tensor:
-        """[B] how often each row is learned from."""
+        """[B] how often each row is trained on."""
         args = self.args
         if args.rollout_selection is not None and args.num_selected is not None:
             kept = kept_rows(
@@ -244,7 +244,7 @@ class PolicyGradient:
         return batch.replace(advantages=values, returns=returns)
 
     def _whitened(self, values: Tensor, mask: Tensor, *, over_ranks: bool) -> Tensor:
-        """[N], with mean 0 and standard deviation 1 over the tokens of all ranks."""
+        """[N] values with mean 0 and standard deviation 1 over the tokens of all ranks."""
         found = moments(values, mask)
         if over_ranks:
             sums = [found.total, found.square_total, found.count]
@@ -254,7 +254,7 @@ class PolicyGradient:
         )
 
     def _of_rows(self, rows: _Rows, totals: Tensor, is_kept: Tensor, metrics: dict[str, Metric]) -> Advantages:
-        # Shaped totals are one reward; without shaping the rewards can still be told apart.
+        # Shaping collapses the K rewards into one total; without it, pass all K.
         is_shaped = self.args.shapes_rewards or self._takes_kl_from_rows
         scored = ScoredRows(
             rewards=(totals[:, None].float() if is_shaped else rows.rewards)[is_kept],
@@ -272,7 +272,7 @@ class PolicyGradient:
         return result
 
     def _balanced(self, scored: ScoredRows, balancer: RewardBalancer, metrics: dict[str, Metric]) -> Advantages:
-        """Advantages of each reward by itself, [B, K], weighed so that one backward pass serves all."""
+        """Computes the advantages of each reward, [B, K], and combines them so that one backward pass is enough."""
         each = [
             self.estimator.function(
                 replace(scored, rewards=scored.rewards[:, k : k + 1], weights=torch.ones(1)), **self._hyperparameters
@@ -311,7 +311,7 @@ class PolicyGradient:
         return self.estimator.function(scored, **self._hyperparameters)
 
     def _log_weights(self, batch: TokenBatch) -> Tensor | None:
-        """[N] log of what the loss of each token is multiplied by, if completions are another policy's."""
+        """[N] log importance weights of the tokens, if sampling is corrected and the estimator uses them."""
         if not self.args.corrects_sampling or "log_collision" not in self.estimator.needs:
             return None
         assert batch.old_logprobs is not None
@@ -325,7 +325,7 @@ class PolicyGradient:
             values["advantage_epsilon"] = ADVANTAGE_EPSILON
         return values
 
-    # Tokens that have a policy loss.
+    # Selection of the tokens that have a policy loss.
 
     def _with_selection(
         self, batch: TokenBatch, rollouts: Sequence[Rollout], totals: Tensor, *, step: int

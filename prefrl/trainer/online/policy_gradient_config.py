@@ -23,11 +23,11 @@ class GroupOptions:
 
     scale_rewards: Literal["group", "batch", "none"] = opt(
         "group",
-        "What centered rewards are divided by: the standard deviation of their group, of the whole batch, or nothing "
-        "(Dr. GRPO). True and False mean group and none.",
+        "Divide centered rewards by the standard deviation of their group (group) or of the whole batch (batch), or "
+        "do not scale them (none; Dr. GRPO). True and False mean group and none.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
-        "sum_then_normalize", "Several rewards: weighted sum first, or each normalized first (GDPO)."
+        "sum_then_normalize", "With several rewards: sum first with weights, or normalize each first (GDPO)."
     )
 
 
@@ -35,15 +35,15 @@ class GroupOptions:
 class PolicyGradientConfig(
     PolicyLossOptions, EntropyOptions, KLOptions, BalanceOptions, SelectionOptions, OnlineConfig
 ):
-    """Options of advantages."""
+    """How advantages are normalized and clipped."""
 
     advantage_clip_range: list[float] | None = opt(
-        None, "Smallest and largest advantage: those outside are set to it; None: no bounds."
+        None, "Clip advantages to this range: smallest and largest value; None: no clipping."
     )
     normalize_advantages: bool = opt(
         False,
-        "Advantages of a generation batch get mean 0 and standard deviation 1, over its tokens where they have "
-        "advantages of their own (PPO, REINFORCE++), else over its completions.",
+        "Normalize the advantages of a generation batch to mean 0 and standard deviation 1: over its tokens if each "
+        "token has its own advantage (PPO, REINFORCE++), otherwise over its completions.",
     )
 
     def validate(self) -> None:
@@ -101,7 +101,7 @@ class PolicyGradientConfig(
 
     @property
     def needs_scores_first(self) -> bool:
-        """Whether advantages or the selection of tokens depend on log-probs of the policy before it learns."""
+        """Whether advantages or token selection depend on log-probs of the policy before its first update."""
         return (
             (self.kl_in == "reward" and self.beta > 0)
             or ADVANTAGES[self.estimator].level == "token"

@@ -1,4 +1,4 @@
-"""The loss of policy-gradient trainers: policy loss, KL term, entropy bonus, and what moves their weights."""
+"""The loss of policy-gradient trainers: policy loss, KL term, entropy bonus, and their adaptive coefficients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["PolicyObjective", "token_mean"]
 
 
 class PolicyObjective:
-    """Sum over tokens of policy loss + beta * KL - entropy_coef * entropy, weighed as the policy loss is averaged.
+    """Sum over tokens of policy loss + beta * KL - entropy_coef * entropy, with the policy loss's token weights.
 
     Args:
         args: Options.
@@ -62,18 +62,18 @@ class PolicyObjective:
 
     @property
     def beta(self) -> float:
-        """Weight of the KL term as it is now."""
+        """Current weight of the KL term."""
         return self.args.beta if self.adaptive_kl is None else self.adaptive_kl.value
 
     @property
     def entropy_coef(self) -> float:
-        """Weight of the entropy bonus as it is now."""
+        """Current weight of the entropy bonus."""
         return self.args.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.coef
 
     @property
     def want(self) -> tuple[WantName, ...]:
-        """What a training pass computes beside log-probs."""
-        # Zero times the entropy would have a gradient, too: zeros, at the full price.
+        """What a training pass computes in addition to log-probs."""
+        # With weight 0 the gradient would be all zeros, at full cost, so do not ask for it.
         return ("entropy", "entropy_gradient") if self._entropy_weight != 0 else ("entropy",)
 
     def needs(self, *, is_first: bool) -> frozenset[Annotation]:
@@ -87,7 +87,7 @@ class PolicyObjective:
 
     @property
     def learns_from_zero_advantage(self) -> bool:
-        """Whether a row without an advantage still has a gradient."""
+        """Whether a row with zero advantage still has a gradient."""
         args = self.args
         has_kl = args.beta > 0 and args.kl_in == "loss"
         has_entropy = args.entropy_coef > 0 or args.use_adaptive_entropy
@@ -96,13 +96,13 @@ class PolicyObjective:
         return has_term or args.loss_type == "kl_cov"
 
     def num_items(self, batch: TokenBatch) -> Tensor:
-        """Tokens, sequences or a constant, as the loss asks."""
+        """The number of tokens or sequences, or a multiple of a constant, as the reduction of the loss says."""
         reduction = self.policy_loss.reduction
         constant = self.args.max_completion_length if reduction == "constant" else None
         return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
 
     def prepared(self, batch: TokenBatch, *, num_items: float) -> TokenBatch:
-        """See `Objective`: the likelihood of good responses is a mean over their tokens, not over the step's items."""
+        """See `Objective`; scales the NLL weights of good responses, so that the NLL is a mean over their tokens."""
         good = batch.nll_weights
         if good is None:
             return batch
@@ -110,17 +110,17 @@ class PolicyObjective:
         return batch.replace(nll_weights=good * (items / max(tokens, 1.0)))
 
     def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
-        """The sum over a micro-batch.
+        """The sum of the loss over a micro-batch.
 
         Args:
-            batch: With advantages.
-            scores: Of a pass with gradients, with what `want` names.
-            old_logprobs: [N] nats, of the policy before this generation's first update.
+            batch: The rows, with advantages.
+            scores: Scores from a training pass, including those that `want` names.
+            old_logprobs: [N] nats, log-probs of the policy before the first update from this generation batch.
         """
         args = self.args
         assert batch.advantages is not None
         assert scores.entropy is not None
-        # Their ratio is to the policy that sampled, so it is the correction.
+        # AIPO and VESPO use policy / sampler as their ratio, so they need no importance weights on top.
         is_behavior_ratio = args.corrects_sampling and args.loss_type in ("aipo", "vespo")
         behavior = batch.sampling_logprobs if is_behavior_ratio else None
         tokens = PolicyTokens(
@@ -167,11 +167,11 @@ class PolicyObjective:
         return LossOutput(total=total, metrics=metrics | self._weights_as_metrics())
 
     def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
-        """What is logged of rows without an advantage, which no forward pass runs; host numbers.
+        """Metrics of rows with zero advantage, which are left out of the forward pass; on the host.
 
-        What a loss says of them does not depend on the ratio, apart from `NEEDS_RATIO`: nothing is clipped. The
-        entropy is that of the policy before the first update, if it was computed. Otherwise -log p of the sampled
-        token estimates it, because the mean of -log p over samples of p is the entropy of p.
+        For these rows, the statistics of the loss do not depend on the ratio, except for those in `NEEDS_RATIO`:
+        nothing is clipped. The entropy is that of the policy before the first update, if it was computed. Otherwise
+        -log p of the sampled token estimates it, because the mean of -log p over samples of p is the entropy of p.
         """
         if batch.num_rows == 0:
             return {}
@@ -196,7 +196,7 @@ class PolicyObjective:
         return {name: host(metric) for name, metric in metrics.items()}
 
     def _kl(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> Tensor:
-        """[N] nats, gradient flows."""
+        """[N] KL estimates in nats; gradient flows."""
         name = self.args.kl_estimator
         assert batch.ref_logprobs is not None
         if name == "full":
@@ -220,7 +220,7 @@ class PolicyObjective:
 
     @property
     def _entropy_weight(self) -> float:
-        """Weight of the entropy in this step's loss. An adaptive weight moves between steps only."""
+        """Weight of the entropy in this step's loss. An adaptive weight changes only between steps."""
         return self.args.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.value
 
     def _weights_as_metrics(self) -> dict[str, Metric]:
@@ -231,10 +231,10 @@ class PolicyObjective:
             metrics["entropy_coef"] = Mean(self.entropy_coef, 1)
         return metrics
 
-    # Adaptive weights.
+    # Adaptive coefficients.
 
     def observe_kl(self, kl: Tensor, batch: TokenBatch) -> None:
-        """Remember the KL of these tokens, [N] nats, for the end of the step."""
+        """Record the KL of these tokens, [N] nats, for the update at the end of the step."""
         if self.adaptive_kl is not None:
             self._observe(0, kl, batch)
             assert self._observed is not None
@@ -247,7 +247,7 @@ class PolicyObjective:
         self._observed[place + 1] += batch.num_trainable
 
     def end_step(self, device: torch.device) -> None:
-        """Move the adaptive weights by what all ranks saw in the optimizer step."""
+        """Adapt the coefficients to the KL and entropy of all ranks in this optimizer step."""
         if self.adaptive_kl is None and self.adaptive_entropy is None:
             return
         observed = [0.0] * 5 if self._observed is None else self._observed.tolist()
@@ -259,12 +259,12 @@ class PolicyObjective:
             self.adaptive_entropy.update(entropy / entropy_tokens)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """What decides the next update."""
+        """The state of the adaptive coefficients."""
         parts = {"kl": self.adaptive_kl, "entropy": self.adaptive_entropy}
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if self.adaptive_kl is not None:
             self.adaptive_kl.load_state_dict(state["kl"])
         if self.adaptive_entropy is not None:
@@ -277,13 +277,13 @@ def token_mean(values: Tensor, batch: TokenBatch) -> Mean:
 
 
 def _stats(stats: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Metric]:
-    """Means over trainable tokens; of the shares of clipped tokens also their extremes over rows."""
+    """Means over trainable tokens; for the shares of clipped tokens, also the extremes over rows."""
     metrics: dict[str, Metric] = {}
     weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="sequence_mean")
     for name, values in stats.items():
         is_ratio = name.startswith("clip_ratio/")
         if name.endswith("_seq_mean"):
-            metrics[name] = Mean((values * weights).sum(), weights.sum())  # weights of a row add up to 1
+            metrics[name] = Mean((values * weights).sum(), weights.sum())  # the weights of a row sum to 1
         else:
             metrics[f"{name}_mean" if is_ratio else name] = token_mean(values, batch)
         if name in ("clip_ratio/low", "clip_ratio/high"):

@@ -36,7 +36,7 @@ KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "seq
 
 
 def _refuse(config: Any, group: type, names: Iterable[str], *, because: str, remedy: str) -> None:
-    """Refuse those options of a group that were set."""
+    """Reject these options of a group if they are set."""
     defaults = {field.name: field.default for field in fields(config) if field.name in group.__annotations__}
     for name in names:
         check_no_effect(name=name, value=getattr(config, name), unset=defaults[name], because=because, remedy=remedy)
@@ -48,61 +48,62 @@ class PolicyLossOptions:
 
     loss_type: LossType = opt(
         "dapo",
-        "The loss and how it is averaged. PPO's clipped surrogate: grpo, mean over sequences of token means; dapo, "
-        "bnpo, mean over all tokens of the step; dr_grpo, sum over sequences / (number of sequences * "
-        "max_completion_length); luspo, mean over sequences of sums. Others are in docs/losses.md.",
+        "The loss and how it is averaged. With PPO's clipped surrogate: grpo, mean over sequences of token means; "
+        "dapo and bnpo, mean over all tokens of the step; dr_grpo, sum over tokens / (number of sequences * "
+        "max_completion_length); luspo, mean over sequences of token sums. See docs/losses.md for the others.",
     )
     importance_sampling_level: ImportanceLevel = opt(
         "token",
-        "Ratio of each token, of the sequence from its mean log-ratio (sequence: GSPO; sequence_token: GSPO-token, "
-        "whose gradient is weighed by token), or from its summed log-ratio (sequence_sum: RLOO).",
+        "Level of the ratio. token: one for each token. sequence: one for each sequence, from its mean log-ratio "
+        "(GSPO). sequence_token: the same value, but each token has its own gradient (GSPO-token). sequence_sum: one "
+        "for each sequence, from its summed log-ratio (RLOO).",
     )
     epsilon: Annotated[float, Ge(0), Le(1)] = opt(
-        0.2, "The ratio is clipped to >= 1 - epsilon. dppo: most that a probability may fall; epsilon_high: may rise."
+        0.2, "Clip the ratio to at least 1 - epsilon. dppo: how far a probability may fall (epsilon_high: rise)."
     )
     epsilon_high: Annotated[float, Ge(0)] | None = opt(
-        None, "The ratio is clipped to <= 1 + epsilon_high; None: as epsilon. DAPO: 0.28."
+        None, "Clip the ratio to at most 1 + epsilon_high; None: same as epsilon. DAPO uses 0.28."
     )
     delta: Annotated[float, Gt(0)] | None = opt(
         None,
-        "Upper bound of the ratio on the side that is not clipped (two-sided or dual clipping: verl's clip_ratio_c, "
-        "cosmos-rl's lower_bound_ratio); above 1 + epsilon.",
+        "Upper bound of the ratio where epsilon does not clip it, for two-sided (dual) clipping; must be above "
+        "1 + epsilon_high. Called clip_ratio_c in verl, lower_bound_ratio in cosmos-rl.",
     )
-    aipo_rho: Annotated[float, Gt(1)] = opt(5.0, "aipo: largest ratio; the paper tries 2 to 10.")
-    sapo_temperature_pos: Annotated[float, Gt(0)] = opt(1.0, "sapo: temperature where the advantage is positive.")
-    sapo_temperature_neg: Annotated[float, Gt(0)] = opt(1.05, "sapo: temperature where the advantage is negative.")
-    vespo_k_pos: Annotated[float, Ge(0)] = opt(2.0, "vespo: power of the ratio, positive advantages.")
-    vespo_lambda_pos: Annotated[float, Gt(0)] = opt(3.0, "vespo: decay of the ratio, positive advantages.")
-    vespo_k_neg: Annotated[float, Ge(0)] = opt(3.0, "vespo: power of the ratio, negative advantages.")
-    vespo_lambda_neg: Annotated[float, Gt(0)] = opt(2.0, "vespo: decay of the ratio, negative advantages.")
-    clip_cov_ratio: Annotated[float, Gt(0), Le(1)] = opt(2e-4, "clip_cov: share of tokens that have no loss.")
-    clip_cov_lb: float = opt(1.0, "clip_cov: they are drawn where the covariance is above this.")
-    clip_cov_ub: float = opt(5.0, "clip_cov: and below this.")
+    aipo_rho: Annotated[float, Gt(1)] = opt(5.0, "aipo: upper bound of the ratio; the paper tries 2 to 10.")
+    sapo_temperature_pos: Annotated[float, Gt(0)] = opt(1.0, "sapo: temperature for positive advantages.")
+    sapo_temperature_neg: Annotated[float, Gt(0)] = opt(1.05, "sapo: temperature for negative advantages.")
+    vespo_k_pos: Annotated[float, Ge(0)] = opt(2.0, "vespo: power of the ratio for positive advantages.")
+    vespo_lambda_pos: Annotated[float, Gt(0)] = opt(3.0, "vespo: decay of the ratio for positive advantages.")
+    vespo_k_neg: Annotated[float, Ge(0)] = opt(3.0, "vespo: power of the ratio for negative advantages.")
+    vespo_lambda_neg: Annotated[float, Gt(0)] = opt(2.0, "vespo: decay of the ratio for negative advantages.")
+    clip_cov_ratio: Annotated[float, Gt(0), Le(1)] = opt(2e-4, "clip_cov: share of tokens excluded from the loss.")
+    clip_cov_lb: float = opt(1.0, "clip_cov: only tokens whose covariance is above this are excluded.")
+    clip_cov_ub: float = opt(5.0, "clip_cov: only tokens whose covariance is below this are excluded.")
     kl_cov_ratio: Annotated[float, Gt(0), Le(1)] = opt(
-        2e-4, "kl_cov: share of tokens, those of the largest covariance, that have a KL penalty."
+        2e-4, "kl_cov: share of tokens with a KL penalty: those with the largest covariance."
     )
-    kl_cov_coef: Annotated[float, Gt(0)] = opt(1.0, "kl_cov: weight of that penalty.")
+    kl_cov_coef: Annotated[float, Gt(0)] = opt(1.0, "kl_cov: weight of the KL penalty.")
     off_policy_mask_threshold: Annotated[float, Gt(0)] | None = opt(
         None,
-        "Sequences with a negative advantage have no loss once the mean of log sampler - log policy over their tokens "
-        "is above this, in nats (DeepSeek-V3.2); None: none are left out.",
+        "Exclude sequences with a negative advantage from the loss if the mean of log sampler - log policy over their "
+        "tokens is above this, in nats (DeepSeek-V3.2); None: exclude none.",
     )
     positive_nll_coef: Annotated[float, Gt(0)] | None = opt(
         None,
-        "Weight of the mean of -log p over the tokens of all sequences with a positive reward, added to the loss "
-        "(VAPO); None: 0.",
+        "Weight of an NLL term added to the loss: the mean of -log p over the tokens of all sequences with a positive "
+        "reward (VAPO); None: term off.",
     )
 
     @property
     def policy_hyperparameters(self) -> dict[str, float | None]:
-        """What the loss asks for, by name."""
+        """The hyperparameters of the chosen loss, by name."""
         values = {name: getattr(self, name) for name in POLICY_LOSSES[self.loss_type].hyperparameters}
         if "epsilon_high" in values and self.epsilon_high is None:
             values["epsilon_high"] = self.epsilon
         return values
 
     def validate_policy_loss(self) -> None:
-        """Refuse options that the loss does not read, and bounds that exclude each other.
+        """Reject options that the chosen loss does not read, and bounds that exclude each other.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -128,7 +129,7 @@ class PolicyLossOptions:
             raise ConfigError(f"clip_cov_lb={self.clip_cov_lb}: must be below clip_cov_ub={self.clip_cov_ub}")
 
 
-# Fields that do not belong to one loss.
+# Fields that are not specific to a loss.
 _COMMON = {
     "loss_type",
     "importance_sampling_level",
@@ -139,24 +140,24 @@ _COMMON = {
 
 @dataclass
 class EntropyOptions:
-    """Entropy in the loss."""
+    """The entropy bonus, and the selection of tokens by entropy."""
 
-    entropy_coef: Annotated[float, Ge(0)] = opt(0.0, "Weight of the entropy bonus; the first one, if it is adaptive.")
+    entropy_coef: Annotated[float, Ge(0)] = opt(0.0, "Weight of the entropy bonus; if adaptive, the initial weight.")
     use_adaptive_entropy: bool = opt(
-        False, "Move entropy_coef towards entropy_target after each step; there is no bonus above the target."
+        False, "Adapt entropy_coef after each step to keep the entropy at entropy_target; no bonus above the target."
     )
-    entropy_coef_min: Annotated[float, Ge(0)] = opt(0.0, "Smallest adaptive weight.")
-    entropy_coef_max: Annotated[float, Gt(0)] = opt(1.0, "Largest adaptive weight.")
-    entropy_coef_delta: Annotated[float, Gt(0)] = opt(0.005, "What the adaptive weight moves by.")
-    entropy_target: Annotated[float, Gt(0)] = opt(0.2, "Entropy of a token, in nats, that the weight moves towards.")
+    entropy_coef_min: Annotated[float, Ge(0)] = opt(0.0, "Lower bound of the adaptive weight.")
+    entropy_coef_max: Annotated[float, Gt(0)] = opt(1.0, "Upper bound of the adaptive weight.")
+    entropy_coef_delta: Annotated[float, Gt(0)] = opt(0.005, "Change of the adaptive weight per step.")
+    entropy_target: Annotated[float, Gt(0)] = opt(0.2, "Target entropy, in nats per token.")
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = opt(
         1.0,
-        "Share of the tokens of a generation batch, those of the highest entropy, that have a policy loss; below 1 "
-        "the batch is scored once more before it is learned from.",
+        "Compute the policy loss only on this share of the tokens of a generation batch: those with the highest "
+        "entropy. Below 1, the batch needs an additional forward pass.",
     )
 
     def validate_entropy(self) -> None:
-        """Refuse options of an adaptive weight where it is fixed.
+        """Reject options of an adaptive weight if the weight is fixed.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -174,29 +175,33 @@ class EntropyOptions:
 
 @dataclass
 class KLOptions(ReferenceOptions):
-    """The policy that training stays close to."""
+    """The KL term, and the reference model, which the policy stays close to."""
 
     kl_estimator: KLEstimate = opt(
         "k3",
-        "Estimate of KL(policy || reference) for each token: Schulman's k1, k2, k3, or abs; with + its value has the "
-        "gradient of k2. full: of the whole distributions. sequence: exact also for samples of another policy, with "
-        "the effect of a token on those after it.",
+        "Estimator of the policy's KL from the reference, per token: Schulman's k1, k2 or k3, or abs; with +, its "
+        "value has the gradient of k2. full: the KL of the full distributions. sequence: exact also for samples of "
+        "another policy, and includes the effect of a token on later tokens.",
     )
-    kl_in: Literal["loss", "reward"] = opt("loss", "Whether beta * KL is added to the loss or taken from the reward.")
+    kl_in: Literal["loss", "reward"] = opt(
+        "loss", "Whether beta * KL is added to the loss or subtracted from the reward."
+    )
     use_bias_correction_kl: bool = opt(
-        False, "Multiply the KL term of a token by its ratio, so that it is unbiased for samples of the old policy."
+        False, "Multiply the KL term of a token by its ratio, which makes it unbiased for samples of the old policy."
     )
     kl_weight_cap: Annotated[float, Ge(1)] | None = opt(
-        None, "kl_estimator sequence: largest importance weight of the tokens so far; None: no bound, and no bias."
+        None, "kl_estimator sequence: upper bound of cumulative importance weights of tokens; None: no bound, no bias."
     )
     kl_controller: Literal["fixed", "adaptive"] = opt(
-        "fixed", "adaptive: beta is the first weight, and moves after each step so that KL stays near kl_target."
+        "fixed", "adaptive: beta is the initial weight, and adapts after each step to keep the KL near kl_target."
     )
-    kl_target: Annotated[float, Gt(0)] = opt(0.1, "adaptive: KL of a token, in nats, to keep.")
-    kl_horizon: Annotated[int, Ge(1)] = opt(10_000, "adaptive: rows over which the weight moves; fewer: faster.")
+    kl_target: Annotated[float, Gt(0)] = opt(0.1, "adaptive: target KL, in nats per token.")
+    kl_horizon: Annotated[int, Ge(1)] = opt(
+        10_000, "adaptive: number of rows over which the weight adapts; a smaller number adapts faster."
+    )
 
     def validate_kl(self) -> None:
-        """Refuse options of a KL term that is not there, or that another one reads.
+        """Reject options of a KL term that is off, and options of another estimator or controller.
 
         Raises:
             ConfigError: Names the field, its value and what to do.

@@ -1,4 +1,4 @@
-"""Which prompts are asked in a generation batch, and the scored rollouts that come back."""
+"""Chooses the prompts of a generation batch, and collects their scored rollouts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["Prompts"]
 
 
 class Prompts:
-    """Asks for the completions of a step, and for others in the place of those without a signal.
+    """Requests the completions of generation batches, and replaces groups without a learning signal.
 
-    A group's number is its prompt's position in the generation batch of all ranks.
+    The number of a group is the position of its prompt in the generation batch of all ranks.
 
     Args:
         args: Options.
-        dataset: Rows of the training dataset; None where nothing is trained.
-        rows_of_generation: Dataset rows that all ranks ask in a generation batch, from its number.
-        generator: Gives what completions come from, which may change.
-        collector: Makes scored rollouts of them.
+        dataset: Rows of the training dataset; None if there is no training.
+        rows_of_generation: Maps the number of a generation batch to its dataset rows, over all ranks.
+        generator: Returns the current generator, which may change.
+        collector: Turns completions into scored rollouts.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Prompts:
         self._rows_of_generation = rows_of_generation
         self._generator = generator
         self._collector = collector
-        self._rows: list[int] = []  # dataset rows that all ranks asked last
+        self._rows: list[int] = []  # dataset rows of the latest generation batch, over all ranks
         self.curriculum: SuccessCurriculum | None = None
-        if args.curriculum is not None and dataset is not None:  # without one, for evaluation alone
+        if args.curriculum is not None and dataset is not None:  # None: only evaluation
             self.curriculum = SuccessCurriculum(
                 num_rows=len(dataset),
                 reward_bounds=_pair(args.curriculum_reward_bounds),
@@ -65,18 +65,18 @@ class Prompts:
             )
 
     def request(self, number: int, *, last: int) -> Request:
-        """The completions of a generation batch, asked for now or in an earlier step.
+        """The request for a generation batch, made now or in an earlier step.
 
         Args:
-            number: Of the batch, counted from the start of training.
-            last: Number of the last batch of the training.
+            number: Number of the batch, counted from the start of training.
+            last: Number of the last batch of training.
         """
         return (
             self.prefetched.take(number, last=last) if self._args.generation_mode == "async" else self._ask_for(number)
         )
 
     def collect(self, request: Request, number: int) -> Collected:
-        """Wait for all completions of this rank and score them; ask other prompts where there is no signal."""
+        """Wait for all completions of this rank and score them; replace groups without a learning signal."""
         collected = self._collector.collect(request)
         self._update_curriculum(collected, self._rows)
         if self._args.dynamic_sampling:
@@ -86,7 +86,7 @@ class Prompts:
         return collected
 
     def _add_greedy(self, collected: Collected) -> None:
-        """Set `greedy_reward`: the total of one more completion of each prompt, decoded without randomness."""
+        """Set `greedy_reward`: the total reward of one more completion of each prompt, decoded greedily."""
         sampling = replace(self._args.sampling_params(), num_samples=1, temperature=0.0)
         rows = {rollout.group: rollout.row for rollout in collected.rollouts}
         seeds = dict.fromkeys(rows, 0)
@@ -113,7 +113,7 @@ class Prompts:
         )
 
     def _groups(self, num_prompts: int) -> list[int]:
-        """This rank's."""
+        """The groups of this rank."""
         return positions_of_rank(
             num_prompts,
             num_updates=self._args.updates_per_generation,
@@ -122,7 +122,7 @@ class Prompts:
         )
 
     def _update_curriculum(self, collected: Collected, rows: Sequence[int]) -> None:
-        """With the rewards of all ranks."""
+        """Update the curriculum with the rewards of all ranks."""
         if self.curriculum is None:
             return
         mine = [(rows[rollout.group], rollout.group, rollout.reward) for rollout in collected.rollouts]
@@ -141,16 +141,16 @@ class Prompts:
             weights = None if self.curriculum is None else self.curriculum.weights
             redrawn = resampling.redraw(without_signal, weights=weights)
             seeds = {group: resampling.sample_seed(group) for group in groups if group in redrawn}
-            # All ranks ask, also those without a group to replace: they may be needed to bring a server back.
+            # All ranks make a request, even those without a group to replace: recovery of a server may need them.
             new = self._collector.collect(self._ask(resampling.rows, seeds))
             self._update_curriculum(new, resampling.rows)
             collected = replace_groups(collected, new)
         return replace(collected, metrics=resampling.metrics(groups, without_signal))
 
-    # Checkpoints: the curriculum is the same on all ranks.
+    # Checkpoints. The curriculum is the same on all ranks.
 
     def save(self, path: Path) -> None:
-        """Write what decides the next prompts; called on one rank."""
+        """Write the state of the curriculum; called on one rank."""
         if self.curriculum is not None:
             save_file(self.curriculum.state_dict(), path)
 

@@ -1,4 +1,4 @@
-"""Options of what is rolled out, what rewards become, and what of it is learned from."""
+"""Options for choosing prompts, shaping rewards, and selecting completions and tokens."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ __all__ = ["PromptOptions", "SelectionOptions", "ShapingOptions", "check_range",
 
 @dataclass
 class ShapingOptions:
-    """What happens to total rewards before advantages are made of them, in this order."""
+    """How total rewards are shaped before advantages are computed, in this order."""
 
     stop_properly_penalty_coef: Annotated[float, Le(1)] | None = opt(
-        None, "Totals of completions cut off by the length limit: multiplied by this, or set to it if it is below 0."
+        None, "Multiply the total reward of completions cut off at the length limit by this; below 0: set it to this."
     )
     missing_eos_penalty: Annotated[float, Gt(0)] | None = opt(
-        None, "What is taken from totals of completions that did not end by themselves."
+        None, "Subtract this from the total reward of completions that did not end by themselves."
     )
     normalize_rewards: bool = opt(
         False,
-        "Divide totals by the standard deviation of all totals so far, of all processes; where advantages have no "
-        "group to compare with, their mean is taken away too.",
+        "Divide total rewards by the running standard deviation of all totals so far, over all processes. If the "
+        "advantages do not compare completions of a group, subtract the running mean, too.",
     )
     reward_clip_range: list[float] | None = opt(
-        None, "Smallest and largest total: those outside are set to it; None: no bounds."
+        None, "Clip total rewards to this range: smallest and largest value; None: no clipping."
     )
 
     @property
     def shapes_rewards(self) -> bool:
-        """Whether anything happens to totals."""
+        """Whether total rewards are shaped at all."""
         given = (self.stop_properly_penalty_coef, self.missing_eos_penalty, self.reward_clip_range)
         return self.normalize_rewards or any(value is not None for value in given)
 
     @property
     def shaping_hyperparameters(self) -> dict[str, Any]:
-        """What `rollout.shaping.shaped` is called with, beside totals and their moments."""
+        """The keyword arguments of `rollout.reward_shaping.shaped` that are options."""
         bounds = self.reward_clip_range
         return {
             "stop_properly_penalty_coef": self.stop_properly_penalty_coef,
@@ -49,7 +49,7 @@ class ShapingOptions:
         }
 
     def validate_shaping(self) -> None:
-        """Refuse bounds that are not in order.
+        """Reject bounds that are not in order.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -59,29 +59,33 @@ class ShapingOptions:
 
 @dataclass
 class PromptOptions:
-    """Which prompts are asked."""
+    """Which prompts are sampled from."""
 
     dynamic_sampling: bool = opt(
         False,
-        "Prompts whose completions all have the same reward give way to other prompts of the dataset (DAPO), until "
-        "all have a signal or dynamic_sampling_max_tries is reached.",
+        "Replace prompts whose completions all have the same reward by other prompts of the dataset (DAPO), until "
+        "rewards differ within every prompt or dynamic_sampling_max_tries is reached.",
     )
-    dynamic_sampling_max_tries: Annotated[int, Ge(1)] = opt(10, "Most times that prompts are replaced in a step.")
+    dynamic_sampling_max_tries: Annotated[int, Ge(1)] = opt(
+        10, "Maximum number of times that prompts are replaced in a generation batch."
+    )
     filter_reward_metric: str | None = opt(
-        None, "Name of the reward that has to differ within a prompt; None: the total."
+        None, "Name of the reward that must differ within a prompt; None: the total reward."
     )
     curriculum: Literal["variance", "band"] | None = opt(
         None,
-        "Prompts whose rate of success is outside curriculum_band give way to others, drawn in proportion to "
-        "p (1 - p), or evenly from the band.",
+        "Replace prompts whose success rate p is outside curriculum_band (too easy or too hard) by others. variance: "
+        "sample them in proportion to p (1 - p). band: sample uniformly inside the band.",
     )
-    curriculum_band: list[float] = opt([0.1, 0.9], "Lowest and highest rate of success that is asked as it comes.")
+    curriculum_band: list[float] = opt([0.1, 0.9], "Lowest and highest success rate of prompts that are not replaced.")
     curriculum_reward_bounds: list[float] = opt([0.0, 1.0], "Rewards of a failure and of a success.")
-    curriculum_floor: Annotated[float, Ge(0)] = opt(0.05, "Added to every prompt's chance of being drawn.")
-    curriculum_momentum: Annotated[float, Ge(0), Lt(1)] = opt(0.5, "Weight of the past in a prompt's rate of success.")
+    curriculum_floor: Annotated[float, Ge(0)] = opt(0.05, "Added to the sampling weight of every prompt.")
+    curriculum_momentum: Annotated[float, Ge(0), Lt(1)] = opt(
+        0.5, "Weight of the past in a prompt's success rate, an exponential moving average."
+    )
 
     def validate_prompts(self) -> None:
-        """Refuse options of what is off, and bounds that are not in order.
+        """Reject options of features that are off, and bounds that are not in order.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -99,26 +103,30 @@ class PromptOptions:
 
 @dataclass
 class SelectionOptions:
-    """Which completions and tokens are learned from."""
+    """Which completions and tokens are trained on."""
 
     rollout_selection: Literal["max_variance", "best", "random"] | None = opt(
-        None, "Learn from num_selected completions of each prompt: those that differ most (PODS), the best, or any."
+        None,
+        "Train on num_selected completions of each prompt: those whose rewards have the largest variance (PODS), "
+        "those with the best rewards, or a random subset. None: all.",
     )
-    num_selected: Annotated[int, Ge(1)] | None = opt(None, "Completions of each prompt that are learned from.")
+    num_selected: Annotated[int, Ge(1)] | None = opt(
+        None, "Number of completions that rollout_selection keeps of each prompt."
+    )
     rollout_resampling: Literal["pow", "max_min", "max_random"] | None = opt(
         None,
-        "Draw the completions that are learned from anew, with replacement (PF-PPO): pow, in proportion to a power of "
-        "the reward's size; max_min, the best and the worst; max_random, mostly the best.",
+        "Resample the completions to train on with replacement (PF-PPO): pow, in proportion to abs(reward)^power; "
+        "max_min, the best and the worst of the batch; max_random, mostly the best.",
     )
-    rollout_resampling_power: Annotated[float, Gt(0)] = opt(2.0, "The power of pow.")
+    rollout_resampling_power: Annotated[float, Gt(0)] = opt(2.0, "The exponent of rollout_resampling pow.")
     min_filter_prefix_tokens: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Beginnings of at least so many tokens that completions of a prompt share in spite of different rewards have "
-        "no policy loss (cosmos-rl); None: all tokens have one.",
+        "Exclude prefixes of at least this many tokens from the policy loss if completions of a prompt share them "
+        "although their rewards differ (cosmos-rl); None: exclude none.",
     )
 
     def validate_selection(self, *, num_generations: int) -> None:
-        """Refuse what cannot work together.
+        """Reject options that cannot be combined.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -143,7 +151,7 @@ class SelectionOptions:
 
 
 def refuse_unless(config: Any, name: str, *, switch: str, remedy: str) -> None:
-    """Refuse an option that was set although what it belongs to is off.
+    """Reject an option that is set although the feature it belongs to is off.
 
     Raises:
         ConfigError: Names the field, its value and what to do.
@@ -155,7 +163,7 @@ def refuse_unless(config: Any, name: str, *, switch: str, remedy: str) -> None:
 
 
 def check_range(bounds: list[float] | None, name: str) -> None:
-    """Refuse bounds that are not two numbers in order.
+    """Reject bounds that are not two numbers in ascending order.
 
     Raises:
         ConfigError: Names the field.

@@ -1,4 +1,4 @@
-"""Weights for completions that another policy sampled, and what is logged of them."""
+"""Importance weights for completions that another policy sampled, and their metrics."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["SamplingCorrection", "correct_sampling"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingCorrection:
-    """What the loss of each token is multiplied by."""
+    """The importance weights of the tokens' losses, and metrics."""
 
     weights: Tensor  # [N], constants
     metrics: dict[str, Metric]
 
 
 def correct_sampling(options: VLLMOptions, batch: TokenBatch, old_logprobs: Tensor) -> SamplingCorrection:
-    """Importance weights pi / mu, see `losses.off_policy`.
+    """Importance weights pi / mu; see `losses.off_policy`.
 
     Args:
         options: Mode and bounds.
-        batch: With the log-probs of the sampler, mu.
-        old_logprobs: [N] nats, of the trainer's policy, pi, before this generation's first update.
+        batch: Rows with the sampling log-probs, of mu.
+        old_logprobs: [N] nats, of the trainer's policy pi before the first update from this generation batch.
     """
     assert batch.sampling_logprobs is not None
     correction = OFF_POLICY_CORRECTIONS[options.vllm_importance_sampling_mode]

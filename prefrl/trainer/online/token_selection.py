@@ -1,4 +1,4 @@
-"""Which tokens of a generation batch have a policy loss, or another one: chosen once, among those of all ranks."""
+"""Selects the tokens of a generation batch with a policy loss, or a special one: once, among those of all ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["selected_tokens"]
 def selected_tokens(
     args: PolicyGradientConfig, batch: TokenBatch, rollouts: Sequence[Rollout], *, step: int
 ) -> dict[str, Tensor]:
-    """Fields of the batch that say which tokens are selected.
+    """The fields of the batch that say which tokens are selected.
 
-    `selection`: 1 for the share `top_entropy_quantile` of trainable tokens with the highest entropy, else 0.
-    `selected`: True for the tokens that `clip_cov` or `kl_cov` treat apart.
+    `selection`: 1 for the share `top_entropy_quantile` of trainable tokens with the highest entropy, otherwise 0.
+    `selected`: True for the tokens that `clip_cov` or `kl_cov` treats differently.
 
     Args:
         args: Options.
         batch: This rank's rows, with old log-probs, entropies and advantages.
-        rollouts: The same rows.
-        step: Optimizer step that begins to learn from them.
+        rollouts: The rollouts of these rows.
+        step: The first optimizer step that learns from them.
 
     Source: Wang et al. 2025, Beyond the 80/20 Rule, arXiv 2506.01939, eq. 6 (top_entropy_quantile)
     """
@@ -69,17 +69,17 @@ def selected_tokens(
 
 
 def keys_of(args: PolicyGradientConfig, batch: TokenBatch, rollouts: Sequence[Rollout], *, step: int) -> Tensor:
-    """[N] a random number for each token, which decides between equal ones, whatever rank holds it."""
+    """[N] a random number for each token, which breaks ties. It does not depend on the rank that holds the token."""
     return token_keys(_row_seeds(rollouts, seed=args.seed, step=step), batch.response_lengths)
 
 
 def _rounded(values: Tensor) -> Tensor:
-    """To 1e-4: tokens that follow the same text are equal but for the rounding of passes that are cut differently."""
+    """Round to 1e-4. Tokens after the same text then have equal values, whatever micro-batch they were computed in."""
     return (values.double() * 1e4).round() / 1e4
 
 
 def _gathered(batch: TokenBatch, *values: Tensor) -> tuple[list[Tensor], slice]:
-    """Values at the trainable tokens of all ranks, and which of them are this rank's."""
+    """Values at the trainable tokens of all ranks, and the slice of them that is this rank's."""
     mine = [value[batch.trainable_positions].cpu().numpy() for value in values]
     parts = distributed.gather_objects(mine)
     start = sum(len(part[0]) for part in parts[: distributed.rank()])
@@ -93,7 +93,7 @@ def _spread(batch: TokenBatch, values: Tensor) -> Tensor:
 
 
 def _row_seeds(rollouts: Sequence[Rollout], *, seed: int, step: int) -> list[int]:
-    """The same whatever rank holds a row: of its group and its place in it."""
+    """Seeds from the group of each row and its position in the group, so the rank that holds it does not matter."""
     places: dict[int, int] = {}
     seeds = []
     for rollout in rollouts:

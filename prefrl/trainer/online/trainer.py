@@ -1,4 +1,4 @@
-"""What trainers on their own completions share: rollouts, rewards, advantages, reuse, evaluation by sampling."""
+"""The base of online trainers: rollouts, rewards, advantages, reuse of rollouts, evaluation by sampling."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ if TYPE_CHECKING:
 
 __all__ = ["OnlineTrainer"]
 
-# Weights that move and running moments, in a checkpoint.
+# The checkpoint file of adaptive coefficients and running moments.
 _STATE_FILE = "learning_state.json"
 
 
 class OnlineTrainer(BaseTrainer):
-    """Prompts in; completions, rewards and advantages of our own; one normalized update for each optimizer step out.
+    """Samples completions of prompts, scores them, and makes one normalized update for each optimizer step.
 
-    A leaf names its config and its learner: what is learned from rollouts, and by which loss. `micro_batches_of_step`
-    is the algorithm.
+    A leaf sets its config class and its learner, which computes advantages and the loss. `micro_batches_of_step` is
+    the algorithm.
 
     Args:
         model: Name, path or instance; trained in place.
@@ -78,15 +78,15 @@ class OnlineTrainer(BaseTrainer):
         peft_config: Train an adapter of this kind instead of the model.
 
     Raises:
-        ConfigError: Options that cannot work together.
-        DataError: A dataset that cannot be used; names the row and the column.
-        RewardError: A reward failed, during training.
+        ConfigError: The options cannot be combined.
+        DataError: A dataset cannot be used; the message names the row and the column.
+        RewardError: A reward failed during training.
     """
 
     args: PolicyGradientConfig
     config_class: type[PolicyGradientConfig]
     learner_class: Callable[[Any, RewardRunner], Learner] = PolicyGradient
-    id_columns = ("prompt_ids",)  # other columns are the rewards'
+    id_columns = ("prompt_ids",)  # other columns belong to the rewards
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
@@ -156,10 +156,10 @@ class OnlineTrainer(BaseTrainer):
             hidden_size=self.policy.config.get_text_config().hidden_size,
         )
         self._fresh_logprobs: list[Tensor] = []
-        self._num_sampled_tokens = 0  # since they were last added to `num_tokens`
+        self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
     def num_items(self, batch: TokenBatch) -> Tensor:
-        """Tokens, sequences or a constant, as the loss asks."""
+        """See the objective."""
         return self.objective.num_items(batch)
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
@@ -170,7 +170,7 @@ class OnlineTrainer(BaseTrainer):
     # Datasets.
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
-        """Add `prompt_ids`; the rewards find their columns."""
+        """Check that the rewards find their columns, and add `prompt_ids`."""
         if isinstance(dataset, datasets.Dataset):
             self.rewards.check_columns(dataset.column_names)
         return prepare_prompt_dataset(
@@ -184,7 +184,7 @@ class OnlineTrainer(BaseTrainer):
         )
 
     def collate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Dataset rows as they are."""
+        """The dataset rows, unchanged."""
         return rows
 
     @property
@@ -200,14 +200,14 @@ class OnlineTrainer(BaseTrainer):
             )
 
     def get_train_dataloader(self) -> EpochDataLoader:
-        """Prompts of this rank, see `GenerationBatchSampler`."""
+        """Prompts of this rank; see `GenerationBatchSampler`."""
         if self.train_dataset is None:
             raise ConfigError("train_dataset=None: training needs a dataset")
         return EpochDataLoader(self.train_dataset, self.train_sampler, collate_fn=self.collate)
 
     @property
     def train_sampler(self) -> GenerationBatchSampler:
-        """Which prompts are asked when."""
+        """Determines which prompts each generation batch has."""
         assert self.train_dataset is not None
         return GenerationBatchSampler(
             len(self.train_dataset),
@@ -221,7 +221,7 @@ class OnlineTrainer(BaseTrainer):
         )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
-        """Prompts of an evaluation dataset in order; `per_device_eval_batch_size` counts completions."""
+        """The prompts of an evaluation dataset, in order; `per_device_eval_batch_size` counts completions."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
@@ -237,7 +237,7 @@ class OnlineTrainer(BaseTrainer):
     # One step.
 
     def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[TokenBatch], float]:
-        """The next minibatch of the buffer; new rollouts when it is spent."""
+        """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
         if self.buffer.is_spent:
             self._sync_generator()
             with self.account.phase("generation"):
@@ -252,7 +252,7 @@ class OnlineTrainer(BaseTrainer):
         return list(minibatch.micro_batches), minibatch.num_items
 
     def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned:
-        """Rows with advantages of some rollouts, whose `advantage` is set."""
+        """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         rollouts, args = collected.rollouts, self.args
         batch = to_token_batch(rollouts, mask_truncated=args.mask_truncated_completions)
         batch = self.scorer.annotate(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
@@ -266,7 +266,7 @@ class OnlineTrainer(BaseTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Step], float]:
-        """See `BaseTrainer.get_batch_samples`. What arrives in the step itself is counted at its end."""
+        """See `BaseTrainer.get_batch_samples`. With overlap, items are counted at the end of the step."""
         if self.args.generation_mode != "overlap":
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         self.account.start()
@@ -280,7 +280,7 @@ class OnlineTrainer(BaseTrainer):
         return [*(SyncStep() for _ in items[1:]), step], 1.0
 
     def _arriving(self, request: Request) -> Iterator[Minibatch]:
-        """A minibatch for each group, in the order in which they come."""
+        """A minibatch for each group, in the order in which the groups arrive."""
         groups = self.collector.by_group(request)
         parts = []
         while True:
@@ -299,19 +299,19 @@ class OnlineTrainer(BaseTrainer):
         self.state.num_input_tokens_seen += int(num_tokens)
 
     def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
-        """See `BaseTrainer`; those of all new rollouts, as in TRL, whether they have a gradient or not."""
+        """See `BaseTrainer`; counts all new rollouts, as in TRL, even those without a gradient."""
         count, self._num_sampled_tokens = self._num_sampled_tokens, 0
         return count
 
     def _request(self) -> Request:
-        """The completions of this step, asked for now or in an earlier one."""
+        """The request for the completions of this step, made now or in an earlier step."""
         last = self._generation_at(self.state.max_steps - 1)
         return self.prompts.request(self._generation_at(self.state.global_step), last=last)
 
     def begin_training(self) -> None:
         """See `BaseTrainer`."""
         super().begin_training()
-        # Steps are counted anew, so their numbers do not tell the weights of two trainings apart.
+        # A new training run may count steps from 0 again, so step numbers no longer identify weight versions.
         self.prompts.prefetched.drop()
         self.generator.invalidate()
 
@@ -324,18 +324,18 @@ class OnlineTrainer(BaseTrainer):
         return distributed.in_company(scorers, self.args.device)
 
     def _generation_at(self, step: int) -> int:
-        """Number of the generation batch that an optimizer step learns from."""
+        """The number of the generation batch that an optimizer step learns from."""
         return step // self.args.steps_of_a_generation
 
     def _sync_generator(self) -> None:
-        """Give the generator the weights as they are now."""
+        """Send the current weights to the generator."""
         with self.account.phase("weight_sync" if self.args.use_vllm else "generation"):
             self.generator.sync(self.weights, version=self.state.global_step)
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
-        """See `BaseTrainer.training_step`. The log-probs of a fresh minibatch are kept as its old ones."""
+        """See `BaseTrainer.training_step`. On the first visit of a minibatch, keeps its log-probs as the old ones."""
         self._fresh_logprobs = []
         loss = super().training_step(model, inputs, num_items_in_batch)
         if inputs.micro_batches:
@@ -345,30 +345,30 @@ class OnlineTrainer(BaseTrainer):
         return loss
 
     def old_logprobs(self, batch: TokenBatch, scores: TokenScores) -> Tensor:
-        """[N] log-probs under the policy that sampled; those just computed if the policy has not moved since."""
+        """[N] old log-probs; if the batch has none, the policy has not been updated yet: the fresh log-probs."""
         if batch.old_logprobs is not None:
             return batch.old_logprobs
         fresh = scores.logprobs.detach()
         self._fresh_logprobs.append(fresh)
         return fresh
 
-    # Evaluation: samples and rewards, no loss.
+    # Evaluation: completions and rewards, no loss.
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """See `BaseTrainer.evaluation_loop`; samples are of the weights as they are now."""
+        """See `BaseTrainer.evaluation_loop`; samples with the current weights."""
         if not self.is_in_train:
             self.generator.invalidate()
         self._sync_generator()
         return super().evaluation_loop(*args, **kwargs)
 
     def evaluation_step(self, model: nn.Module, item: list[dict[str, Any]]) -> dict[str, Metric]:
-        """Rewards and lengths of the samples of some prompts."""
-        # A prompt's samples do not depend on how the dataset is shared out.
+        """Rewards and lengths of completions of some prompts."""
+        # The completions of a prompt must not depend on how the dataset is distributed over ranks.
         prompts = [zlib.crc32(repr(row["prompt_ids"]).encode()) for row in item]
         seeds = {group: prompt_seed(self.args.seed, 0, prompt) for group, prompt in enumerate(prompts)}
         sampling = self.args.sampling_params(evaluation=True)
         started = self.account.clock()
-        # Also without a prompt: other ranks may need this one to bring a server back.
+        # Even without prompts: other ranks may need this one to recover a server.
         collected = self.collector.collect(ask(item, generator=self.generator, sampling=sampling, seeds=seeds))
         if not item:
             return {}
@@ -398,7 +398,7 @@ class OnlineTrainer(BaseTrainer):
         }
 
     def _report(self, collected: Collected) -> None:
-        """Metrics and the table of a generation batch."""
+        """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(
             len(rollout.prompt_ids) + len(rollout.completion.token_ids) for rollout in collected.rollouts
         )
@@ -423,12 +423,12 @@ class OnlineTrainer(BaseTrainer):
         write_parquet(everyone.rollouts, folder, step=step, extra=everyone.logged_columns)
 
     def end(self) -> None:
-        """See HuggingFace's; also lets go of the servers."""
+        """See HuggingFace's `end`; also releases the servers."""
         self.generator.close()
         super().end()
 
     def save_update_state(self, folder: Path) -> None:
-        """The rollouts still to be learned from, and a reference that moves."""
+        """See `BaseTrainer`; also writes the rollout buffer, the curriculum and the state of learner and objective."""
         super().save_update_state(folder)
         self.buffer.save(folder / _rollouts_file(distributed.rank(), distributed.world_size()))
         if self.args.should_save:
@@ -437,7 +437,7 @@ class OnlineTrainer(BaseTrainer):
             (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def load_update_state(self, folder: Path) -> None:
-        """Read what `save_update_state` wrote; another number of processes shares the rollouts out anew."""
+        """Read what `save_update_state` wrote; with another number of processes, redistribute the rollouts."""
         rank, world_size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
         paths = [folder / _rollouts_file(number, num_files) for number in range(num_files)]

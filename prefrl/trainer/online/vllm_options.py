@@ -1,4 +1,4 @@
-"""Options of generation on a vLLM server, and of learning from what another policy sampled."""
+"""Options for generation on vLLM servers, and for training on completions of another policy."""
 
 from __future__ import annotations
 
@@ -21,65 +21,68 @@ _BOUNDS = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
 
 @dataclass
 class VLLMOptions:
-    """Completions from a server that `prefrl vllm-serve` started; the key is read from VLLM_API_KEY."""
+    """Generation on servers that `prefrl vllm-serve` started; the key is read from VLLM_API_KEY."""
 
-    use_vllm: bool = opt(False, "Draw completions from a vLLM server instead of in the training process.")
+    use_vllm: bool = opt(False, "Sample completions on a vLLM server instead of in the training process.")
     vllm_server_base_url: list[str] | None = opt(
-        None, "URLs of the servers, which share the work; None: http://vllm_server_host:vllm_server_port."
+        None, "URLs of the servers, which share the requests; None: http://vllm_server_host:vllm_server_port."
     )
     vllm_server_host: str = opt("127.0.0.1", "Host of the server.")
     vllm_server_port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port of the server.")
     vllm_server_timeout: Annotated[float, Gt(0)] = opt(
-        120.0, "Seconds that an absent or restarted server is waited for."
+        120.0, "Seconds to wait for a server that is starting, unreachable or restarting."
     )
     vllm_request_timeout: Annotated[float, Gt(0)] = opt(
-        600.0, "Seconds for a request, which is all completions of a prompt; a late one is asked for once more."
+        600.0, "Seconds for a request, which samples all completions of a prompt; a late request is repeated once."
     )
-    vllm_guided_decoding_regex: str | None = opt(None, "Completions match this regular expression.")
+    vllm_guided_decoding_regex: str | None = opt(None, "Constrain completions to this regular expression.")
     vllm_guided_decoding_json: dict[str, Any] | str | None = opt(
-        None, "Completions are JSON of this schema; JSON on the command line."
+        None, "Constrain completions to JSON that follows this schema; JSON on the command line."
     )
-    vllm_guided_decoding_grammar: str | None = opt(None, "Completions match this grammar (EBNF).")
+    vllm_guided_decoding_grammar: str | None = opt(None, "Constrain completions to this grammar (EBNF).")
     vllm_importance_sampling_correction: bool | None = opt(
         None,
-        "Weigh losses by policy / sampler: a server's log-probs differ from the trainer's, and async samples are of "
-        "older weights. None: where both score the same distribution, that is unless top_p, top_k, min_p, "
-        "repetition_penalty or guided decoding cut the sampler's.",
+        "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
+        "trainer's and async samples come from older weights. None: on, unless top_p, top_k, min_p, "
+        "repetition_penalty or guided decoding change the distribution of the sampler.",
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
     ] = opt(
         "sequence_mask",
-        "Ratio of each token, of the whole sequence (product) or its geometric mean for each token; those out of "
-        "bounds are set to the bound (truncate) or left out (mask).",
+        "Level of the importance weights: the ratio of each token (token), the product of a sequence's token ratios "
+        "(sequence), or their geometric mean (geometric). Ratios out of bounds are set to the bound (truncate), or "
+        "their tokens are excluded from the loss (mask).",
     )
-    vllm_importance_sampling_clip_max: Annotated[float, Ge(1)] | None = opt(3.0, "Largest ratio; None: no bound.")
+    vllm_importance_sampling_clip_max: Annotated[float, Ge(1)] | None = opt(
+        3.0, "Upper bound of the importance ratio; None: no bound."
+    )
     vllm_importance_sampling_clip_min: Annotated[float, Gt(0), Le(1)] | None = opt(
-        None, "Smallest ratio; None: no bound."
+        None, "Lower bound of the importance ratio; None: no bound."
     )
     weight_sync: Literal["nccl", "gloo", "shm", "adapter"] | None = opt(
         None,
-        "How weights get to the server: nccl (GPUs), gloo (TCP), shm (files in a folder that both see), adapter (LoRA "
-        "weights alone, as files). None: adapter if one is trained and there is such a folder, else nccl on a GPU and "
-        "gloo on a CPU.",
+        "How weights are sent to the servers: nccl (GPUs), gloo (TCP), shm (files in a shared folder), adapter (only "
+        "the LoRA weights, as files in a shared folder). None: adapter if only an adapter is trained and there is a "
+        "shared folder, otherwise nccl on a GPU and gloo on a CPU.",
     )
     weight_sync_folder: str | None = opt(
-        None, "Folder that trainer and servers see; None: /dev/shm if all servers are on this host."
+        None, "Folder that trainer and servers share; None: /dev/shm if all servers are on this host."
     )
-    weight_sync_timeout: Annotated[float, Gt(0)] = opt(300.0, "Seconds that sending the weights may take.")
+    weight_sync_timeout: Annotated[float, Gt(0)] = opt(300.0, "Seconds that a weight sync may take.")
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
-        "sync: generate, then train. overlap: train on groups while others of the same step are still generated; the "
-        "update is the same. async: generate for later steps while training, running ahead by at most max_staleness "
-        "steps.",
+        "sync: generate, then train. overlap: train on finished groups while others of the same step are still being "
+        "generated; the update is the same. async: generate for later steps during training, at most max_staleness "
+        "steps ahead.",
     )
     max_staleness: Annotated[int, Ge(1)] = opt(
-        4, "async: optimizer steps by which weights that sample may be older than those that first learn from it."
+        4, "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on."
     )
 
     @property
     def server_urls(self) -> list[str]:
-        """Base URLs of the servers, without a slash at the end."""
+        """Base URLs of the servers, without a trailing slash."""
         given = self.vllm_server_base_url or [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
         return [url.rstrip("/") for url in given]
 
@@ -90,18 +93,18 @@ class VLLMOptions:
 
     @property
     def shared_folder(self) -> str | None:
-        """A folder that trainer and servers see; None if there is none."""
+        """A folder that trainer and servers share; None if there is none."""
         return self.weight_sync_folder or ("/dev/shm" if self.servers_are_local else None)
 
     @property
     def corrects_sampling(self) -> bool:
-        """`vllm_importance_sampling_correction` as it takes effect."""
+        """The effective value of `vllm_importance_sampling_correction`."""
         if self.vllm_importance_sampling_correction is None:
             return self.use_vllm and not self._cuts_of_the_sampler()
         return self.vllm_importance_sampling_correction
 
     def validate_vllm(self) -> None:
-        """Refuse what cannot work together.
+        """Reject options that cannot be combined.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -124,7 +127,7 @@ class VLLMOptions:
             self._refuse(["max_staleness"], because=because, remedy="Set generation_mode='async'.")
 
     def _refuse(self, names: Sequence[str], *, because: str, remedy: str) -> None:
-        """Refuse those of our options that were set."""
+        """Reject these options if they are set."""
         defaults = {field.name: field.default for field in fields(VLLMOptions)}
         for name in names:
             check_no_effect(name=name, value=getattr(self, name), unset=defaults[name], because=because, remedy=remedy)
@@ -157,7 +160,7 @@ class VLLMOptions:
             raise ConfigError("weight_sync='nccl' needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.")
 
     def _cuts_of_the_sampler(self) -> list[str]:
-        """What makes the sampler's distribution another than the trainer's softmax at the temperature."""
+        """The options that make the sampler's distribution differ from the trainer's softmax at the temperature."""
         options: Any = self  # a config also has SamplingOptions
         neutral = {"top_p": (1.0,), "top_k": (None, 0), "min_p": (None, 0), "repetition_penalty": (1.0,)}
         neutral |= dict.fromkeys(_GUIDES, (None,))
