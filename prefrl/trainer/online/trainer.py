@@ -126,6 +126,11 @@ class OnlineTrainer(BaseTrainer):
         for reward in self.rewards.models:
             distributed.prepare_frozen(self.accelerator, reward.model)
         self.add_reference(args)
+        self._set_up_sampling(args)
+        self._set_up_learning(args)
+
+    def _set_up_sampling(self, args: PolicyGradientConfig) -> None:
+        """From prompts to scored rollouts."""
         self.weights = PolicyWeights(self.policy)
         self.generator: Generator = make_generator(
             args,
@@ -145,6 +150,9 @@ class OnlineTrainer(BaseTrainer):
             generator=lambda: self.generator,
             collector=self.collector,
         )
+
+    def _set_up_learning(self, args: PolicyGradientConfig) -> None:
+        """From scored rollouts to minibatches and their loss."""
         self.learner: Learner = self.learner_class(args, self.rewards)
         self.objective = self.learner.objective
         self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
