@@ -141,7 +141,11 @@ class OnlineTrainer(BaseTrainer):
             autocast=self.accelerator.autocast,
         )
         self.collector = Collector(
-            self.rewards, self.processing_class, lambda: self.state, self.account.clock, self._reward_models_in_company
+            self.rewards,
+            self.processing_class,
+            lambda: self.state,
+            lambda: self.account.clock(),
+            self._reward_models_in_company,
         )
         self.prompts = Prompts(
             args,
@@ -160,7 +164,7 @@ class OnlineTrainer(BaseTrainer):
             args,
             self.objective,
             self.scorer,
-            cut=partial(self.cut, rows_per_micro_batch=args.per_device_train_batch_size),
+            cut=lambda batch: self.cut(batch, args.per_device_train_batch_size),
             hidden_size=self.policy.config.get_text_config().hidden_size,
         )
         self._fresh_logprobs: list[Tensor] = []
