@@ -1,0 +1,45 @@
+"""Rollouts of completions, with their rewards and totals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from prefrl.rewards.runner import RewardRunner
+from prefrl.rollout.collect import Collector, Request
+from prefrl.types import Completion
+from tests.assets import tiny_tokenizer
+
+
+@dataclass
+class Ready:
+    """Completions that are there."""
+
+    completions: list[Completion]
+
+    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
+        yield 0, self.completions
+
+    def cancel(self) -> None: ...
+
+
+def length(completion_ids: list[list[int]], **_: object) -> list[float | None]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def only_short(completion_ids: list[list[int]], **_: object) -> list[float | None]:
+    return [1.0 if len(ids) == 1 else None for ids in completion_ids]
+
+
+def test_the_total_is_the_weighted_sum_of_the_rewards_that_there_are() -> None:
+    rewards = RewardRunner(
+        [length, only_short], weights=[0.5, -3.0], timeout=None, processing_classes=None, device=torch.device("cpu")
+    )
+    collector = Collector(rewards, tiny_tokenizer(), trainer_state=lambda: None, clock=lambda: 0.0)
+    samples = [Completion([5] * n, "stop", [-1.0] * n, [True] * n, [0] * n) for n in (1, 4)]
+    request = Request([{"prompt": "a", "prompt_ids": [7]}], [0], Ready(samples))
+    rollouts = collector.collect(request).rollouts
+    assert [rollout.reward for rollout in rollouts] == pytest.approx([0.5 * 1 - 3.0, 0.5 * 4])
