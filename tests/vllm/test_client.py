@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -155,14 +156,18 @@ def test_completions_that_are_under_way_during_a_sync_say_which_weights_sampled_
     server: Server, model: PreTrainedModel, make: MakeGenerator
 ) -> None:
     generator = make([server.url], stop_ids=[1])
-    generator.sync(PolicyWeights(model), version=1)
     how = sampling(num_samples=8, max_tokens=200)
-    pending = generator.start(PROMPTS[:3], how, seeds=SEEDS[:3])
-    generator.sync(PolicyWeights(model), version=2)
-    versions = [c.policy_versions for _, group in pending.as_completed() for c in group]
-    assert all(those == sorted(those) for those in versions)
-    assert {version for those in versions for version in those} <= {1, 2}
-    assert 2 in versions[0]
+    for before in range(1, 40, 2):  # the sync may come before the first request, or after the last answer
+        generator.sync(PolicyWeights(model), version=before)
+        pending = generator.start(PROMPTS[:3], how, seeds=SEEDS[:3])
+        time.sleep(0.01 * before)
+        generator.sync(PolicyWeights(model), version=before + 1)
+        versions = [c.policy_versions for _, group in pending.as_completed() for c in group]
+        assert all(those == sorted(those) for those in versions)
+        assert {version for those in versions for version in those} <= {before, before + 1}
+        if any(len(set(those)) == 2 for those in versions):
+            return
+    raise AssertionError("no sync fell into a request")
 
 
 def test_prompts_are_spread_over_servers(server: Server, model: PreTrainedModel, make: MakeGenerator) -> None:
