@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PrinterCallback
 from prefrl.registry import REGISTRY
 from prefrl.scripts import demo
 from prefrl.trainer.grpo_presets import PRESETS
+from prefrl.trainer.online.trainer import OnlineTrainer
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"
 STEPS = 60
@@ -87,8 +88,7 @@ def start(seed: int, folder: Path) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@torch.no_grad()
-def expected_reward(model: PreTrainedModel, questions: datasets.Dataset) -> float:
+def expected_reward(model: PreTrainedModel, questions: datasets.Dataset) -> torch.Tensor:
     """Mean over questions of the probability that a completion sampled at temperature 1 is the right answer."""
     tokenizer = demo.make_tokenizer()
     prompts = [tokenizer(prompt).input_ids for prompt in questions["prompt"]]
@@ -100,22 +100,32 @@ def expected_reward(model: PreTrainedModel, questions: datasets.Dataset) -> floa
         row[len(prompt) - 1 : len(prompt) + len(answer) - 1].sum()
         for row, prompt, answer in zip(chosen, prompts, answers, strict=True)
     ]
-    return float(torch.stack(logprobs).exp().mean())
+    return torch.stack(logprobs).exp().mean()
 
 
-def learn(name: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Path, **options: Any) -> Learned:
-    """Train one case from these weights. `options` override all others."""
+def make_trainer(
+    name: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Path, **options: Any
+) -> OnlineTrainer:
+    """The trainer of a case, which starts from these weights. `options` override all others."""
     algorithm, own = CASES[name]
     row = REGISTRY[algorithm]
     defaults = COMMON if algorithm in ("grpo", "rloo", "online_dpo") else COMMON | {"num_generations": 1}
     config = row.load_config()(output_dir=str(folder), seed=seed, **{**defaults, **own, **options})
-    train, held_out = demo.make_questions(seed)
+    rows = demo.make_questions(seed)[0].remove_columns("completion")
     model: PreTrainedModel = demo.make_model(seed)
     model.load_state_dict(weights)
-    rows = train.remove_columns("completion")
-    trainer = row.load_trainer()(model, demo.right_sum, config, rows, processing_class=demo.make_tokenizer())
+    trainer: OnlineTrainer = row.load_trainer()(
+        model, demo.right_sum, config, rows, processing_class=demo.make_tokenizer()
+    )
     trainer.remove_callback(PrinterCallback)
-    before = expected_reward(model, held_out)
+    return trainer
+
+
+def learn(name: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Path) -> Learned:
+    """Train one case from these weights."""
+    trainer = make_trainer(name, seed, weights, folder)
+    held_out = demo.make_questions(seed)[1]
+    before = float(expected_reward(trainer.policy, held_out))
     started = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - started
@@ -126,7 +136,7 @@ def learn(name: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Pat
         name,
         seed,
         before=round(before, 4),
-        after=round(expected_reward(model, held_out), 4),
+        after=round(float(expected_reward(trainer.policy, held_out)), 4),
         seconds=round(seconds, 1),
         explained_variance=(fmean(explained[:WINDOW]), fmean(explained[-WINDOW:])) if explained else None,
     )

@@ -3,7 +3,7 @@
 import sys
 
 from prefrl.scripts.main import main
-from tests.leave import leave
+from tests.process import leave
 
 if __name__ == "__main__":
     leave(main(sys.argv[1:]))

@@ -240,7 +240,7 @@ def run_on_two_processes(jobs: Sequence[Job]) -> list[torch.Tensor]:
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "tests.contract.worker", *texts]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(job.result) for job in jobs]
 

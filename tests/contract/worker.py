@@ -11,10 +11,11 @@ import torch
 
 from prefrl import distributed
 from tests.contract.cases import make_trainer, update_of
-from tests.leave import leave
+from tests.process import leave, leave_modules_uncollected
 
 if __name__ == "__main__":
     for text in sys.argv[1:]:
+        leave_modules_uncollected()
         algorithm, options, result, checkpoint = ast.literal_eval(text)
         trainer = make_trainer(algorithm, Path(result).parent / "run", **options)
         assert trainer.args.world_size == 2, "torchrun started independent processes"

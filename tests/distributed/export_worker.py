@@ -23,7 +23,7 @@ from prefrl.models.export import CRITIC, PolicyWeights
 from tests.assets import tiny_model
 from tests.contract.cases import make_trainer
 from tests.distributed.backends import enter, leave_training
-from tests.leave import leave
+from tests.process import leave
 from tests.unit.models.test_export import MERGED, PLAIN, adapted
 
 SECONDS_FOR_A_CASE = 120

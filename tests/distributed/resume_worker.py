@@ -18,7 +18,7 @@ from prefrl import distributed
 from tests.distributed.backends import enter
 from tests.distributed.cases import ADAM, ATTENTION, MOVING, TIED, Case
 from tests.distributed.worker import SECONDS_FOR_A_CASE, make, weights_of
-from tests.leave import leave
+from tests.process import leave, leave_modules_uncollected
 
 SAVED_AT = 3
 # Saved in the middle of an epoch of 5 steps, which ends on the way.
@@ -88,6 +88,7 @@ def main(folder: Path, jobs: list[str]) -> None:
     for job in jobs:
         faulthandler.dump_traceback_later(SECONDS_FOR_A_CASE, exit=True)
         print(f"job {job}", file=sys.stderr, flush=True)
+        leave_modules_uncollected()
         backend, name, *checkpoint = job.split(":", 2)
         results[job] = run(folder, backend, name, checkpoint[0] if checkpoint else None)
     faulthandler.cancel_dump_traceback_later()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from prefrl import distributed
 from prefrl.distributed.processes import form_teams
-from tests.leave import leave
+from tests.process import leave
 
 NUM_PROCESSES = 4
 CPU = torch.device("cpu")

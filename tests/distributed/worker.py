@@ -21,7 +21,7 @@ from tests.assets import tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of
 from tests.distributed.backends import enter, leave_training
 from tests.distributed.cases import CASES, Case
-from tests.leave import leave
+from tests.process import leave, leave_modules_uncollected
 
 # A case takes seconds on a quiet machine. Ranks that wait for each other for ever say where, and end.
 SECONDS_FOR_A_CASE = 300
@@ -148,6 +148,7 @@ def main(backend: str, folder: Path, names: list[str]) -> None:
     for name in names:
         faulthandler.dump_traceback_later(SECONDS_FOR_A_CASE, exit=True)
         print(f"case {name}", file=sys.stderr, flush=True)
+        leave_modules_uncollected()
         results[name] = run(name, CASES[name], folder, options)
     faulthandler.cancel_dump_traceback_later()
     if distributed.is_main():

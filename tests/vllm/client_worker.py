@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from prefrl.errors import PrefrlError
 from prefrl.generation.base import SamplingParams
 from prefrl.models.export import PolicyWeights
-from tests.leave import leave
+from tests.process import leave
 from tests.vllm.client import PROMPTS, SEEDS, generators, policy
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from prefrl.generation.weights import wire
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.models.export import PolicyWeights
 from tests.distributed.backends import enter, leave_training
-from tests.leave import leave
+from tests.process import leave
 from tests.vllm.test_training import check_after_each_sync, logged, lora, online
 
 SECONDS_FOR_A_RUN = 150

@@ -11,7 +11,7 @@ import torch
 
 from prefrl import distributed
 from tests.contract.cases import update_of
-from tests.leave import leave
+from tests.process import leave
 from tests.vllm.test_training import online
 
 if __name__ == "__main__":

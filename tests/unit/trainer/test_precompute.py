@@ -25,7 +25,7 @@ from prefrl.trainer.offline import precompute as precompute_module
 from prefrl.trainer.offline.precompute import check_same_reference, precompute_reference
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
-from tests.leave import leave
+from tests.process import leave
 
 ROOT = Path(__file__).parents[3]
 IDS = datasets.List(datasets.Value("int32"))
