@@ -36,7 +36,8 @@ demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
 
 # pytest comes last, so that its summary ends the log. Tests with servers share one worker: a server takes 3 GB.
-test: lint types imports demo-gain $(VLLM_VENV)/.ready
+test:
+	$(MAKE) -j 2 lint types imports demo-gain $(VLLM_VENV)/.ready
 	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
 
 check: lint types imports unit
