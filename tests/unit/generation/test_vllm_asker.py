@@ -145,7 +145,10 @@ def test_a_prompt_is_lost_when_all_servers_are_gone_and_asked_for_after_recovery
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (Refused("broken", status=500), "is healthy but failed several requests for the completions. Last error: broken."),
+        (
+            Refused("broken", status=500),
+            "is healthy but failed several requests for the completions. Last error: broken.",
+        ),
         (Overdue("late"), "Last error: late. If completions take that long, raise vllm_request_timeout."),
     ],
 )

@@ -120,7 +120,10 @@ def setter(number: int, **fields: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda a: a["choices"].append(choice(2, [1], "stop", ("run:6", 0, 1))), r"choices \[1, 0, 2\], but each of 0..1"),
+        (
+            lambda a: a["choices"].append(choice(2, [1], "stop", ("run:6", 0, 1))),
+            r"choices \[1, 0, 2\], but each of 0..1",
+        ),
         (lambda a: a["choices"].append(a["choices"][0]), r"choices \[1, 0, 1\], but each of 0..1"),
         (setter(0, index=0), r"choices \[0, 0\]"),
         (setter(0, token_ids=[3, 4]), "the log-probs are for the tokens|cut off after 2 tokens"),
