@@ -102,7 +102,7 @@ def test_rows_that_are_padded_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r'sp_size=2 does not work for Qwen2ForCausalLM: .*, but plan="padded" pads'):
         token_logprobs(model, batch, plan="padded")
     unsuited = tiny_model("gemma2")
-    with pytest.raises(ConfigError, match=r"sp_size=2 does not work for Gemma2ForCausalLM: .*, and it soft-caps"):
+    with pytest.raises(ConfigError, match=r"sp_size=2 does not work for Gemma2ForCausalLM: .*, but it soft-caps"):
         token_logprobs(unsuited, batch)
 
 
