@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from prefrl.oracle.tables import HYPERPARAMETERS, TABLES
+from prefrl.oracle.tables import EPSILON_HIGH, HYPERPARAMETERS, TABLES
 
 PAGE = Path(__file__).parent / "oracle.md"
 MARKERS = re.compile(r"(<!-- oracle: (\w+) -->\n).*?(<!-- end of oracle -->)", re.S)
@@ -21,9 +21,12 @@ def render(page: str) -> str:
 
 
 def content(name: str) -> str:
-    """A table, or the values of the hyper-parameters in all of them."""
+    """A table, or the hyperparameters that are not at their defaults."""
     if name == "hyperparameters":
-        return ", ".join(f"`{key}={value}`" for key, value in HYPERPARAMETERS.items()) + "."
+        changed = [
+            f"`{name}`: {', '.join(f'`{k}={v}`' for k, v in keys.items())}" for name, keys in HYPERPARAMETERS.items()
+        ]
+        return f"`epsilon_high={EPSILON_HIGH}` where there is one; {'; '.join(changed)}; else the defaults."
     return TABLES[name].markdown()
 
 

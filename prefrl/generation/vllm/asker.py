@@ -146,7 +146,11 @@ class ServerAsker:
             self._balance.distrust(server, f"{server.url} is gone: {problem}")
         if server.distrust or isinstance(problem, Unreachable):
             return Lost(prompt, f"{server.url}: {problem}")
-        hint = " Raise vllm_request_timeout if completions take that long." if isinstance(problem, Overdue) else ""
+        hint = (
+            " Raise request_timeout of vllm_kwargs if completions take that long."
+            if isinstance(problem, Overdue)
+            else ""
+        )
         message = f"is healthy and did not generate in several tries; the last one: {problem}.{hint}"
         return Failed(prompt, _error(server, prompt, message))
 
