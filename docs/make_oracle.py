@@ -1,6 +1,6 @@
-"""Write the tables of docs/oracle.md from exact sums: `python docs/make_oracle.py`, some seconds.
+"""Write the oracle's tables of the docs from exact sums: `python docs/make_oracle.py`, some seconds.
 
-The page says where with a pair of markers, `<!-- oracle: policy -->` and `<!-- end of oracle -->`. What stands between
+A page says where with a pair of markers, `<!-- oracle: policy -->` and `<!-- end of oracle -->`. What stands between
 them is replaced.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefrl.oracle.tables import EPSILON_HIGH, HYPERPARAMETERS, TABLES
 
-PAGE = Path(__file__).parent / "oracle.md"
+PAGES = [Path(__file__).parent / name for name in ("oracle.md", "losses.md")]
 MARKERS = re.compile(r"(<!-- oracle: (\w+) -->\n).*?(<!-- end of oracle -->)", re.S)
 
 
@@ -31,8 +31,9 @@ def content(name: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the page."""
-    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Rewrite the pages."""
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def check_fields(config: Any) -> None:
         for part in _alternatives(hint):
             _check_bounds(name, value, part)
         allowed = [v for part in _alternatives(hint) for v in _literals(part)]
-        if allowed and value is not None and value not in allowed:
+        is_unset = value is None and type(None) in typing.get_args(hint)
+        if allowed and not is_unset and value not in allowed:
             raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import torch
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 
 from prefrl.errors import ConfigError
 from prefrl.losses.advantage.scored import (
@@ -80,7 +80,7 @@ class ScaleParams(AdvantageParams):
     """What centered rewards are divided by; hyperparameters of `grpo_passk`."""
 
     scale_rewards: RewardScale = opt("group", "Divide by the standard deviation of the group, the batch, or nothing.")
-    advantage_epsilon: Annotated[float, Gt(0)] = opt(1e-4, "Added to standard deviations before dividing by them.")
+    advantage_epsilon: Annotated[float, Ge(0)] = opt(1e-4, "Added to standard deviations before dividing by them.")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.losses.policy.covariance import CovarianceBand, HighestCovariance, select_clip_cov, select_kl_cov
@@ -40,6 +40,7 @@ __all__ = [
     "ClipCovParams",
     "ClipParams",
     "DppoParams",
+    "GmpoParams",
     "ImportanceLevel",
     "KlCovParams",
     "LossType",
@@ -164,7 +165,7 @@ def cispo(tokens: PolicyTokens, params: BoundParams) -> TokenLoss:
 class AipoParams(PolicyLossParams):
     """Hyperparameters of `aipo`."""
 
-    rho: Annotated[float, Gt(1)] = opt(5.0, "Upper bound of the ratio; the paper tries 2 to 10.")
+    rho: Annotated[float, Ge(1), Lt(math.inf)] = opt(5.0, "Upper bound of the ratio; the paper tries 2 to 10.")
 
 
 def aipo(tokens: PolicyTokens, params: AipoParams) -> TokenLoss:
@@ -265,7 +266,17 @@ def sapo(tokens: PolicyTokens, params: SapoParams) -> TokenLoss:
     return TokenLoss(-4 / tau * gate * tokens.advantages, {})
 
 
-def gmpo(tokens: PolicyTokens, params: BoundParams) -> TokenLoss:
+@dataclass(frozen=True)
+class GmpoParams(BoundParams):
+    """Hyperparameters of `gmpo`."""
+
+    epsilon: Annotated[float, Ge(0)] = opt(0.2, "Lower bound of d, in nats: -epsilon.")
+    epsilon_high: Annotated[float, Ge(0)] | None = opt(
+        None, "Upper bound of d, in nats; None: same as epsilon. The paper uses 0.4 for both."
+    )
+
+
+def gmpo(tokens: PolicyTokens, params: GmpoParams) -> TokenLoss:
     """Geometric mean of a row's clipped ratios: -A R. With d = log r of a token, the row's R is
 
         R = exp(mean_t sgn(A) min(sgn(A) d, sgn(A) clip(d, -epsilon, epsilon_high)))
@@ -274,8 +285,7 @@ def gmpo(tokens: PolicyTokens, params: BoundParams) -> TokenLoss:
 
     Args:
         tokens: The tokens, at level `token`: the mean is taken here.
-        params: Bounds of d in nats: the ratio is clipped to exp(-epsilon) .. exp(epsilon_high). The paper uses 0.4
-            for both.
+        params: Bounds of d: the ratio is clipped to exp(-epsilon) .. exp(epsilon_high).
 
     Returns:
         loss [N], and the 0/1 indicators of `clipped_surrogate`, here for d.
@@ -354,7 +364,7 @@ def clip_cov(tokens: PolicyTokens, params: ClipCovParams) -> TokenLoss:
 class KlCovParams(PolicyLossParams, HighestCovariance):
     """Hyperparameters of `kl_cov` and of its selection."""
 
-    coef: Annotated[float, Gt(0)] = opt(1.0, "Weight of the KL penalty; ppo_kl_coef in verl.")
+    coef: Annotated[float, Ge(0)] = opt(1.0, "Weight of the KL penalty; ppo_kl_coef in verl.")
 
 
 def kl_cov(tokens: PolicyTokens, params: KlCovParams) -> TokenLoss:
@@ -459,7 +469,7 @@ POLICY_LOSSES: dict[LossType, PolicyLoss[Any]] = {
     ),
     "cispo": PolicyLoss(cispo, BoundParams, "token", "MiniMax 2025, arXiv 2506.13585, section 3.1", _WEIGHT),
     "sapo": PolicyLoss(sapo, SapoParams, "sequence_mean", "Gao et al. 2025, arXiv 2511.20347", _ANY),
-    "gmpo": PolicyLoss(gmpo, BoundParams, "sequence_mean", "Zhao et al. 2025, arXiv 2507.20673", _TOKEN),
+    "gmpo": PolicyLoss(gmpo, GmpoParams, "sequence_mean", "Zhao et al. 2025, arXiv 2507.20673", _TOKEN),
     "gpg": PolicyLoss(reinforce, PolicyLossParams, "token", "Chu et al. 2025, arXiv 2504.02546", _TOKEN),
     "reinforce": PolicyLoss(reinforce, PolicyLossParams, "sequence_sum", "Williams 1992", _TOKEN),
     "aipo": PolicyLoss(aipo, AipoParams, "token", "Wu et al. 2025, arXiv 2505.24034", _WEIGHT),

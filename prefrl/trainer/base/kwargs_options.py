@@ -89,7 +89,8 @@ class KwargsOption(Generic[P]):
         params, given = self._chosen(config), mapping_of(config, self.name)
         if params is None:
             if given:
-                reason = self.off or f"{self._where(config)}. {self._remedy(self.choices)}"
+                able = [choice for choice, other in self.choices.items() if given.keys() <= {*other.names()}]
+                reason = self.off or f"{self._where(config)}. {self._remedy(able or self.choices)}"
                 raise ConfigError(f"{self.name}={given!r} has no effect because {reason}")
             return
         self._check_keys(config, params, given)

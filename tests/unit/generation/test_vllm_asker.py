@@ -146,7 +146,7 @@ def test_a_prompt_is_lost_when_all_servers_are_gone_and_asked_for_after_recovery
     ("error", "words"),
     [
         (Refused("broken", status=500), "is healthy and did not generate in several tries; the last one: broken."),
-        (Overdue("late"), "the last one: late. Raise vllm_request_timeout if completions take that long."),
+        (Overdue("late"), "the last one: late. Raise request_timeout of vllm_kwargs if completions take that long."),
     ],
 )
 def test_a_prompt_fails_when_servers_live_and_never_answer_it(
