@@ -111,7 +111,7 @@ class KwargsOption(Generic[P]):
             if others := self._choices_with(key):
                 remedy = self._remedy(others)
             else:
-                remedy = nearest(key, known) if known else "It has no keys."
+                remedy = nearest(str(key), known) if known else "It has no keys."
             raise ConfigError(f"{self.name}: {key}={value!r} is not known{where}. {remedy}")
 
     def _choices_with(self, key: str) -> list[Any]:

@@ -214,7 +214,7 @@ def test_files_and_command_lines_take_names_and_mappings(tmp_path: Path) -> None
     assert config.loss_kwargs == {"temperature_pos": 3.0}
     assert config.kl_kwargs == {"target": 1}
     assert parse(tmp_path, "").loss_kwargs is None
-    with pytest.raises(ConfigError, match=r"unknown option 'sapo_temperature_ps'\. Did you mean 'sapo_temperature_pos'"):
+    with pytest.raises(ConfigError, match=r"'sapo_temperature_ps'\. Did you mean 'sapo_temperature_pos'"):
         parse(tmp_path, "sapo_temperature_ps: 1\n")
 
 
