@@ -1,6 +1,6 @@
-"""Write the tables of docs/oracle.md from exact sums: `python docs/make_oracle.py`, some seconds.
+"""Write the oracle's tables of the docs from exact sums: `python docs/make_oracle.py`, some seconds.
 
-The page says where with a pair of markers, `<!-- oracle: policy -->` and `<!-- end of oracle -->`. What stands between
+A page says where with a pair of markers, `<!-- oracle: policy -->` and `<!-- end of oracle -->`. What stands between
 them is replaced.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from prefrl.oracle.tables import HYPERPARAMETERS, TABLES
+from prefrl.oracle.tables import EPSILON_HIGH, HYPERPARAMETERS, TABLES
 
-PAGE = Path(__file__).parent / "oracle.md"
+PAGES = [Path(__file__).parent / name for name in ("oracle.md", "losses.md")]
 MARKERS = re.compile(r"(<!-- oracle: (\w+) -->\n).*?(<!-- end of oracle -->)", re.S)
 
 
@@ -21,15 +21,19 @@ def render(page: str) -> str:
 
 
 def content(name: str) -> str:
-    """A table, or the values of the hyper-parameters in all of them."""
+    """A table, or the hyperparameters that are not at their defaults."""
     if name == "hyperparameters":
-        return ", ".join(f"`{key}={value}`" for key, value in HYPERPARAMETERS.items()) + "."
+        changed = [
+            f"`{name}`: {', '.join(f'`{k}={v}`' for k, v in keys.items())}" for name, keys in HYPERPARAMETERS.items()
+        ]
+        return f"`epsilon_high={EPSILON_HIGH}` where there is one; {'; '.join(changed)}; else the defaults."
     return TABLES[name].markdown()
 
 
 def main() -> None:
-    """Rewrite the page."""
-    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Rewrite the pages."""
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

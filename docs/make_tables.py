@@ -1,8 +1,9 @@
 """Write the option tables of the docs from the configs: `python docs/make_tables.py`.
 
-A page says where with a pair of markers, `<!-- options: prefrl.GRPOConfig -->` and `<!-- end of options -->`, or for
-the tables of losses, advantages, KL estimates and presets, `<!-- rows: losses -->` and `<!-- end of rows -->`. What
-stands between them is replaced.
+A page says where with a pair of markers, `<!-- options: prefrl.GRPOConfig -->` and `<!-- end of options -->`; for the
+keys of options that are mappings, `<!-- keys: loss_kwargs -->` and `<!-- end of keys -->`; for the tables of losses,
+advantages, KL estimates and presets, `<!-- rows: losses -->` and `<!-- end of rows -->`. What stands between them is
+replaced.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib
 import inspect
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,13 +22,31 @@ from annotated_types import Ge, Gt, Le, Lt
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
+KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
+# Pages that list the keys of an option that is a mapping; the others are in docs/losses.md.
+KEY_PAGES = {"vllm_kwargs": "vllm.md", "vllm_importance_sampling_kwargs": "vllm.md"}
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 
 def render(page: str) -> str:
     """The page with its tables as they should be."""
     page = MARKERS.sub(lambda found: f"{found[1]}\n{tables(load(found[2]))}\n{found[3]}", page)
+    page = KEYS.sub(lambda found: f"{found[1]}\n{keys_of(found[2].split())}\n\n{found[3]}", page)
     return ROWS.sub(lambda found: f"{found[1]}\n{rows_of(found[2])}\n\n{found[3]}", page)
+
+
+def keys_of(names: Collection[str]) -> str:
+    """A table of the keys of options that are mappings."""
+    lines = ["| option | with | key | value | default | meaning |", "|---|---|---|---|---|---|"]
+    for option in load("prefrl.GRPOConfig").kwargs_options:
+        hints = {}
+        for params in option.choices.values():
+            known = typing.get_type_hints(params, include_extras=True)
+            hints |= {id(field): known[field.name] for field in dataclasses.fields(params)}
+        for choices, keys in option.keys().items() if option.name in names else ():
+            switch = "" if choices == "all" else _code(choices.split(", "))
+            lines += [f"| `{option.name}` | {switch} {row(key.name, hints[id(key)], key)}" for key in keys]
+    return "\n".join(lines)
 
 
 def rows_of(name: str) -> str:
@@ -37,6 +56,7 @@ def rows_of(name: str) -> str:
         "advantages": (["`advantage_estimator`", "of", "options", "source"], _advantages),
         "kl": (["`kl_estimator`", "value unbiased", "gradient unbiased", "source"], _kl),
         "presets": (["preset", "options", "source"], _presets),
+        "names": (["name", "place", ""], _names),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines())])
@@ -54,16 +74,22 @@ def _code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def _own_options(option: str, params: Any) -> str:
+    """The options of their own that the hyperparameters of a row have."""
+    (mapping,) = [found for found in load("prefrl.GRPOConfig").kwargs_options if found.name == option]
+    return _code(name for name in params.names() if name in mapping.own_options)
+
+
 def _losses() -> Iterator[list[str]]:
     for name, loss in load("prefrl.losses.policy.losses.POLICY_LOSSES").items():
-        options = sorted(loss.hyperparameters | loss.selection_hyperparameters)
-        yield [f"`{name}`", _AVERAGES[loss.reduction], _code(loss.levels), _code(options), loss.source]
+        options = _own_options("loss_kwargs", loss.params)
+        yield [f"`{name}`", _AVERAGES[loss.reduction], _code(loss.levels), options, loss.source]
 
 
 def _advantages() -> Iterator[list[str]]:
     for name, row in load("prefrl.losses.advantage.estimators.ADVANTAGES").items():
-        options = sorted(row.hyperparameters - {"advantage_epsilon"})
-        yield [f"`{name}`", {"row": "a completion", "token": "a token"}[row.level], _code(options), row.source]
+        options = _own_options("advantage_kwargs", row.params)
+        yield [f"`{name}`", {"row": "a completion", "token": "a token"}[row.level], options, row.source]
 
 
 def _kl() -> Iterator[list[str]]:
@@ -78,6 +104,13 @@ def _presets() -> Iterator[list[str]]:
         yield [f"`{name}`", options, f"{preset.source}. {preset.note}".removesuffix(". ")]
 
 
+def _names() -> Iterator[list[str]]:
+    for name, place in load("prefrl.trainer.online.flat_names.FLAT_NAMES").items():
+        key = f"`{place.option}`" if place.key is None else f"`{place.key}` of `{place.option}`"
+        choice = "" if place.only_with is None else f", with `{place.only_with[0]}={place.only_with[1]!r}`"
+        yield [f"`{name}`", key + choice, "deprecated" if place.is_deprecated else "of TRL"]
+
+
 def load(path: str) -> Any:
     """What is at a dotted path."""
     module, _, name = path.rpartition(".")
@@ -88,6 +121,10 @@ def tables(config: type[Any]) -> str:
     """One table for each option group of the config, under the group's description; HuggingFace's are left out."""
     hints = typing.get_type_hints(config, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(config)}
+    meanings = {
+        option.name: f"{option.description} [Keys](../{KEY_PAGES.get(option.name, 'losses.md')}#keys)."
+        for option in config.kwargs_options
+    }
     parts = []
     for group in config.__mro__:
         names = [name for name in inspect.get_annotations(group) if name in fields]
@@ -95,15 +132,15 @@ def tables(config: type[Any]) -> str:
             continue
         assert group.__doc__ is not None
         title = group.__doc__.strip().splitlines()[0]
-        rows = [row(name, hints[name], fields.pop(name)) for name in names]
+        rows = [row(name, hints[name], fields.pop(name), meanings.get(name)) for name in names]
         parts.append("\n".join([title, "", "| option | value | default | meaning |", "|---|---|---|---|", *rows, ""]))
     return "\n".join(parts)
 
 
-def row(name: str, hint: Any, field: dataclasses.Field[Any]) -> str:
-    """A line of a table."""
+def row(name: str, hint: Any, field: dataclasses.Field[Any], meaning: str | None = None) -> str:
+    """A line of a table; the meaning of an option is its help, if it is not given."""
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-    return f"| `{name}` | {describe(hint)} | `{default}` | {field.metadata['help']} |"
+    return f"| `{name}` | {describe(hint)} | `{default}` | {meaning or field.metadata['help']} |"
 
 
 def describe(hint: Any) -> str:
@@ -112,6 +149,8 @@ def describe(hint: Any) -> str:
     if origin is Annotated:
         bounds = [f"{SIGNS[type(b)][1]} {getattr(b, SIGNS[type(b)][0]):g}" for b in arguments[1:]]
         return f"{describe(arguments[0])} {', '.join(bounds)}"
+    if hint is load("prefrl.losses.policy.losses.LossType"):
+        return "a [policy loss](../losses.md#policy-losses)"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is list:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from prefrl.losses.policy.losses import ImportanceLevel, PolicyTokens, TokenLoss, reinforce
+from prefrl.losses.policy.losses import ImportanceLevel, PolicyTokens, TokenLoss
 from prefrl.oracle.exact import (
     Agreement,
     Objective,
@@ -17,7 +17,7 @@ from prefrl.oracle.exact import (
     exact_gradient,
     make_problem,
 )
-from prefrl.oracle.recipe import Recipe, row_advantages, row_total, sampling_weights, token_advantages
+from prefrl.oracle.recipe import Recipe, reinforce_loss, row_advantages, row_total, sampling_weights, token_advantages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +108,7 @@ def measure_advantages(
         group_size: Completions of each prompt.
     """
     advantages = row_advantages(function) if level == "row" else token_advantages(function)
-    recipe = Recipe(policy=reinforce, advantages=advantages, weights=sampling_weights("sequence_truncate"))
+    recipe = Recipe(policy=reinforce_loss, advantages=advantages, weights=sampling_weights("sequence_truncate"))
     problem = two_prompts()
     return [
         _measure(setting, problem.moved(sampler=step), recipe, objective="reward", sign=-1, group_size=group_size)
@@ -140,7 +140,7 @@ def measure_kl(
         objective, weights = "kl", sampling_weights("sequence_truncate")
         total = row_total(value)
         # The reward is minus the divergence, so the divergence is minimized.
-        recipe = Recipe(policy=reinforce, advantages=lambda s: -total(s), reduction=reduction, weights=weights)
+        recipe = Recipe(policy=reinforce_loss, advantages=lambda s: -total(s), reduction=reduction, weights=weights)
     problem = one_prompt()
     return [
         _measure(setting, problem.moved(sampler=step), recipe, objective=objective, sign=1)

@@ -9,14 +9,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from prefrl.losses.advantage.estimators import Advantages, ScoredRows, ScoredTokens
 from prefrl.losses.advantage.whitening import moments, whitened
 from prefrl.losses.policy.covariance import covariance, covariance_sums
-from prefrl.losses.policy.losses import ImportanceLevel, PolicyLoss, PolicyTokens, TokenLoss
+from prefrl.losses.policy.losses import (
+    ImportanceLevel,
+    PolicyLoss,
+    PolicyLossParams,
+    PolicyTokens,
+    TokenLoss,
+    reinforce,
+)
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
 from prefrl.losses.reduce import Reduction, item_count, row_sums, token_weights
 
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PerToken",
     "Recipe",
+    "reinforce_loss",
     "row_advantages",
     "row_total",
     "sampling_weights",
@@ -158,13 +166,18 @@ def sampling_weights(name: str, *, low: float | None = None, high: float | None 
     return weights
 
 
-def selection(row: PolicyLoss, **hyperparameters: float) -> Callable[[PolicyTokens], Tensor]:
+def reinforce_loss(tokens: PolicyTokens) -> TokenLoss:
+    """`reinforce`, which has no hyperparameters."""
+    return reinforce(tokens, PolicyLossParams())
+
+
+def selection(row: PolicyLoss[Any], params: PolicyLossParams) -> Callable[[PolicyTokens], Tensor]:
     """The tokens of a batch that a policy loss selects for special treatment. Takes one batch at a time.
 
     The random keys are fixed numbers, one for each position in the batch.
     """
-    assert row.selection is not None
-    select = functools.partial(row.selection, **hyperparameters)
+    select = row.selection
+    assert select is not None
 
     def selected(tokens: PolicyTokens) -> Tensor:
         sums = covariance_sums(tokens.logprobs, tokens.advantages, tokens.trainable)
@@ -176,8 +189,7 @@ def selection(row: PolicyLoss, **hyperparameters: float) -> Callable[[PolicyToke
             mean_advantage=float(sums.advantages / sums.num_tokens),
         )
         keys = torch.rand(len(covariances), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        chosen: Tensor = select(covariances, tokens.trainable, keys)
-        return chosen
+        return select(covariances, tokens.trainable, keys, params)
 
     return selected
 

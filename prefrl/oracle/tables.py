@@ -9,19 +9,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
 from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
 from prefrl.losses.kl.full import full_kl
-from prefrl.losses.kl.sequence import sequence_kl
-from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss, reinforce
+from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
+from prefrl.losses.policy.losses import POLICY_LOSSES, LossType, PolicyLoss, PolicyTokens, TokenLoss
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.options.params import Params
 from prefrl.oracle.exact import Agreement, Objective, Problem, agreement, estimate, every_batch, exact_gradient
 from prefrl.oracle.measure import STEPS, one_prompt, silent, two_prompts
 from prefrl.oracle.recipe import (
     PerToken,
     Recipe,
+    reinforce_loss,
     row_advantages,
     row_total,
     sampling_weights,
@@ -36,33 +38,18 @@ if TYPE_CHECKING:
     from prefrl.losses.reduce import Reduction
     from prefrl.oracle.exact import Samples
 
-__all__ = ["HYPERPARAMETERS", "TABLES", "Line", "TableOfLines"]
+__all__ = ["EPSILON_HIGH", "HYPERPARAMETERS", "TABLES", "Line", "TableOfLines", "params_of"]
 
-# Typical values. epsilon_high, aipo_rho and the covariance bounds are chosen so that the small problem reaches them.
-HYPERPARAMETERS: dict[str, Any] = {
-    "epsilon": 0.2,
-    "epsilon_high": 0.28,
-    "delta": None,
-    "aipo_rho": 1.2,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "kl_cov_coef": 0.1,
-    "kl_cov_ratio": 0.3,
-    "clip_cov_ratio": 0.3,
-    "clip_cov_lb": 0.0,
-    "clip_cov_ub": 5.0,
-    "scale_rewards": "group",
-    "multi_objective_aggregation": "sum_then_normalize",
-    "advantage_epsilon": 1e-4,
-    "f_norm": 1.0,
-    "gamma": 1.0,
-    "lam": 1.0,
-    "zero_tail": True,
+# Hyperparameters that are not at their defaults, by the name of the loss or estimator: so the small problem reaches
+# the bounds. All losses that have an epsilon_high get the same.
+HYPERPARAMETERS: dict[str, dict[str, Any]] = {
+    "aipo": {"rho": 1.2},
+    "kl_cov": {"ratio": 0.3, "coef": 0.1},
+    "clip_cov": {"ratio": 0.3, "lb": 0.0},
+    "gae": {"lam": 1.0},
 }
+EPSILON_HIGH = 0.28
+P = TypeVar("P", bound=Params)
 _NO_CLIP = {"epsilon": 1.0, "epsilon_high": 1e6}
 # Smaller values are 0 up to rounding.
 _ZERO = 1e-10
@@ -117,14 +104,26 @@ def _three(found: Agreement) -> tuple[str, ...]:
     return _number(found.scale), "0" if bent < 1e-6 else _number(bent), _number(found.noise)
 
 
-def _bound(row: Any, changes: dict[str, Any]) -> Callable[..., Any]:
-    values = HYPERPARAMETERS | changes
-    return functools.partial(row.function, **{name: values[name] for name in row.hyperparameters})
+def params_of(name: str, kind: type[P], **changes: Any) -> P:
+    """The hyperparameters of a loss or an estimator in the tables."""
+    high = {"epsilon_high": EPSILON_HIGH} if "epsilon_high" in kind.names() else {}
+    return kind(**{**high, **HYPERPARAMETERS.get(name, {}), **changes})
+
+
+def _policy(name: str, row: PolicyLoss[Any], **changes: Any) -> Callable[[PolicyTokens], TokenLoss]:
+    params = params_of(name, row.params, **changes)
+    return lambda tokens: row.function(tokens, params)
+
+
+def _estimator(name: str, **changes: Any) -> Callable[[Any], Advantages]:
+    row = ADVANTAGES[name]
+    params = params_of(name, row.params, **changes)
+    return lambda scored: row.function(scored, params)
 
 
 def _advantages(name: str, **changes: Any) -> PerToken:
-    row = ADVANTAGES[name]
-    return (row_advantages if row.level == "row" else token_advantages)(_bound(row, changes))
+    level = ADVANTAGES[name].level
+    return (row_advantages if level == "row" else token_advantages)(_estimator(name, **changes))
 
 
 # Name in the table, estimator, changed hyper-parameters, and whether it uses statistics of the whole batch.
@@ -151,19 +150,18 @@ _ESTIMATORS: tuple[tuple[str, str, dict[str, Any], bool], ...] = (
 def advantage_lines() -> Iterator[Line]:
     """Advantages with REINFORCE: on-policy, and off-policy weighted by the exact ratio of rows."""
     problem = two_prompts()
-    yield Line("the reward itself", _advantage_cells(problem, Recipe(reinforce), stacked=True))
+    yield Line("the reward itself", _advantage_cells(problem, Recipe(reinforce_loss), stacked=True))
     for name, estimator, changes, is_of_batch in _ESTIMATORS:
-        recipe = Recipe(reinforce, _advantages(estimator, **changes))
+        recipe = Recipe(reinforce_loss, _advantages(estimator, **changes))
         yield Line(name, _advantage_cells(problem, recipe, stacked=not is_of_batch))
-    function = _bound(ADVANTAGES["optimal_token_baseline"], {})
-    recipe = Recipe(reinforce, token_advantages(function, is_weighted=True))
+    recipe = Recipe(reinforce_loss, token_advantages(_estimator("optimal_token_baseline"), is_weighted=True))
     yield Line("`optimal_token_baseline`, told the weights", _advantage_cells(problem, recipe, stacked=True))
     true = replace(problem, critic=problem.exact_critic)
     for lam in (0.0, 1.0):
-        recipe = Recipe(reinforce, _advantages("gae", lam=lam))
+        recipe = Recipe(reinforce_loss, _advantages("gae", lam=lam))
         yield Line(f"`gae`, `lam={lam:g}`, true critic", _advantage_cells(true, recipe, stacked=True))
     for name in ("reinforce_plus_plus_baseline", "reinforce_plus_plus", "gae"):
-        recipe = Recipe(reinforce, whiten(_advantages(name), advantage_epsilon=1e-8))
+        recipe = Recipe(reinforce_loss, whiten(_advantages(name), advantage_epsilon=1e-8))
         yield Line(f"`{name}`, whitened", _advantage_cells(problem, recipe, stacked=False))
 
 
@@ -177,32 +175,35 @@ def _advantage_cells(problem: Problem, recipe: Recipe, *, stacked: bool) -> tupl
 
 def policy_lines() -> Iterator[Line]:
     """Policy losses with the reward as advantage, for samples of an old policy at growing distances."""
-    named: dict[Any, list[str]] = {}
+    named: dict[Any, list[LossType]] = {}
     for name, row in POLICY_LOSSES.items():
-        named.setdefault(row.function, []).append(f"`{name}`")
+        named.setdefault(row.function, []).append(name)
     for names in named.values():
-        rows = [POLICY_LOSSES[name.strip("`")] for name in names]
-        for level in dict.fromkeys(level for row in rows for level in row.levels):
-            yield _policy_line(", ".join(names), rows[0], level)
-    for name, changes in (("grpo", _NO_CLIP), ("cispo", _NO_CLIP), ("aipo", {"aipo_rho": 1e6})):
+        text = ", ".join(f"`{name}`" for name in names)
+        for level in dict.fromkeys(level for name in names for level in POLICY_LOSSES[name].levels):
+            yield _policy_line(text, names[0], level)
+    without: tuple[tuple[LossType, dict[str, Any]], ...] = (
+        ("grpo", _NO_CLIP),
+        ("cispo", _NO_CLIP),
+        ("aipo", {"rho": 1e6}),
+    )
+    for name, changes in without:
         for level in ("token", "sequence_sum"):
-            yield _policy_line(f"`{name}` without bounds", POLICY_LOSSES[name], level, changes)
+            yield _policy_line(f"`{name}` without bounds", name, level, **changes)
 
 
-def _policy_line(name: str, row: PolicyLoss, level: Any, changes: dict[str, Any] | None = None) -> Line:
-    select = None
-    if row.selection is not None:
-        values = {key: HYPERPARAMETERS[key] for key in row.selection_hyperparameters}
-        select = selection(row, **values)
-    recipe = Recipe(_bound(row, changes or {}), level=level, reduction=_whole_rows(row, level), selected=select)
+def _policy_line(text: str, name: LossType, level: Any, **changes: Any) -> Line:
+    row = POLICY_LOSSES[name]
+    select = None if row.selection is None else selection(row, params_of(name, row.params))
+    recipe = Recipe(_policy(name, row, **changes), level=level, reduction=_whole_rows(row, level), selected=select)
     found = [
         _agree(one_prompt().moved(sampler=step, old=step), recipe, stacked=select is None) for step in STEPS.values()
     ]
     far = found[-1]
-    return Line(name, (f"`{level}`", *map(_bias, found), _cosine(far), _number(far.noise)))
+    return Line(text, (f"`{level}`", *map(_bias, found), _cosine(far), _number(far.noise)))
 
 
-def _whole_rows(row: PolicyLoss, level: str) -> Reduction:
+def _whole_rows(row: PolicyLoss[Any], level: str) -> Reduction:
     """The reduction that counts each row once: a mean for surrogates with a row ratio at every token, else a sum."""
     is_surrogate = row.function is POLICY_LOSSES["grpo"].function or row.function is POLICY_LOSSES["sapo"].function
     return "sequence_mean" if level == "sequence_sum" and is_surrogate else "sequence_sum"
@@ -211,7 +212,7 @@ def _whole_rows(row: PolicyLoss, level: str) -> Reduction:
 def reduction_lines() -> Iterator[Line]:
     """Reductions of REINFORCE with the reward as advantage, on-policy."""
     for reduction in ("sequence_sum", "constant", "token", "sequence_mean"):
-        recipe = Recipe(reinforce, reduction=reduction, constant=3.0 if reduction == "constant" else None)
+        recipe = Recipe(reinforce_loss, reduction=reduction, constant=3.0 if reduction == "constant" else None)
         found = _agree(two_prompts(), recipe)
         yield Line(f"`{reduction}`" + (" of 3" if reduction == "constant" else ""), (_bias(found), *_three(found)))
 
@@ -229,7 +230,7 @@ def correction_lines() -> Iterator[Line]:
 
 
 def _correction_cells(weights: PerToken | None) -> tuple[str, ...]:
-    recipe = Recipe(reinforce, _advantages("rloo"), weights=weights)
+    recipe = Recipe(reinforce_loss, _advantages("rloo"), weights=weights)
     found = [_agree(one_prompt().moved(sampler=step), recipe) for step in STEPS.values()]
     far = found[-1]
     return *map(_bias, found), _cosine(far), _number(far.noise)
@@ -274,7 +275,7 @@ def _sequence(samples: Samples, *, cap: float | None) -> Tensor:
         samples.trainable,
         samples.row_index,
         samples.num_rows,
-        kl_weight_cap=cap,
+        SequenceKLParams(weight_cap=cap),
     )
 
 
@@ -292,7 +293,7 @@ _KL_OBJECTIVES: tuple[Objective, ...] = ("token_kl", "kl")
 def _reward_cells(value: PerToken) -> tuple[str, ...]:
     """Bias and noise as a part of the reward, against the divergence of completions."""
     total = row_total(value)
-    found = _agree(one_prompt(), Recipe(reinforce, lambda samples: -total(samples)), objective="kl")
+    found = _agree(one_prompt(), Recipe(reinforce_loss, lambda samples: -total(samples)), objective="kl")
     return _bias(found), _number(found.noise)
 
 

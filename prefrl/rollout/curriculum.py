@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Lt
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.options.fields import check_range, opt
+from prefrl.options.params import Params
 from prefrl.rollout.selection import random_generator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["CurriculumWeighting", "SuccessCurriculum", "draw_rows"]
+__all__ = ["CurriculumParams", "CurriculumWeighting", "SuccessCurriculum", "draw_rows"]
 
 CurriculumWeighting = Literal["variance", "band"]
 
@@ -42,6 +45,26 @@ def draw_rows(weights: NDArray[np.float64], num_rows: int, *, generator: np.rand
     return rows
 
 
+@dataclass(frozen=True)
+class CurriculumParams(Params):
+    """Hyperparameters of `SuccessCurriculum`."""
+
+    band: list[float] = opt([0.1, 0.9], "Lowest and highest success rate of prompts that are not replaced.")
+    reward_bounds: list[float] = opt([0.0, 1.0], "Rewards of a failure and of a success.")
+    floor: Annotated[float, Ge(0)] = opt(0.05, "Added to the sampling weight of every prompt.")
+    momentum: Annotated[float, Ge(0), Lt(1)] = opt(
+        0.5, "Weight of the past in a prompt's success rate, an exponential moving average."
+    )
+
+    def __post_init__(self) -> None:
+        """Check the bounds, too."""
+        super().__post_init__()
+        check_range(self.reward_bounds, "reward_bounds")
+        check_range(self.band, "band")
+        if not 0 <= self.band[0] < self.band[1] <= 1:
+            raise ConfigError(f"band={self.band}: must be within 0 .. 1, shares of success")
+
+
 @dataclass
 class SuccessCurriculum:
     """Tracks the success rate of each prompt, and replaces prompts that are too easy or too hard.
@@ -62,35 +85,18 @@ class SuccessCurriculum:
 
     Args:
         num_rows: R, size of the dataset.
-        reward_bounds: Rewards of a failure and of a success.
-        target_band: Lowest and highest success rate of prompts that are not replaced.
         weighting: See above.
-        floor: See above, >= 0.
-        momentum: See above, in [0, 1).
-
-    Raises:
-        ConfigError: The bounds or the band are not in order.
+        params: See above.
     """
 
     num_rows: int
-    reward_bounds: tuple[float, float]
-    target_band: tuple[float, float]
     weighting: CurriculumWeighting
-    floor: float
-    momentum: float
+    params: CurriculumParams
     rates: NDArray[np.float64] = field(init=False)  # [R]; 0 for prompts that were never sampled
     counts: NDArray[np.int64] = field(init=False)  # [R] number of groups seen
 
     def __post_init__(self) -> None:
-        """Check the options, and start without observations."""
-        low, high = self.reward_bounds
-        if not low < high:
-            raise ConfigError(
-                f"reward_bounds={self.reward_bounds}: the first, a failure, needs to be below the second"
-            )
-        low, high = self.target_band
-        if not 0 <= low <= high <= 1:
-            raise ConfigError(f"target_band={self.target_band}: needs 0 <= low <= high <= 1, shares of success")
+        """Start without observations."""
         self.rates = np.zeros(self.num_rows)
         self.counts = np.zeros(self.num_rows, dtype=np.int64)
 
@@ -108,26 +114,26 @@ class SuccessCurriculum:
         for row, group, reward in zip(rows, groups, rewards, strict=True):
             if not math.isnan(reward):
                 seen.setdefault((group, row), []).append(reward)
-        low, high = self.reward_bounds
+        low, high = self.params.reward_bounds
         for (_, row), values in sorted(seen.items()):
             success = min(max((math.fsum(values) / len(values) - low) / (high - low), 0.0), 1.0)
-            momentum = self.momentum if self.counts[row] else 0.0
+            momentum = self.params.momentum if self.counts[row] else 0.0
             self.rates[row] = momentum * self.rates[row] + (1 - momentum) * success
             self.counts[row] += 1
 
     @property
     def is_in_band(self) -> NDArray[np.bool_]:
         """[R] whether a prompt is kept, not replaced."""
-        low, high = self.target_band
+        low, high = self.params.band
         return np.asarray((self.counts == 0) | ((self.rates >= low) & (self.rates <= high)))
 
     @property
     def weights(self) -> NDArray[np.float64]:
         """[R] sampling weights, not normalized."""
         if self.weighting == "band":
-            return self.is_in_band.astype(np.float64) + self.floor
+            return self.is_in_band.astype(np.float64) + self.params.floor
         rates = np.where(self.counts == 0, 0.5, self.rates)
-        return np.asarray(rates * (1 - rates) + self.floor)
+        return np.asarray(rates * (1 - rates) + self.params.floor)
 
     def choose(self, candidates: Sequence[int], *, seed: int, generation: int) -> list[int]:
         """The prompts of a generation batch: the candidates, of which those outside the band are replaced.

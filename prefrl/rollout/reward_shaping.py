@@ -1,11 +1,11 @@
 """Shapes total rewards before advantages are computed from them, in this order.
 
-| step | option | total becomes |
+| step | hyperparameter | total becomes |
 |---|---|---|
 | 1 | stop_properly_penalty_coef c | R * c for truncated completions if c >= 0, or c itself if c < 0 |
 | 2 | missing_eos_penalty p | R - p for completions that did not end by themselves |
-| 3 | running moments | (R - mean) / std, or R / std |
-| 4 | reward_clip_range (low, high) | min(max(R, low), high) |
+| 3 | normalize | (R - mean) / std, or R / std, with running moments |
+| 4 | clip_range (low, high) | min(max(R, low), high) |
 
 Clipping comes last, so its bounds have the unit that enters the advantages: that of the rewards, or their running
 standard deviation. The total of a completion without any reward is NaN and stays NaN.
@@ -19,16 +19,51 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import torch
+from annotated_types import Gt, Le
+
+from prefrl.options.fields import check_range, opt
+from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.types import FinishReason
 
-__all__ = ["RunningMoments", "clipped", "minus_missing_eos", "shaped", "stop_properly"]
+__all__ = ["RunningMoments", "ShapingParams", "clipped", "minus_missing_eos", "shaped", "stop_properly"]
+
+
+@dataclass(frozen=True)
+class ShapingParams(Params):
+    """Hyperparameters of `shaped`."""
+
+    stop_properly_penalty_coef: Annotated[float, Le(1)] | None = opt(
+        None, "Multiply the total reward of completions cut off at the length limit by this; below 0: set it to this."
+    )
+    missing_eos_penalty: Annotated[float, Gt(0)] | None = opt(
+        None, "Subtract this from the total reward of completions that did not end by themselves."
+    )
+    normalize: bool = opt(
+        False,
+        "Divide total rewards by the running standard deviation of all totals so far, over all processes. If the "
+        "advantages do not compare completions of a group, subtract the running mean, too.",
+    )
+    clip_range: list[float] | None = opt(
+        None, "Clip total rewards to this range: smallest and largest value; None: no clipping."
+    )
+
+    def __post_init__(self) -> None:
+        """Check the range, too."""
+        super().__post_init__()
+        check_range(self.clip_range, "clip_range")
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether total rewards are shaped at all."""
+        given = (self.stop_properly_penalty_coef, self.missing_eos_penalty, self.clip_range)
+        return self.normalize or any(value is not None for value in given)
 
 
 @dataclass
@@ -171,23 +206,20 @@ def clipped(totals: Tensor, *, low: float, high: float) -> Tensor:
 def shaped(
     totals: Tensor,
     finish_reasons: Sequence[FinishReason],
+    params: ShapingParams,
     *,
-    stop_properly_penalty_coef: float | None,
-    missing_eos_penalty: float | None,
     moments: RunningMoments | None,
     subtract_mean: bool,
-    reward_clip_range: tuple[float, float] | None,
 ) -> Tensor:
-    """Apply all steps of this module in order; a step whose option is None is skipped.
+    """Apply all steps of this module in order; a step whose hyperparameter is None is skipped.
 
     Args:
         totals: [B] weighted sums of rewards over all ranks, NaN for rows without a reward.
         finish_reasons: [B].
-        stop_properly_penalty_coef: See `stop_properly`.
-        missing_eos_penalty: See `minus_missing_eos`.
-        moments: Running moments. They include these totals before normalizing, so the first batch is normalized, too.
+        params: See `stop_properly`, `minus_missing_eos` and `clipped`.
+        moments: Running moments, to `normalize`; None: not normalized. They include these totals before normalizing,
+            so the first batch is normalized, too.
         subtract_mean: See `RunningMoments.normalized`.
-        reward_clip_range: See `clipped`.
 
     Returns:
         [B], in the dtype of `totals`.
@@ -195,15 +227,16 @@ def shaped(
     Raises:
         ValueError: An option is invalid for its step.
     """
-    if stop_properly_penalty_coef is not None:
-        totals = stop_properly(totals, finish_reasons, coefficient=stop_properly_penalty_coef)
-    if missing_eos_penalty is not None:
-        totals = minus_missing_eos(totals, finish_reasons, penalty=missing_eos_penalty)
+    if params.stop_properly_penalty_coef is not None:
+        totals = stop_properly(totals, finish_reasons, coefficient=params.stop_properly_penalty_coef)
+    if params.missing_eos_penalty is not None:
+        totals = minus_missing_eos(totals, finish_reasons, penalty=params.missing_eos_penalty)
     if moments is not None:
         moments.update(totals)
         totals = moments.normalized(totals, subtract_mean=subtract_mean)
-    if reward_clip_range is not None:
-        totals = clipped(totals, low=reward_clip_range[0], high=reward_clip_range[1])
+    if params.clip_range is not None:
+        low, high = params.clip_range
+        totals = clipped(totals, low=low, high=high)
     return totals
 
 

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt
+
+from prefrl.options.fields import opt
+from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,10 +25,49 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["ReweightMethod", "SelectionRule", "draw_counts", "kept_rows", "random_generator"]
+__all__ = [
+    "SELECTIONS",
+    "KeptParams",
+    "PowParams",
+    "ReweightMethod",
+    "RowSelection",
+    "SelectionRule",
+    "draw_counts",
+    "kept_rows",
+    "random_generator",
+    "row_counts",
+]
 
 SelectionRule = Literal["max_variance", "best", "random"]
 ReweightMethod = Literal["pow", "max_min", "max_random"]
+RowSelection = Literal["max_variance", "best", "random", "pow", "max_min", "max_random"]
+
+
+@dataclass(frozen=True)
+class KeptParams(Params):
+    """Hyperparameters of the rules of `kept_rows`."""
+
+    num_selected: Annotated[int, Ge(1)] | None = opt(
+        None, "Number of completions to keep of each prompt, below num_generations; must be given."
+    )
+
+
+@dataclass(frozen=True)
+class PowParams(Params):
+    """Hyperparameters of the method `pow` of `draw_counts`."""
+
+    power: Annotated[float, Gt(0)] = opt(2.0, "Exponent of the reward.")
+
+
+# Rules of `kept_rows` and methods of `draw_counts`, with their hyperparameters.
+SELECTIONS: dict[str, type[Params]] = {
+    "max_variance": KeptParams,
+    "best": KeptParams,
+    "random": KeptParams,
+    "pow": PowParams,
+    "max_min": Params,
+    "max_random": Params,
+}
 
 
 def random_generator(purpose: str, *numbers: int) -> np.random.Generator:
@@ -34,6 +78,29 @@ def random_generator(purpose: str, *numbers: int) -> np.random.Generator:
         numbers: Each >= 0: the run's seed, the step, the group, ...
     """
     return np.random.default_rng(np.random.SeedSequence([zlib.crc32(purpose.encode()), *numbers]))
+
+
+def row_counts(rewards: Tensor, groups: Tensor, *, rule: RowSelection, params: Params, seed: int, step: int) -> Tensor:
+    """How often each row is trained on: 0 or 1 by the rules of `kept_rows`, any number by those of `draw_counts`.
+
+    Args:
+        rewards: [B], NaN for rows without a reward.
+        groups: [B] int64, equal for the completions of a prompt.
+        rule: A name in `SELECTIONS`.
+        params: Its hyperparameters.
+        seed: Seed of the run.
+        step: A number that changes with each generation batch.
+
+    Returns:
+        [B] int64.
+    """
+    if rule == "pow" or rule == "max_min" or rule == "max_random":
+        power = params.power if isinstance(params, PowParams) else 1.0
+        return draw_counts(rewards, groups, method=rule, power=power, seed=seed, step=step)
+    assert isinstance(params, KeptParams)
+    assert params.num_selected is not None
+    kept = kept_rows(rewards, groups, keep=params.num_selected, rule=rule, seed=seed, step=step)
+    return torch.zeros(len(rewards), dtype=torch.long).index_fill(0, kept, 1)
 
 
 def kept_rows(rewards: Tensor, groups: Tensor, *, keep: int, rule: SelectionRule, seed: int, step: int) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.suggest import nearest
-from prefrl.trainer.base.options import check_fields, check_no_effect, opt, parse_json
+from prefrl.options.fields import check_fields, check_no_effect, opt, parse_json
+from prefrl.options.suggest import nearest
 
 __all__ = ["DatasetPart", "RewardArguments", "ScriptArguments"]
 

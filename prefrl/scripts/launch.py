@@ -19,13 +19,13 @@ from annotated_types import Ge, Le
 from prefrl.errors import ConfigError
 from prefrl.generation.vllm.guard import KEY_VARIABLE
 from prefrl.optional import is_installed
+from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.launch_run import run_together
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.processes import Program
-from prefrl.scripts.suggest import nearest
 from prefrl.scripts.vllm_serve import ServeArguments, check_port, serve_command
-from prefrl.trainer.base.options import check_fields, check_no_effect, opt
 
 __all__ = ["CONFIGS", "LaunchArguments", "main", "plan_server", "plan_training"]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import prefrl
 from prefrl.errors import ConfigError, PrefrlError
+from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
-from prefrl.scripts.suggest import nearest
 
 __all__ = ["main"]
 

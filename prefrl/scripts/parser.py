@@ -13,7 +13,8 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.suggest import nearest
+from prefrl.options.suggest import nearest
+from prefrl.trainer.base.flat_names import flat_parameters
 
 __all__ = ["CommandParser"]
 
@@ -70,13 +71,27 @@ class CommandParser(HfArgumentParser):
             self.add_argument("--config", metavar="FILE.yaml", help="Options by name; those of the command line win.")
         self.add_argument("-h", "--help", action="store_true", help="Show prefrl's own options and the common others.")
         self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
+        self._flat: dict[type, dict[str, Any]] = {}  # keywords of each class that are no fields, with their defaults
+        self._hints: dict[str, Any] = {}
         for cls in dataclass_types:
             self.dataclass_types.append(cls)
             self._add_dataclass_arguments(cls)
-        self._hints = {n: h for cls in dataclass_types for n, h in typing.get_type_hints(cls).items()}
+            self._hints |= typing.get_type_hints(cls)
+            self._add_flat_names(cls)
         # If there are two, the first is the option itself, the second its --no_ form.
         first = {action.dest: action for action in reversed(self._actions)}
         self._by_name = {name: first[name] for name in self._hints if name in first}
+
+    def _add_flat_names(self, cls: type) -> None:
+        """Take the keywords of a config that are no fields, without showing them in the help."""
+        self._flat[cls] = {name: parameter.default for name, parameter in flat_parameters(cls).items()}
+        hints = {name: self._hints[name].type for name in self._flat[cls]}
+        self._hints |= hints
+        fields = [
+            (name, hint, dataclasses.field(default=self._flat[cls][name], metadata={"help": argparse.SUPPRESS}))
+            for name, hint in hints.items()
+        ]
+        self._add_dataclass_arguments(dataclasses.make_dataclass("FlatNames", fields))
 
     def error(self, message: str) -> typing.NoReturn:
         """Raise an error instead of printing argparse's usage."""
@@ -123,12 +138,16 @@ class CommandParser(HfArgumentParser):
     def _parse(self, argv: Sequence[str], *, takes_unknown: bool) -> tuple[tuple[Any, ...], list[str]]:
         values, unknown = self._read(argv, takes_unknown=takes_unknown)
         try:
-            configs = tuple(cls(**{f.name: values[f.name] for f in _fields(cls)}) for cls in self.dataclass_types)
+            configs = tuple(cls(**self._arguments(cls, values)) for cls in self.dataclass_types)
         except ConfigError:
             raise
         except ValueError as error:  # TrainingArguments checks its own options
             raise ConfigError(str(error)) from error
         return configs, unknown
+
+    def _arguments(self, cls: type, values: dict[str, Any]) -> dict[str, Any]:
+        names = [field.name for field in _fields(cls)]
+        return {name: values[name] for name in [*names, *self._flat[cls]]}
 
     def print_help(self, file: Any = None, *, everything: bool = False) -> None:
         """Print prefrl's own options and the common others, or everything."""

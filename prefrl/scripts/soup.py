@@ -15,12 +15,12 @@ from rich.table import Table
 
 from prefrl.errors import ConfigError
 from prefrl.models.soup import Evaluate, Soup, best_soup, greedy_soup, uniform_soup
+from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import DatasetPart
 from prefrl.scripts.parser import CommandParser
-from prefrl.scripts.suggest import nearest
 from prefrl.scripts.train import load_part
-from prefrl.trainer.base.options import check_fields, check_no_effect, opt
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 
 if TYPE_CHECKING:

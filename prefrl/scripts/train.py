@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.options.suggest import nearest
 from prefrl.scripts.arguments import DatasetPart, RewardArguments, ScriptArguments
 from prefrl.scripts.parser import CommandParser
-from prefrl.scripts.suggest import nearest
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm

@@ -16,9 +16,10 @@ from rich.table import Table
 
 from prefrl.errors import ConfigError
 from prefrl.losses.table import keyword_names
+from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.params import Params
+from prefrl.options.suggest import nearest
 from prefrl.scripts.parser import CommandParser
-from prefrl.scripts.suggest import nearest
-from prefrl.trainer.base.options import check_fields, check_no_effect, opt
 
 if TYPE_CHECKING:
     from prefrl.oracle.checks import Check
@@ -60,7 +61,9 @@ class VerifyArguments:
         "What must hold for exit code 0, besides the checks that every function has to pass. on_policy_unbiased: the "
         "expected gradient is right for samples of the policy itself. unbiased: also for samples of other policies.",
     )
-    hyperparameters: list[str] | None = opt(None, "Keyword arguments of the function, as NAME=VALUE.")
+    hyperparameters: list[str] | None = opt(
+        None, "Keyword arguments of the function, or fields of the dataclass that it takes last, as NAME=VALUE."
+    )
     level: Literal["token", "sequence", "sequence_token", "sequence_sum"] = opt("token", "policy: level of log_ratio.")
     reduction: Literal["token", "sequence_mean", "sequence_sum"] = opt(
         "sequence_sum", "policy, kl: how the losses of tokens are reduced to one number."
@@ -141,10 +144,15 @@ def _bound(function: Callable[..., Any], arguments: VerifyArguments) -> Callable
     count, form = _FORMS[arguments.kind]
     given = _hyperparameters(arguments.hyperparameters or [])
     where = f"function={arguments.function!r}"
-    known = keyword_names(function)
+    params = _params_class(function)
+    known = keyword_names(function) if params is None else params.names()
     for name in given.keys() - known:
-        raise ConfigError(f"hyperparameters: {where} has no keyword-only argument {name!r}. {nearest(name, known)}")
-    bound = functools.partial(function, **given)
+        raise ConfigError(f"hyperparameters: {where} has no hyperparameter {name!r}. {nearest(name, known)}")
+    if params is None:
+        bound = functools.partial(function, **given)
+    else:
+        values = params(**given)
+        bound = functools.partial(_with_params, function, values)
     try:
         inspect.signature(bound).bind(*range(count))
     except TypeError as error:
@@ -153,6 +161,19 @@ def _bound(function: Callable[..., Any], arguments: VerifyArguments) -> Callable
             "with --hyperparameters NAME=VALUE ..."
         ) from error
     return bound
+
+
+def _params_class(function: Callable[..., Any]) -> type[Params] | None:
+    """The class of the function's last argument, if that is a dataclass of hyperparameters."""
+    annotations = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
+    last = annotations[-1] if annotations else None
+    if isinstance(last, str):
+        last = vars(sys.modules[function.__module__]).get(last)
+    return last if isinstance(last, type) and issubclass(last, Params) else None
+
+
+def _with_params(function: Callable[..., Any], params: Params, *inputs: Any) -> Any:
+    return function(*inputs, params)
 
 
 def _hyperparameters(texts: Sequence[str]) -> Mapping[str, Any]:

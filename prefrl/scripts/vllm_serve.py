@@ -18,9 +18,9 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.generation.vllm.guard import KEY_VARIABLE
+from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.supervisor import Supervisor
-from prefrl.trainer.base.options import check_fields, opt, parse_json
 
 __all__ = [
     "CONTRACT",

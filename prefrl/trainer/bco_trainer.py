@@ -11,8 +11,8 @@ import torch
 from prefrl.data.collate import unpaired_batch
 from prefrl.errors import ConfigError
 from prefrl.losses.preference.unpaired import bco
+from prefrl.options.fields import check_no_effect
 from prefrl.trainer.base.arguments import check_arguments
-from prefrl.trainer.base.options import check_no_effect
 from prefrl.trainer.bco_density_ratio import DensityRatio
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired
 from prefrl.trainer.offline.running_mean import RunningMean

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
-from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.options.fields import check_no_effect, opt
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig
 

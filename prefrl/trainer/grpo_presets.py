@@ -121,15 +121,15 @@ PRESETS: dict[str, Preset] = {
         "The paper names neither beta nor the threshold; these are ours.",
         loss_type="grpo",
         beta=0.04,
-        use_bias_correction_kl=True,
-        off_policy_mask_threshold=1.0,
+        kl_kwargs={"bias_correction": True},
+        loss_kwargs={"off_policy_mask_threshold": 1.0},
     ),
     "pods": _preset(
         "Xu et al. 2025, arXiv 2504.13818",
         loss_type="grpo",
         num_generations=16,
         rollout_selection="max_variance",
-        num_selected=4,
+        selection_kwargs={"num_selected": 4},
         beta=0.0,
     ),
 }

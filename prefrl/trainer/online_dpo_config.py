@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.options import opt
+from prefrl.options.fields import opt
 from prefrl.trainer.base.reference_options import ReferenceOptions
 from prefrl.trainer.online.config import OnlineConfig
 

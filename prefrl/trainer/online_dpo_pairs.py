@@ -88,7 +88,7 @@ class PairLearner:
     def __init__(self, args: OnlineDPOConfig, rewards: RewardRunner) -> None:
         self.args = args
         self.objective = PairObjective(args)
-        self.moments = RunningMoments() if args.normalize_rewards else None
+        self.moments = RunningMoments() if args.shaping_params.normalize else None
 
     def advantages(
         self, batch: TokenBatch, rollouts: Sequence[Rollout], *, num_parts: int, step: int, over_ranks: bool
@@ -116,8 +116,8 @@ class PairLearner:
         everyone, start = distributed.gather_rows(mine, over_ranks=over_ranks)
         rewards, reasons = zip(*everyone, strict=True)
         totals = torch.tensor(rewards, dtype=torch.float64)
-        shaping = self.args.shaping_hyperparameters
-        totals = shaped(totals, reasons, moments=self.moments, subtract_mean=False, **shaping)
+        params = self.args.shaping_params
+        totals = shaped(totals, reasons, params, moments=self.moments, subtract_mean=False)
         found: list[float] = totals[start : start + len(mine)].tolist()
         return found
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from prefrl.trainer.base.options import opt
+from prefrl.options.fields import opt
 from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["ORPOConfig"]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.options.fields import check_no_effect, opt
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.options.fields import opt
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
 
@@ -39,18 +39,10 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        if self.advantage_estimator == "reinforce_plus_plus_baseline":
-            if self.num_generations < 2:
-                raise ConfigError(
-                    f"num_generations={self.num_generations}: advantage_estimator='reinforce_plus_plus_baseline' "
-                    "compares the completions of a prompt. Set num_generations>=2."
-                )
-            check_no_effect(
-                name="gamma",
-                value=self.gamma,
-                unset=1.0,
-                because="all tokens of a completion have the same advantage",
-                remedy="Use advantage_estimator='reinforce_plus_plus'.",
+        if self.advantage_estimator == "reinforce_plus_plus_baseline" and self.num_generations < 2:
+            raise ConfigError(
+                f"num_generations={self.num_generations}: advantage_estimator='reinforce_plus_plus_baseline' "
+                "compares the completions of a prompt. Set num_generations>=2."
             )
         super().validate()
 

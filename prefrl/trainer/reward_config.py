@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Gt
 
-from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.options.fields import check_no_effect, opt
 from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["RewardConfig"]

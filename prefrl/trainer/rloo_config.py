@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from prefrl.errors import ConfigError
-from prefrl.losses.policy.losses import ImportanceLevel
-from prefrl.trainer.base.options import opt
+from prefrl.losses.policy.losses import ImportanceLevel, LossType
+from prefrl.options.fields import opt
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
-from prefrl.trainer.online.policy_options import KLEstimate, LossType
+from prefrl.trainer.online.policy_options import KLEstimate
 
 __all__ = ["RLOOConfig"]
 

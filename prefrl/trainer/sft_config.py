@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.options.fields import check_no_effect, opt
 from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["SFTConfig"]

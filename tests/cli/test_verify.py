@@ -95,6 +95,10 @@ K1 = ["my_losses:k1", "--kind", "kl"]
             ["prefrl.losses.advantage.tokens:gae", "--kind", "advantage", "--scored", "token", "--claim", "unbiased",
              "--hyperparameters", "gamma=1", "lam=1"], 0, id="gae",
         ),
+        pytest.param(
+            ["prefrl.losses.advantage.tokens:gae", "--kind", "advantage", "--scored", "token", "--claim", "unbiased"],
+            1, id="gae, with its default of lam",
+        ),
     ],
 )  # fmt: skip
 def test_exit_code_says_whether_the_claim_holds(
@@ -128,7 +132,12 @@ def test_the_report_names_what_does_not_hold(capsys: pytest.CaptureFixture[str])
         ),
         pytest.param(["my_losses:two"], "looks like function\\(tokens: PolicyTokens", id="signature"),
         pytest.param(["my_losses:k1"], "missing a required argument: 'ref_logprobs'", id="another kind"),
-        pytest.param([*SURROGATE, "scal=2"], "no keyword-only argument 'scal'. Did you mean 'scale'?", id="unknown"),
+        pytest.param([*SURROGATE, "scal=2"], "no hyperparameter 'scal'. Did you mean 'scale'?", id="unknown"),
+        pytest.param(
+            ["prefrl.losses.policy.losses:aipo", "--hyperparameters", "roh=2"],
+            "no hyperparameter 'roh'. Did you mean 'rho'?",
+            id="unknown in a dataclass",
+        ),
         pytest.param([*SURROGATE, "scale"], "hyperparameters='scale': must be NAME=VALUE", id="no value"),
         pytest.param(["my_losses:scalar"], "the loss has shape \\(\\): must be \\(17,\\)", id="shape"),
         pytest.param(["my_losses:tensor"], "returns Tensor: a policy loss returns a TokenLoss", id="type"),

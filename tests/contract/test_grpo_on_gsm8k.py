@@ -39,7 +39,11 @@ CASES: list[Any] = [
     pytest.param({"lora": True}, {"beta": 0.04}, id="lora"),
     pytest.param({}, {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 8}, id="reuse"),
     pytest.param({}, {"beta": 0.0}, id="beta 0"),
-    pytest.param({}, {"reward_weights": [1.0, 0.5], "multi_objective_aggregation": "normalize_then_sum"}, id="gdpo"),
+    pytest.param(
+        {},
+        {"reward_weights": [1.0, 0.5], "advantage_kwargs": {"multi_objective_aggregation": "normalize_then_sum"}},
+        id="gdpo",
+    ),
     pytest.param({"conversational": True, "lora": True}, {"mask_truncated_completions": True}, id="masked"),
 ]
 

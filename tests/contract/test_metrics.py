@@ -62,7 +62,7 @@ def surprisal(rollouts: list[Rollout]) -> float:
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_a_step_without_a_signal_logs_what_other_steps_log(mode: str, tmp_path: Path) -> None:
     options = {} if mode == "sync" else {"use_vllm": True, "generation_mode": mode, "arrival": 1}
-    off = {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 3.0}
+    off = {"vllm_importance_sampling_correction": False}
     options |= {} if mode == "sync" else off
     (with_signal,) = logs(trained(tmp_path, **options)[0])
     trainer, (rollouts,) = trained(tmp_path, reward=equal, **options)

@@ -136,7 +136,7 @@ def test_an_entropy_that_is_only_logged_has_no_gradient(
 def test_an_adaptive_entropy_has_a_gradient_in_the_steps_with_a_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 100.0, "max_steps": 2}
+    options = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_kwargs": {"target": 100.0}, "max_steps": 2}
     first, second = entropy_gradients(online("grpo", tmp_path, **options), monkeypatch)
     assert first is None  # the entropy is not known before the first step
     assert second is not None
@@ -147,13 +147,13 @@ def test_likelihood_of_good_completions_is_a_mean_over_their_own_tokens(tmp_path
     def good_if_even(completions: list[str], **_: Any) -> list[float]:
         return [1.0 if len(completion) % 2 == 0 else -1.0 for completion in completions]
 
-    trainer = online("grpo", tmp_path, positive_nll_coef=0.5, beta=0.0, reward=good_if_even)
+    trainer = online("grpo", tmp_path, loss_kwargs={"positive_nll_coef": 0.5}, beta=0.0, reward=good_if_even)
     batch = first_batch(trainer)
     texts = [trainer.processing_class.decode(ids, skip_special_tokens=True) for ids in rows(batch.response_ids, batch)]
     is_good = (torch.tensor(good_if_even(texts)) > 0)[batch.row_index]
     assert 0 < is_good.sum() < len(is_good)
     mean = -token_logprobs(trainer.policy, batch).logprobs[is_good].mean()
-    added = total_with(trainer, batch) - total_with(trainer, batch, positive_nll_coef=None)
+    added = total_with(trainer, batch) - total_with(trainer, batch, loss_kwargs=None)
     assert added / batch.num_trainable == pytest.approx(0.5 * float(mean.detach()), rel=1e-4)
 
 

@@ -128,7 +128,7 @@ def test_a_step_without_any_signal_leaves_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_an_adaptive_weight_follows_the_divergence(place: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"kl_in": place, "kl_estimator": "k3", "beta": 0.1, "max_steps": 3, "learning_rate": 0.5}
-    trainer = grpo(tmp_path, kl_controller="adaptive", kl_horizon=8, kl_target=1e-3, **options)
+    trainer = grpo(tmp_path, kl_kwargs={"target": 1e-3, "horizon": 8}, **options)
     trainer.train()
     weights = [entry["kl_coef"] for entry in trainer.state.log_history if "loss" in entry]
     kls = [entry["kl"] for entry in trainer.state.log_history if "loss" in entry]

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import default_of
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.base.kwargs_options import KwargsOption
 from tests.contract.cases import ONLINE, make_trainer, weights_of
 
 # A second pass over a generation, far enough from the first for ratios to be clipped.
 BASE: dict[str, Any] = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1.0}
-ADAPTIVE_ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0}
+ADAPTIVE_ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_kwargs": {"target": 5.0}}
 RAGGED = {"rows": 40}
 
 
@@ -55,78 +57,31 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     # Rewards.
     "reward_weights": ([2.0, 1.0], TWO),
     "mask_truncated_completions": (True, {}),
-    "stop_properly_penalty_coef": (0.1, {}),
-    "missing_eos_penalty": (5.0, {}),
-    "normalize_rewards": (True, {"scale_rewards": "none"}),
-    "reward_clip_range": ([-0.1, 0.5], {}),
     "dynamic_sampling": (True, BINARY),
-    "dynamic_sampling_max_tries": (1, {**RAGGED, "reward": rare_reward, "dynamic_sampling": True}),
-    "filter_reward_metric": ("two_rewards", {**TWO, **RAGGED, "dynamic_sampling": True}),
     "curriculum": ("band", EPOCHS),
-    "curriculum_band": ([0.45, 0.55], {**EPOCHS, "curriculum": "band"}),
-    "curriculum_reward_bounds": ([-1.0, 3.0], {**EPOCHS, "curriculum": "band"}),
-    "curriculum_floor": (5.0, {**EPOCHS, "curriculum": "variance"}),
-    "curriculum_momentum": (0.99, {**EPOCHS, "max_steps": 24, "curriculum": "band", "curriculum_band": [0.3, 0.6]}),
     "reward_balance": ("nash", TWO),
-    "uncertainty_rate": (0.9, {**TWO, "reward_balance": "uncertainty"}),
-    "gradnorm_alpha": (0.1, {**TWO, "reward_balance": "gradnorm", "max_steps": 8}),
-    "gradnorm_rate": (0.9, {**TWO, "reward_balance": "gradnorm"}),
-    "famo_rate": (0.1, {**TWO, "reward_balance": "famo", "max_steps": 6}),
-    "famo_decay": (0.5, {**TWO, "reward_balance": "famo", "max_steps": 8}),
-    "pareto_smoothing": (0.1, {**TWO, "reward_balance": "pareto"}),
     # Losses.
     "loss_type": ("grpo", {}),
     "importance_sampling_level": ("sequence", {}),
     "epsilon": (0.01, {}),
     "epsilon_high": (0.01, {}),
     "delta": (1.3, {}),
-    "aipo_rho": (1.1, {"loss_type": "aipo"}),
-    "sapo_temperature_pos": (2.0, {"loss_type": "sapo"}),
-    "sapo_temperature_neg": (2.0, {"loss_type": "sapo"}),
-    "vespo_k_pos": (1.0, {"loss_type": "vespo"}),
-    "vespo_lambda_pos": (1.0, {"loss_type": "vespo"}),
-    "vespo_k_neg": (1.0, {"loss_type": "vespo"}),
-    "vespo_lambda_neg": (1.0, {"loss_type": "vespo"}),
-    "clip_cov_ratio": (0.5, {"loss_type": "clip_cov", "clip_cov_lb": -5.0}),
-    "clip_cov_lb": (-5.0, {"loss_type": "clip_cov", "clip_cov_ratio": 0.3}),
-    "clip_cov_ub": (0.5, {"loss_type": "clip_cov", "clip_cov_ratio": 0.3, "clip_cov_lb": -5.0}),
-    "kl_cov_ratio": (0.5, {"loss_type": "kl_cov"}),
-    "kl_cov_coef": (5.0, {"loss_type": "kl_cov", "kl_cov_ratio": 0.3}),
-    "off_policy_mask_threshold": (1e-4, {}),
-    "positive_nll_coef": (0.5, {}),
     "entropy_coef": (0.1, {}),
     "use_adaptive_entropy": (True, {"entropy_coef": 0.01}),
-    "entropy_coef_min": (0.009, {**ADAPTIVE_ENTROPY, "entropy_target": 0.1}),
-    "entropy_coef_max": (0.012, ADAPTIVE_ENTROPY),
-    "entropy_coef_delta": (0.05, ADAPTIVE_ENTROPY),
-    "entropy_target": (5.0, {"use_adaptive_entropy": True, "entropy_coef": 0.01}),
     "top_entropy_quantile": (0.3, {}),
     "beta": (0.5, {}),
     "kl_estimator": ("k1", {}),
     "kl_in": ("reward", {"kl_estimator": "k1", "beta": 1.0}),
-    "use_bias_correction_kl": (True, {}),
-    "kl_weight_cap": (1.0, {"kl_estimator": "sequence"}),
-    "kl_controller": ("adaptive", {"kl_horizon": 10_000}),
-    "kl_target": (100.0, {"kl_controller": "adaptive", "kl_horizon": 10}),
-    "kl_horizon": (10, {"kl_controller": "adaptive"}),
     "sync_ref_model": (True, {"ref_model_sync_steps": 1}),
     "ref_model_mixup_alpha": (0.1, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "ref_model_sync_steps": (1, {"sync_ref_model": True}),
     # Advantages.
     "advantage_estimator": ("rloo", {}),
     "scale_rewards": ("none", {}),
-    "multi_objective_aggregation": ("normalize_then_sum", TWO),
-    "f_norm": (2.0, {"advantage_estimator": "gpg"}),
-    "zero_tail": (False, {"advantage_estimator": "optimal_token_baseline"}),
     "normalize_advantages": (True, {}),
-    "advantage_clip_range": ([-0.1, 0.1], {}),
     "gamma": (0.5, {}),
     "lam": (0.1, {"num_iterations": 1}),
-    "rollout_selection": ("best", {"num_selected": 2}),
-    "num_selected": (3, {"rollout_selection": "best", "num_selected": 2}),
-    "rollout_resampling": ("pow", {}),
-    "rollout_resampling_power": (4.0, {"rollout_resampling": "pow"}),
-    "min_filter_prefix_tokens": (1, {}),
+    "rollout_selection": ("pow", {}),
     # The critic.
     "critic": ("model", {}),
     "critic_learning_rate": (0.5, {}),
@@ -134,6 +89,68 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "vf_coef": (1.0, {}),
     "cliprange_value": (1e-5, {}),
     "detach_trunk": (True, {}),
+}
+# Option that is a mapping, the choices that have a key ("all": all have it), and the key -> a value, and the options
+# that it needs to act. A key that is not here is tried with twice its default, and the choice alone.
+KEYS: dict[tuple[str, str, str], tuple[Any, dict[str, Any]]] = {
+    ("reward_shaping_kwargs", "all", "stop_properly_penalty_coef"): (0.1, {}),
+    ("reward_shaping_kwargs", "all", "missing_eos_penalty"): (5.0, {}),
+    ("reward_shaping_kwargs", "all", "normalize"): (True, {"scale_rewards": "none"}),
+    ("reward_shaping_kwargs", "all", "clip_range"): ([-0.1, 0.5], {}),
+    ("dynamic_sampling_kwargs", "all", "max_tries"): (
+        1,
+        {**RAGGED, "reward": rare_reward, "dynamic_sampling": True},
+    ),
+    ("dynamic_sampling_kwargs", "all", "reward_metric"): (
+        "two_rewards",
+        {**TWO, **RAGGED, "dynamic_sampling": True},
+    ),
+    ("curriculum_kwargs", "all", "band"): ([0.45, 0.55], {**EPOCHS, "curriculum": "band"}),
+    ("curriculum_kwargs", "all", "reward_bounds"): ([-1.0, 3.0], {**EPOCHS, "curriculum": "band"}),
+    ("curriculum_kwargs", "all", "floor"): (5.0, {**EPOCHS, "curriculum": "variance"}),
+    ("curriculum_kwargs", "all", "momentum"): (
+        0.99,
+        {**EPOCHS, "max_steps": 24, "curriculum": "band", "curriculum_kwargs": {"band": [0.3, 0.6]}},
+    ),
+    ("balance_kwargs", "uncertainty", "rate"): (0.9, {**TWO, "reward_balance": "uncertainty"}),
+    ("balance_kwargs", "gradnorm", "alpha"): (0.1, {**TWO, "reward_balance": "gradnorm", "max_steps": 8}),
+    ("balance_kwargs", "gradnorm", "rate"): (0.9, {**TWO, "reward_balance": "gradnorm"}),
+    ("balance_kwargs", "famo", "rate"): (0.1, {**TWO, "reward_balance": "famo", "max_steps": 6}),
+    ("balance_kwargs", "famo", "decay"): (0.5, {**TWO, "reward_balance": "famo", "max_steps": 8}),
+    ("balance_kwargs", "pareto", "smoothing"): (0.1, {**TWO, "reward_balance": "pareto"}),
+    ("loss_kwargs", "aipo", "rho"): (1.1, {"loss_type": "aipo"}),
+    ("loss_kwargs", "clip_cov", "ratio"): (0.5, {"loss_type": "clip_cov", "loss_kwargs": {"lb": -5.0}}),
+    ("loss_kwargs", "clip_cov", "lb"): (-5.0, {"loss_type": "clip_cov", "loss_kwargs": {"ratio": 0.3}}),
+    ("loss_kwargs", "clip_cov", "ub"): (0.5, {"loss_type": "clip_cov", "loss_kwargs": {"ratio": 0.3, "lb": -5.0}}),
+    ("loss_kwargs", "kl_cov", "ratio"): (0.5, {"loss_type": "kl_cov"}),
+    ("loss_kwargs", "kl_cov", "coef"): (5.0, {"loss_type": "kl_cov", "loss_kwargs": {"ratio": 0.3}}),
+    ("loss_kwargs", "all", "off_policy_mask_threshold"): (1e-4, {}),
+    ("loss_kwargs", "all", "positive_nll_coef"): (0.5, {}),
+    ("loss_kwargs", "all", "min_filter_prefix_tokens"): (1, {}),
+    ("entropy_kwargs", "all", "min"): (
+        0.009,
+        {**ADAPTIVE_ENTROPY, "entropy_kwargs": {"target": 0.1}},
+    ),
+    ("entropy_kwargs", "all", "max"): (0.012, ADAPTIVE_ENTROPY),
+    ("entropy_kwargs", "all", "delta"): (0.05, ADAPTIVE_ENTROPY),
+    ("entropy_kwargs", "all", "target"): (5.0, {"use_adaptive_entropy": True, "entropy_coef": 0.01}),
+    ("kl_kwargs", "k1, abs, k2, k3, k1+, abs+, k3+", "bias_correction"): (True, {}),
+    ("kl_kwargs", "sequence", "weight_cap"): (1.0, {"kl_estimator": "sequence"}),
+    ("kl_kwargs", "all", "target"): (0.1, {}),
+    ("kl_kwargs", "all", "horizon"): (10, {"kl_kwargs": {"target": 0.1}}),
+    ("advantage_kwargs", "grpo", "multi_objective_aggregation"): ("normalize_then_sum", TWO),
+    ("advantage_kwargs", "grpo", "advantage_epsilon"): (0.5, {}),
+    ("advantage_kwargs", "grpo_passk", "advantage_epsilon"): (0.5, {"advantage_estimator": "grpo_passk"}),
+    ("advantage_kwargs", "optimal_token_baseline", "zero_tail"): (
+        False,
+        {"advantage_estimator": "optimal_token_baseline"},
+    ),
+    ("advantage_kwargs", "all", "clip_range"): ([-0.1, 0.1], {}),
+    ("selection_kwargs", "max_variance, best, random", "num_selected"): (
+        3,
+        {"rollout_selection": "best", "selection_kwargs": {"num_selected": 2}},
+    ),
+    ("selection_kwargs", "pow", "power"): (4.0, {"rollout_selection": "pow"}),
 }
 # What is learned must not depend on these, or they belong to evaluation, logs or a server.
 NEUTRAL = {
@@ -161,14 +178,34 @@ OTHERS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     "ppo": {**_IN_REWARD, "normalize_advantages": (False, {}), "num_generations": (4, {})},
     "online_dpo": {"loss_type": ("ipo", {}), "num_generations": (4, {})},
 }
-VLLM = {"use_vllm", "generation_mode", "max_staleness", "weight_sync", "weight_sync_folder", "weight_sync_timeout"}
+VLLM = {"use_vllm", "generation_mode", "max_staleness", "weight_sync"}
 
 
 def own_options(algorithm: str) -> list[str]:
     """Options that a config of prefrl adds to those of every trainer."""
     base = {field.name for field in dataclasses.fields(BaseConfig)}
     names = [field.name for field in dataclasses.fields(REGISTRY[algorithm].load_config())]
-    return [name for name in names if name not in base and not name.startswith("vllm_") and name not in VLLM]
+    others = base | _mappings(algorithm) | VLLM
+    return [name for name in names if name not in others and not name.startswith("vllm_")]
+
+
+def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]]]:
+    """Each key of each option that is a mapping, but for those about servers: a value, and what it may need to act."""
+    return {
+        (option.name, choices, key.name): ((default_of(key) or 0.5) * 2, {_switch(option): choices.split(", ")[0]})
+        for option in REGISTRY[algorithm].load_config().kwargs_options
+        for choices, found in option.keys().items()
+        for key in found
+        if not option.name.startswith("vllm_")
+    }
+
+
+def _switch(option: KwargsOption[Any]) -> str:
+    return option.label or str(option.switch)
+
+
+def _mappings(algorithm: str) -> set[str]:
+    return {option.name for option in REGISTRY[algorithm].load_config().kwargs_options}
 
 
 def shown_here(algorithm: str) -> list[str]:
@@ -197,16 +234,35 @@ def trace(algorithm: str, folder: Path, options: dict[str, Any]) -> tuple[list[t
 @pytest.mark.parametrize("algorithm", ONLINE)
 def test_every_option_is_listed(algorithm: str) -> None:
     assert not {*own_options(algorithm)} - {*ACTING} - NEUTRAL
+    assert keys(algorithm).keys() <= keys("grpo").keys()
+
+
+def test_no_key_is_listed_that_there_is_not() -> None:
+    assert KEYS.keys() <= keys("grpo").keys()
 
 
 @pytest.mark.parametrize(("algorithm", "name"), CASES, ids=lambda value: value)
 def test_an_option_acts(algorithm: str, name: str, tmp_path: Path) -> None:
     value, companions = OTHERS[algorithm].get(name, ACTING[name])
     options = {**companions, name: value}
-    if name in ("rollout_selection", "sync_ref_model"):  # their companions mean nothing without them
+    if name == "sync_ref_model":  # its companion means nothing without it
         companions = {}
-    weights, logs = trace(algorithm, tmp_path / "with", options)
-    plain_weights, plain_logs = trace(algorithm, tmp_path / "without", companions)
+    check_difference(algorithm, tmp_path, options, companions)
+
+
+EVERY_KEY = keys("grpo") | KEYS
+
+
+@pytest.mark.parametrize("place", EVERY_KEY, ids=".".join)
+def test_a_key_acts(place: tuple[str, str, str], tmp_path: Path) -> None:
+    (option, _, key), (value, companions) = place, EVERY_KEY[place]
+    options = {**companions, option: {**companions.get(option, {}), key: value}}
+    check_difference("grpo", tmp_path, options, companions)
+
+
+def check_difference(algorithm: str, folder: Path, options: dict[str, Any], others: dict[str, Any]) -> None:
+    weights, logs = trace(algorithm, folder / "with", options)
+    plain_weights, plain_logs = trace(algorithm, folder / "without", others)
     same = all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=False))
     assert not (same and len(weights) == len(plain_weights) and logs == plain_logs)
 
@@ -216,19 +272,29 @@ SWITCHES = {
     "advantage_estimator",
     "curriculum",
     "dynamic_sampling",
-    "kl_controller",
     "kl_estimator",
     "reward_balance",
     "loss_type",
-    "rollout_resampling",
     "rollout_selection",
     "sync_ref_model",
     "use_adaptive_entropy",
 }
 DEPENDENT = [name for name, (_, needs) in ACTING.items() if SWITCHES & needs.keys() and name != "kl_in"]
+DEPENDENT_KEYS = [
+    place
+    for place, (_, needs) in EVERY_KEY.items()
+    if SWITCHES & needs.keys() and place != ("advantage_kwargs", "grpo_passk", "advantage_epsilon")
+]
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_an_option_whose_switch_is_off_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=name):
         make_trainer("grpo", tmp_path, **{name: ACTING[name][0]})
+
+
+@pytest.mark.parametrize("place", DEPENDENT_KEYS, ids=".".join)
+def test_a_key_of_another_choice_is_refused(place: tuple[str, str, str], tmp_path: Path) -> None:
+    option, _, key = place
+    with pytest.raises(ConfigError, match=f"{option}.*{key}"):
+        make_trainer("grpo", tmp_path, **{option: {key: EVERY_KEY[place][0]}})

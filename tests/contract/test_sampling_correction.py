@@ -72,7 +72,7 @@ def expected_weights(trainer: OnlineTrainer, **arguments: Any) -> Iterator[torch
 )
 def test_a_token_weighs_policy_over_sampler(tmp_path: Path, mode: str, level: str, bound: str) -> None:
     """The gradient is that of advantages that were multiplied by the weights by hand."""
-    bounds = {"vllm_importance_sampling_clip_max": 1.3, "vllm_importance_sampling_clip_min": 0.6}
+    bounds = {"vllm_importance_sampling_kwargs": {"clip_max": 1.3, "clip_min": 0.6}}
     corrected = trainer_of(tmp_path / "corrected", vllm_importance_sampling_mode=mode, **bounds)
     update = update_of(corrected)
     weights = list(expected_weights(corrected, level=level, bound=bound, low=0.6, high=1.3))
@@ -89,7 +89,9 @@ def test_a_token_weighs_policy_over_sampler(tmp_path: Path, mode: str, level: st
 
 
 def test_statistics_are_of_the_ratios_before_any_bound(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=1.2)
+    trainer = trainer_of(
+        tmp_path, vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_kwargs={"clip_max": 1.2}
+    )
     trainer.train()
     batches = [batch for minibatch in trainer.buffer.minibatches for batch in minibatch.micro_batches]
     offsets = torch.tensor([OFFSETS[i % 5] for b in batches for length in b.response_lengths for i in range(length)])

@@ -132,7 +132,7 @@ CASES: dict[str, Case] = {
         "grpo",
         {
             "beta": 0.0,
-            "normalize_rewards": True,
+            "reward_shaping_kwargs": {"normalize": True},
             "dynamic_sampling": True,
             "curriculum": "variance",
             "ds3_gather_for_generation": False,

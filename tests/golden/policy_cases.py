@@ -91,7 +91,7 @@ def prefrl_values(case: PeerCase) -> dict[str, Any]:
         level=case.level,
         selected=_selected(case, rows),
     )
-    result = loss.function(tokens, **case.hyperparameters)
+    result = loss.function(tokens, loss.params(**case.hyperparameters))
     per_token = result.loss
     if case.off_policy_mask_threshold is not None:
         threshold = case.off_policy_mask_threshold
@@ -118,14 +118,14 @@ def _selected(case: PeerCase, rows: Rows) -> Tensor | None:
         "mean_advantage": (sums.advantages / sums.num_tokens).item(),
     }
     keys = torch.arange(len(rows.logprobs), dtype=torch.float64)
-    return loss.selection(covariance(*inputs, **means), rows.trainable, keys, **case.selection)
+    return loss.selection(covariance(*inputs, **means), rows.trainable, keys, loss.params(**case.selection))
 
 
 _CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 _LOG_CLIP = {"epsilon": 0.4, "epsilon_high": 0.3}
 _VERL_CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
-_VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
-_SAPO = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+_VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+_SAPO = {"temperature_pos": 1.0, "temperature_neg": 1.05}
 _NEARLY = 1e-7
 
 
@@ -136,6 +136,11 @@ def _trl(loss: str, hyperparameters: dict[str, Any], peer_options: dict[str, Any
 def _clipped(loss: str, *, delta: float | None = None, **changes: Any) -> PeerCase:
     options = {**_CLIP, "delta": delta, "importance_sampling_level": changes.get("level", "token")}
     return _trl(loss, {**_CLIP, "delta": delta}, options, **changes)
+
+
+def _prefixed(loss: str, hyperparameters: dict[str, float]) -> dict[str, float]:
+    """As options of TRL's config."""
+    return {f"{loss}_{name}": value for name, value in hyperparameters.items()}
 
 
 def _verl(peer_loss: str, loss: str, hyperparameters: dict[str, Any], **options: Any) -> PeerCase:
@@ -158,8 +163,8 @@ PEER_CASES: dict[str, PeerCase] = {
     ),
     # TRL's bound is epsilon_high itself and there is no lower one.
     "trl cispo": _trl("cispo", {"epsilon": 1.0, "epsilon_high": 0.5}, {"epsilon_high": 1.5}),
-    "trl sapo": _trl("sapo", _SAPO, _SAPO),
-    "trl vespo": _trl("vespo", _VESPO, _VESPO),
+    "trl sapo": _trl("sapo", _SAPO, _prefixed("sapo", _SAPO)),
+    "trl vespo": _trl("vespo", _VESPO, _prefixed("vespo", _VESPO)),
     # Its row without a token has the ratio 1, so the loss -A = 1, and no gradient.
     "trl gmpo": _trl("gmpo", _LOG_CLIP, _LOG_CLIP, peer_adds=1 / len(MASKS)),
     # verl's dual clip is always on; a bound that nothing reaches turns it off.
@@ -211,14 +216,14 @@ PEER_CASES: dict[str, PeerCase] = {
         {**_CLIP, "delta": None},
         **_VERL_CLIP,
         policy_loss={"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.8},
-        selection={"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.8},
+        selection={"ratio": 1.0, "lb": 0.1, "ub": 0.8},
     ),
     "verl kl_cov": _verl(
         "kl_cov",
         "kl_cov",
-        {"kl_cov_coef": 0.7},
+        {"coef": 0.7},
         policy_loss={"kl_cov_ratio": 0.25, "ppo_kl_coef": 0.7},
-        selection={"kl_cov_ratio": 0.25},
+        selection={"ratio": 0.25},
     ),
     "verl geo_mean": _verl(
         "geo_mean",

@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRows, ScoredTokens, normalize_rows
+from prefrl.losses.advantage.estimators import (
+    ADVANTAGES,
+    AdvantageParams,
+    Advantages,
+    GpgParams,
+    GrpoParams,
+    ScoredRows,
+    ScoredTokens,
+    normalize_rows,
+)
+from prefrl.losses.advantage.tokens import BaselineParams, DiscountParams, GaeParams
 from prefrl.losses.advantage.whitening import moments, whitened
 
 STORED = json.loads((Path(__file__).parent / "advantages.json").read_text(encoding="utf-8"))
@@ -46,20 +56,22 @@ def test_grpo_is_that_of_trl(name: str) -> None:
     aggregation = "normalize_then_sum" if name == "normalize_then_sum" else "sum_then_normalize"
     scale = "group" if name == "normalize_then_sum" else name
     options = {"scale_rewards": scale, "multi_objective_aggregation": aggregation, "advantage_epsilon": 1e-4}
-    result = ADVANTAGES["grpo"].function(trl_rows(len(TRL["rewards"])), **options)
+    result = ADVANTAGES["grpo"].function(trl_rows(len(TRL["rewards"])), GrpoParams(**options))
     tolerance = EXACT if name == "none" else FLOAT32_FACTOR
     torch.testing.assert_close(result.values, float64(TRL["grpo"][name]), **tolerance)
 
 
 def test_rloo_is_that_of_trl() -> None:
-    result = ADVANTAGES["rloo"].function(trl_rows(len(TRL["rewards"])))
+    result = ADVANTAGES["rloo"].function(trl_rows(len(TRL["rewards"])), AdvantageParams())
     torch.testing.assert_close(result.values, float64(TRL["rloo"]["plain"]), **EXACT)
 
 
 def test_normalized_rloo_is_that_of_trl() -> None:
     """Without the last group: TRL leaves a row that is alone out of the statistics, here it counts with its 0."""
     stored = float64(TRL["rloo"]["normalize_advantages"])
-    result = normalize_rows(ADVANTAGES["rloo"].function(trl_rows(len(stored))), advantage_epsilon=1e-4)
+    result = normalize_rows(
+        ADVANTAGES["rloo"].function(trl_rows(len(stored)), AdvantageParams()), advantage_epsilon=1e-4
+    )
     torch.testing.assert_close(result.values, stored, **FLOAT32_FACTOR)
 
 
@@ -105,13 +117,14 @@ ROW_CASES = {
 @pytest.mark.parametrize("name", ROW_CASES)
 def test_row_level_estimators_are_those_of_verl(name: str) -> None:
     estimator, options, tolerance = ROW_CASES[name]
-    result = ADVANTAGES[estimator].function(verl_rows(), **options)
+    row = ADVANTAGES[estimator]
+    result = row.function(verl_rows(), row.params(**options))
     torch.testing.assert_close(result.values, float64(VERL["row_outputs"][name]), **tolerance)
 
 
 def test_gpg_of_verl_is_larger_by_its_other_count() -> None:
     """No group is without a difference: alpha is 1 here. verl has 9 rows / 7 rewards that are not 0."""
-    result = ADVANTAGES["gpg"].function(verl_rows(), f_norm=2.0)
+    result = ADVANTAGES["gpg"].function(verl_rows(), GpgParams(f_norm=2.0))
     torch.testing.assert_close(result.values * 9 / 7, float64(VERL["row_outputs"]["gpg"]), **FLOAT32_FACTOR)
 
 
@@ -125,7 +138,7 @@ def test_a_row_alone_in_its_group_keeps_its_reward_in_verl_and_gets_zero_here(na
         lengths=torch.ones(3, dtype=torch.long),
     )
     options = grpo_options("group") if name == "grpo" else {}
-    result = ADVANTAGES[name].function(rows, **options)
+    result = ADVANTAGES[name].function(rows, ADVANTAGES[name].params(**options))
     torch.testing.assert_close(result.values, float64([0.0, *stored[name][1:]]), **EXACT)
     assert stored[name][0] == pytest.approx(2.0, rel=1e-5)
 
@@ -166,7 +179,7 @@ LAYOUTS = pytest.mark.parametrize("layout", ["tools", "single"])
 def test_gae_is_that_of_verl(layout: str, gamma: float, lam: float) -> None:
     stored = VERL["token_outputs"][layout][f"gae {gamma} {lam}"]
     scored = verl_tokens(layout)
-    result: Advantages = ADVANTAGES["gae"].function(scored, gamma=gamma, lam=lam)
+    result: Advantages = ADVANTAGES["gae"].function(scored, GaeParams(gamma=gamma, lam=lam))
     torch.testing.assert_close(result.returns, float64(stored["returns"]), **EXACT)
     torch.testing.assert_close(whiten(result.values, scored.trainable), float64(stored["advantages"]), **EPSILON_1E8)
 
@@ -176,14 +189,14 @@ def test_gae_is_that_of_verl(layout: str, gamma: float, lam: float) -> None:
 def test_reinforce_plus_plus_is_that_of_verl(layout: str, gamma: float) -> None:
     stored = VERL["token_outputs"][layout][f"reinforce_plus_plus {gamma}"]
     scored = verl_tokens(layout)
-    result = ADVANTAGES["reinforce_plus_plus"].function(scored, gamma=gamma)
+    result = ADVANTAGES["reinforce_plus_plus"].function(scored, DiscountParams(gamma=gamma))
     torch.testing.assert_close(result.values, float64(stored["returns"]), **EXACT)
     torch.testing.assert_close(whiten(result.values, scored.trainable), float64(stored["advantages"]), **EPSILON_1E8)
 
 
 def test_reinforce_plus_plus_baseline_is_that_of_verl() -> None:
     trainable = torch.tensor(VERL["trainable"]["tools"])
-    per_row = ADVANTAGES["reinforce_plus_plus_baseline"].function(verl_rows()).values
+    per_row = ADVANTAGES["reinforce_plus_plus_baseline"].function(verl_rows(), AdvantageParams()).values
     stored = float64(VERL["row_outputs"]["reinforce_plus_plus_baseline"])
     expected = stored[ROW_INDEX].where(trainable, 0.0)
     torch.testing.assert_close(whiten(per_row[ROW_INDEX], trainable), expected, **EPSILON_1E8)
@@ -196,7 +209,9 @@ def test_optimal_token_baseline_is_that_of_verl(layout: str, zero_tail: bool, wi
     """With tools, verl's plain form lines up steps by column; its `tir` form counts trainable tokens, as here."""
     name = "optimal_token_baseline" if layout == "single" else "tir_optimal_token_baseline"
     name += " zero_tail" * zero_tail + " rho" * with_rho
-    result = ADVANTAGES["optimal_token_baseline"].function(verl_tokens(layout, with_rho=with_rho), zero_tail=zero_tail)
+    result = ADVANTAGES["optimal_token_baseline"].function(
+        verl_tokens(layout, with_rho=with_rho), BaselineParams(zero_tail=zero_tail)
+    )
     stored = float64(VERL["token_outputs"][layout][name])
     torch.testing.assert_close(result.values, stored, **EPSILON_1E8)
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, ScoredTokens
+from prefrl.losses.advantage.estimators import ADVANTAGES, ScaleParams, ScoredRows, ScoredTokens
+from prefrl.losses.advantage.tokens import DiscountParams, GaeParams
 from prefrl.losses.advantage.whitening import moments, whitened
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
@@ -64,7 +65,8 @@ def changed(rows, **changes):
 
 def row_values(name, rows):
     estimator, hyperparameters = ROWS[name]
-    return ADVANTAGES[estimator].function(rows, **hyperparameters).values
+    row = ADVANTAGES[estimator]
+    return row.function(rows, row.params(**hyperparameters)).values
 
 
 def group_sums(values, rows):
@@ -139,7 +141,7 @@ def test_rloo_is_the_reward_minus_the_mean_of_the_others_that_have_one(rows):
 @given(rows=reward_tables())
 def test_passk_is_the_best_with_the_row_minus_the_best_without_it(rows):
     totals = rows.totals()
-    found = ADVANTAGES["grpo_passk"].function(rows, scale_rewards="none", advantage_epsilon=1e-4).values
+    found = ADVANTAGES["grpo_passk"].function(rows, ScaleParams(scale_rewards="none")).values
     for row in range(len(totals)):
         group = (rows.groups == rows.groups[row]) & ~totals.isnan()
         others = group.clone()
@@ -185,7 +187,8 @@ def batch_of(rows):
 
 
 def per_row(name, rows):
-    values = ADVANTAGES[name.split()[0]].function(batch_of(rows), **TOKENS[name]).values
+    row = ADVANTAGES[name.split()[0]]
+    values = row.function(batch_of(rows), row.params(**TOKENS[name])).values
     return values.split([len(row["rewards"]) for row in rows])
 
 
@@ -203,7 +206,7 @@ def scored_steps(row):
 @quick
 @given(rows=token_batches(), gamma=st.sampled_from([0.0, 0.5, 0.97, 1.0]), lam=st.sampled_from([0.0, 0.3, 0.95, 1.0]))
 def test_gae_is_its_recursion(rows, gamma, lam):
-    result = ADVANTAGES["gae"].function(batch_of(rows), gamma=gamma, lam=lam)
+    result = ADVANTAGES["gae"].function(batch_of(rows), GaeParams(gamma=gamma, lam=lam))
     lengths = [len(row["rewards"]) for row in rows]
     for row, values, returns in zip(rows, result.values.split(lengths), result.returns.split(lengths), strict=True):
         expected, expected_returns = torch.zeros_like(values), row["values"].where(row["trainable"], 0.0)
@@ -223,8 +226,8 @@ def test_gae_is_its_recursion(rows, gamma, lam):
 @quick
 @given(rows=token_batches())
 def test_gae_without_discounts_is_reward_to_go_minus_value(rows):
-    gae = ADVANTAGES["gae"].function(batch_of(rows), gamma=1.0, lam=1.0)
-    to_go = ADVANTAGES["reinforce_plus_plus"].function(batch_of(rows), gamma=1.0).values
+    gae = ADVANTAGES["gae"].function(batch_of(rows), GaeParams(gamma=1.0, lam=1.0))
+    to_go = ADVANTAGES["reinforce_plus_plus"].function(batch_of(rows), DiscountParams(gamma=1.0)).values
     batch = batch_of(rows)
     has_reward = batch.trainable & ~gae.totals.isnan()[batch.row_index]
     torch.testing.assert_close(gae.values, (to_go - batch.values).where(has_reward, 0.0), atol=1e-9, rtol=1e-9)
@@ -234,7 +237,7 @@ def test_gae_without_discounts_is_reward_to_go_minus_value(rows):
 @quick
 @given(rows=token_batches(), gamma=st.sampled_from([0.0, 0.5, 1.0]))
 def test_gae_with_lambda_zero_is_the_error_of_one_step(rows, gamma):
-    values = ADVANTAGES["gae"].function(batch_of(rows), gamma=gamma, lam=0.0).values
+    values = ADVANTAGES["gae"].function(batch_of(rows), GaeParams(gamma=gamma, lam=0.0)).values
     for row, found in zip(rows, values.split([len(row["rewards"]) for row in rows]), strict=True):
         rewards, critic = scored_steps(row)
         if rewards is not None:

@@ -11,10 +11,10 @@ from prefrl.losses.advantage.balance import NASH_RIDGE, REWARD_BALANCES, RewardB
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 HYPERPARAMETERS = {
-    "uncertainty": {"uncertainty_rate": 0.3},
-    "gradnorm": {"gradnorm_alpha": 1.5, "gradnorm_rate": 0.3},
-    "famo": {"famo_rate": 2.0, "famo_decay": 0.05},
-    "pareto": {"pareto_smoothing": 0.5},
+    "uncertainty": {"rate": 0.3},
+    "gradnorm": {"alpha": 1.5, "rate": 0.3},
+    "famo": {"rate": 2.0, "decay": 0.05},
+    "pareto": {"smoothing": 0.5},
 }
 every_balance = pytest.mark.parametrize("balance", REWARD_BALANCES)
 
@@ -45,7 +45,8 @@ def histories(draw):
 
 
 def make(balance, weights):
-    return RewardBalancer(balance, reward_weights=weights, **HYPERPARAMETERS.get(balance, {}))
+    params = REWARD_BALANCES[balance].params(**HYPERPARAMETERS.get(balance, {}))
+    return RewardBalancer(balance, params, reward_weights=weights)
 
 
 def matrix_of(advantages, lengths):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from prefrl.losses.kl.estimators import k3
 from prefrl.losses.logprobs import Head, chunked_logprobs
-from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyTokens
+from prefrl.losses.policy.losses import POLICY_LOSSES, ClipParams, PolicyTokens
 from prefrl.losses.reduce import item_count, token_weights
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -41,7 +41,7 @@ def total_and_count(batch, *, reduction, level="token"):
     trainable, log_ratio = batch["trainable"], batch["log_ratio"]
     old = torch.zeros_like(log_ratio)
     tokens = PolicyTokens(log_ratio, old, batch["advantages"], trainable, row_index, num_rows, level=level)
-    token_loss = POLICY_LOSSES["grpo"].function(tokens, epsilon=0.2, epsilon_high=0.28, delta=None)
+    token_loss = POLICY_LOSSES["grpo"].function(tokens, ClipParams(epsilon_high=0.28))
     weights = token_weights(trainable, row_index, num_rows, reduction=reduction)
     constant = 7.0 if reduction == "constant" else None
     count = item_count(trainable, row_index, num_rows, reduction=reduction, constant=constant)

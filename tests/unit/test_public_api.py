@@ -1,5 +1,7 @@
 """Public names, option names and defaults are pinned: a change of them is a decision, with a line in CHANGELOG.md.
 
+The keys of options that are mappings, and their defaults, are pinned by the tables of the docs.
+
 After such a decision: `python -m tests.unit.test_public_api` writes the new snapshot.
 """
 
@@ -14,7 +16,9 @@ from typing import Any
 import prefrl
 import prefrl.rewards
 import prefrl.trainer
+from prefrl.options.fields import default_of
 from prefrl.registry import REGISTRY
+from prefrl.trainer.base.flat_names import flat_parameters
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "public_api.json"
 
@@ -22,11 +26,7 @@ SNAPSHOT = Path(__file__).parents[1] / "data" / "public_api.json"
 def own_defaults(config: Any) -> dict[str, str]:
     """Options that prefrl declares, with their defaults; HuggingFace's are HuggingFace's affair."""
     own = {name for cls in config.__mro__ if cls.__module__.startswith("prefrl.") for name in cls.__annotations__}
-    return {field.name: repr(_default(field)) for field in dataclasses.fields(config) if field.name in own}
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return {field.name: repr(default_of(field)) for field in dataclasses.fields(config) if field.name in own}
 
 
 def public_api() -> dict[str, Any]:
@@ -35,6 +35,7 @@ def public_api() -> dict[str, Any]:
         "prefrl.trainer": sorted(prefrl.trainer.__all__),
         "prefrl.rewards": sorted(prefrl.rewards.__all__),
         "options": {name: own_defaults(row.load_config()) for name, row in REGISTRY.items()},
+        "flat names": {name: [*flat_parameters(row.load_config())] for name, row in REGISTRY.items()},
         "constructors": {
             name: [p for p in inspect.signature(row.load_trainer().__init__).parameters if p != "self"]
             for name, row in REGISTRY.items()

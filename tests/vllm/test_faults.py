@@ -224,7 +224,7 @@ def test_an_overdue_answer_is_an_error_after_two_deadlines(
 ) -> None:
     generator = synced(make([proxy.url], request_timeout=1.5), model)
     proxy.fail(GENERATE, fault)
-    with within(3.5), pytest.raises(GenerationError, match=r"no complete answer within 1\.5 s.*vllm_request_timeout"):
+    with within(3.5), pytest.raises(GenerationError, match=r"no complete answer within 1\.5 s.*request_timeout"):
         generator.generate(PROMPTS, DRAWN, seeds=SEEDS)
     assert proxy.requests[GENERATE] <= 2 * len(PROMPTS)
 

@@ -72,7 +72,7 @@ def test_a_server_that_is_killed_and_started_again_costs_no_step(
         model = policy(tied_model)
         model.generation_config.eos_token_id = 1  # completions are long: there is time to strike
         options: dict[str, Any] = {"max_completion_length": 200, "vllm_server_timeout": 300, "weight_sync": "gloo"}
-        options |= {"weight_sync_timeout": 60, "callbacks": [BetweenSteps(killer)]}
+        options |= {"vllm_kwargs": {"sync_timeout": 60}, "callbacks": [BetweenSteps(killer)]}
         trainer = online(tmp_path, server, model=model, **options)
         trainer.weights = weights = InSync(trainer.policy, killer)
         start = trainer.generator.start

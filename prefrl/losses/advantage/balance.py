@@ -35,11 +35,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypedDict, TypeVar
 
 import torch
+from annotated_types import Ge, Gt, Le
 
-from prefrl.losses.table import keyword_names
+from prefrl.errors import ConfigError
+from prefrl.options.fields import opt
+from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,9 +53,13 @@ __all__ = [
     "REWARD_BALANCES",
     "BalanceState",
     "Balanced",
+    "FamoParams",
+    "GradnormParams",
+    "ParetoParams",
     "RewardBalance",
     "RewardBalancer",
     "RewardTasks",
+    "UncertaintyParams",
     "gram",
     "squared_weights",
 ]
@@ -125,12 +132,12 @@ class Balanced:
     memory: Tensor  # [K] state for the next batch
 
 
-def fixed(tasks: RewardTasks) -> Balanced:
+def fixed(tasks: RewardTasks, _: Params) -> Balanced:
     """Fixed weights, alpha_k = w_k: `reward_weights` unchanged."""
     return Balanced(weights=tasks.weights, memory=tasks.memory)
 
 
-def log_transform(tasks: RewardTasks) -> Balanced:
+def log_transform(tasks: RewardTasks, _: Params) -> Balanced:
     """Weights from the gradient of sum_k w_k log(1 + L_k): alpha_k ~ w_k / (1 + L_k).
 
     Source: Ludwig, trainer.loss_balancing
@@ -138,26 +145,41 @@ def log_transform(tasks: RewardTasks) -> Balanced:
     return Balanced(weights=tasks.weights / (1 + tasks.losses), memory=tasks.memory)
 
 
-def uncertainty(tasks: RewardTasks, *, uncertainty_rate: float) -> Balanced:
+@dataclass(frozen=True)
+class UncertaintyParams(Params):
+    """Hyperparameters of `uncertainty`."""
+
+    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-scales.")
+
+
+def uncertainty(tasks: RewardTasks, params: UncertaintyParams) -> Balanced:
     """Homoscedastic uncertainty: the gradient of sum_k w_k (exp(-s_k) L_k + s_k), alpha_k ~ w_k exp(-s_k).
 
     L_k is a mean absolute distance, so this is the likelihood of Laplace noise with log-scale s_k. The optimal s_k is
-    log L_k. s_k starts at 0 and approaches it by s_k += uncertainty_rate * (log L_k - s_k): close to the optimum these
+    log L_k. s_k starts at 0 and approaches it by s_k += rate * (log L_k - s_k): close to the optimum these
     are gradient descent steps, and far from it they do not overshoot.
 
     Source: Kendall et al. 2018, arXiv 1705.07115, section 3
     """
-    log_scale = tasks.memory + uncertainty_rate * (tasks.losses.log() - tasks.memory)
+    log_scale = tasks.memory + params.rate * (tasks.losses.log() - tasks.memory)
     return Balanced(weights=tasks.weights * (-log_scale).exp(), memory=log_scale)
 
 
-def gradnorm(tasks: RewardTasks, *, gradnorm_alpha: float, gradnorm_rate: float) -> Balanced:
+@dataclass(frozen=True)
+class GradnormParams(Params):
+    """Hyperparameters of `gradnorm`."""
+
+    alpha: Annotated[float, Ge(0)] = opt(1.5, "How strongly rewards that lag behind are favored.")
+    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-weights.")
+
+
+def gradnorm(tasks: RewardTasks, params: GradnormParams) -> Balanced:
     """Gradient norms in proportion to w_k r_k^a, with r_k = L_k(t) / L_k(0): rewards that lag behind get more weight.
 
-    With a = `gradnorm_alpha` and alpha_k ~ w_k exp(v_k), where v starts at 0, the norms exp(v_k) |g_k| are moved
+    With a = `alpha` and alpha_k ~ w_k exp(v_k), where v starts at 0, the norms exp(v_k) |g_k| are moved
     towards their mean times (r_k / mean r)^a:
 
-        e_k = v_k + log |g_k| - a log r_k,  v_k -= gradnorm_rate * (e_k - mean e)
+        e_k = v_k + log |g_k| - a log r_k,  v_k -= rate * (e_k - mean e)
 
     The paper minimizes the distance |norm - target| with arithmetic means and renormalizes its weights in each step.
     The logarithmic form has the same proportions at rest, has no units, and keeps the weights positive and the sum of
@@ -166,17 +188,31 @@ def gradnorm(tasks: RewardTasks, *, gradnorm_alpha: float, gradnorm_rate: float)
     Source: Chen et al. 2018, arXiv 1711.02257, eq. 1 and 2
     """
     log_rates = tasks.losses.log() - tasks.first_losses.log()
-    excess = tasks.memory + tasks.norms.log() - gradnorm_alpha * log_rates
-    log_weights = tasks.memory - gradnorm_rate * (excess - excess.mean())
+    excess = tasks.memory + tasks.norms.log() - params.alpha * log_rates
+    log_weights = tasks.memory - params.rate * (excess - excess.mean())
     return Balanced(weights=tasks.weights * log_weights.exp(), memory=log_weights)
 
 
-def famo(tasks: RewardTasks, *, famo_rate: float, famo_decay: float) -> Balanced:
+@dataclass(frozen=True)
+class FamoParams(Params):
+    """Hyperparameters of `famo`."""
+
+    rate: Annotated[float, Gt(0)] = opt(1.0, "Step size of the logits.")
+    decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits; rate * decay must be below 1.")
+
+    def __post_init__(self) -> None:
+        """Check that the logits decay, too."""
+        super().__post_init__()
+        if self.rate * self.decay >= 1:
+            raise ConfigError(f"rate={self.rate} * decay={self.decay}: must be below 1")
+
+
+def famo(tasks: RewardTasks, params: FamoParams) -> Balanced:
     """Make all log-losses fall at the same rate: alpha_k ~ w_k z_k / L_k with z = softmax(x), where x starts at 0.
 
     With d_k = log L_k(t - 1) - log L_k(t), the progress since the last batch, rewards with more progress lose weight:
 
-        x_k -= famo_rate * (z_k (d_k - sum_j z_j d_j) + famo_decay * x_k)
+        x_k -= rate * (z_k (d_k - sum_j z_j d_j) + decay * x_k)
 
     The paper measures progress on one batch, before and after its update. Here that would cost another generation, so
     progress is measured from batch to batch. While z changes slowly, the noise of a batch enters x twice with opposite
@@ -187,11 +223,11 @@ def famo(tasks: RewardTasks, *, famo_rate: float, famo_decay: float) -> Balanced
     shares = tasks.memory.softmax(0)
     progress = tasks.previous_losses.log() - tasks.losses.log()
     descent = shares * (progress - (shares * progress).sum())
-    logits = tasks.memory - famo_rate * (descent + famo_decay * tasks.memory)
+    logits = tasks.memory - params.rate * (descent + params.decay * tasks.memory)
     return Balanced(weights=tasks.weights * logits.softmax(0) / tasks.losses, memory=logits)
 
 
-def nash(tasks: RewardTasks) -> Balanced:
+def nash(tasks: RewardTasks, _: Params) -> Balanced:
     """The Nash bargaining solution: G alpha = w / alpha, so that every reward improves, g_k . g = w_k / alpha_k > 0.
 
     It maximizes sum_k w_k log(g_k . g) over directions g of fixed length; the weights w are bargaining powers. In
@@ -228,10 +264,17 @@ def _bargain(cosines: Tensor, powers: Tensor) -> Tensor:
         beta = beta - step / (1 + decrement if decrement > 0.25 else 1)
 
 
-def pareto(tasks: RewardTasks, *, pareto_smoothing: float) -> Balanced:
+@dataclass(frozen=True)
+class ParetoParams(Params):
+    """Hyperparameters of `pareto`."""
+
+    smoothing: Annotated[float, Gt(0)] = opt(0.5, "Smoothing of the maximum; smaller is closer to it.")
+
+
+def pareto(tasks: RewardTasks, params: ParetoParams) -> Balanced:
     """Smooth Tchebycheff scalarization: the gradient of m log sum_k exp(p_k L_k / m).
 
-        alpha_k ~ p_k exp(p_k L_k / m),  p_k = w_k / mean w,  m = pareto_smoothing
+        alpha_k ~ p_k exp(p_k L_k / m),  p_k = w_k / mean w,  m = smoothing
 
     The weights w are the preference vector. As m approaches 0, the reward with the largest p_k L_k gets all the
     weight, so training ends where all p_k L_k are equal: on the Pareto front, even where it is not convex. A large m
@@ -240,31 +283,30 @@ def pareto(tasks: RewardTasks, *, pareto_smoothing: float) -> Balanced:
     Source: Lin et al. 2024, arXiv 2402.19078, section 3
     """
     preference = tasks.weights / tasks.weights.mean()
-    urgency = (preference * tasks.losses / pareto_smoothing).softmax(0)
+    urgency = (preference * tasks.losses / params.smoothing).softmax(0)
     return Balanced(weights=preference * urgency, memory=tasks.memory)
 
 
-@dataclass(frozen=True, slots=True)
-class RewardBalance:
-    """A row of `REWARD_BALANCES`: `function(tasks, **hyperparameters) -> Balanced`."""
+P = TypeVar("P", bound=Params)
 
-    function: Callable[..., Balanced]
+
+@dataclass(frozen=True, slots=True)
+class RewardBalance(Generic[P]):
+    """A row of `REWARD_BALANCES`: `function(tasks, params) -> Balanced`."""
+
+    function: Callable[[RewardTasks, P], Balanced]
+    params: type[P]
     source: str
 
-    @property
-    def hyperparameters(self) -> frozenset[str]:
-        """Names of the keyword arguments that the function needs."""
-        return keyword_names(self.function)
 
-
-REWARD_BALANCES: dict[str, RewardBalance] = {
-    "fixed": RewardBalance(fixed, "linear scalarization"),
-    "log_transform": RewardBalance(log_transform, "Ludwig, trainer.loss_balancing"),
-    "uncertainty": RewardBalance(uncertainty, "Kendall et al. 2018, arXiv 1705.07115"),
-    "gradnorm": RewardBalance(gradnorm, "Chen et al. 2018, arXiv 1711.02257"),
-    "famo": RewardBalance(famo, "Liu et al. 2023, arXiv 2306.03792"),
-    "nash": RewardBalance(nash, "Navon et al. 2022, arXiv 2202.01017"),
-    "pareto": RewardBalance(pareto, "Lin et al. 2024, arXiv 2402.19078"),
+REWARD_BALANCES: dict[str, RewardBalance[Any]] = {
+    "fixed": RewardBalance(fixed, Params, "linear scalarization"),
+    "log_transform": RewardBalance(log_transform, Params, "Ludwig, trainer.loss_balancing"),
+    "uncertainty": RewardBalance(uncertainty, UncertaintyParams, "Kendall et al. 2018, arXiv 1705.07115"),
+    "gradnorm": RewardBalance(gradnorm, GradnormParams, "Chen et al. 2018, arXiv 1711.02257"),
+    "famo": RewardBalance(famo, FamoParams, "Liu et al. 2023, arXiv 2306.03792"),
+    "nash": RewardBalance(nash, Params, "Navon et al. 2022, arXiv 2202.01017"),
+    "pareto": RewardBalance(pareto, ParetoParams, "Lin et al. 2024, arXiv 2402.19078"),
 }
 
 
@@ -282,28 +324,25 @@ class BalanceState(TypedDict):
 class RewardBalancer:
     """Computes the alphas of K rewards for each batch, and keeps the state between batches."""
 
-    def __init__(self, balance: str, *, reward_weights: Sequence[float], **hyperparameters: float) -> None:
+    def __init__(self, balance: str, params: Params, *, reward_weights: Sequence[float]) -> None:
         """Start without having seen a batch.
 
         Args:
             balance: A name in `REWARD_BALANCES`.
+            params: The hyperparameters of the method.
             reward_weights: K numbers; not negative, except with `fixed`.
-            hyperparameters: Exactly those that the method needs.
 
         Raises:
-            ValueError: A hyper-parameter is missing or unknown, or a weight is negative and the method is not `fixed`.
+            ValueError: A weight is negative and the method is not `fixed`.
         """
         self.balance = balance
         self._row = REWARD_BALANCES[balance]
-        if hyperparameters.keys() != self._row.hyperparameters:
-            needs = sorted(self._row.hyperparameters)
-            raise ValueError(f"reward_balance={balance!r} needs {needs}, not {sorted(hyperparameters)}")
         if balance != "fixed" and min(reward_weights) < 0:
             raise ValueError(
                 f"reward_weights={list(reward_weights)}: reward_balance={balance!r} needs weights >= 0. Change the "
                 "sign of the reward, or use 'fixed'."
             )
-        self._hyperparameters = hyperparameters
+        self._params = params
         self._reward_weights = torch.tensor(reward_weights, dtype=torch.float64)
         unknown = torch.full_like(self._reward_weights, torch.nan)
         self._highest, self._lowest = unknown, unknown
@@ -339,7 +378,7 @@ class RewardBalancer:
         alphas = self._reward_weights.clone()
         if is_active.any():
             tasks = self._tasks(gram, means, is_active)
-            balanced = self._row.function(tasks, **self._hyperparameters)
+            balanced = self._row.function(tasks, self._params)
             self._memory = self._memory.masked_scatter(is_active, balanced.memory)
             self._previous_means = torch.where(is_active, means, self._previous_means)
             budget = (tasks.weights * tasks.norms).sum() / (balanced.weights * tasks.norms).sum()

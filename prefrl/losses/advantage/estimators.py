@@ -25,11 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import torch
+from annotated_types import Ge, Gt
 
+from prefrl.errors import ConfigError
 from prefrl.losses.advantage.scored import (
+    AdvantageParams,
     Advantages,
     ScoredRows,
     ScoredTokens,
@@ -40,8 +43,15 @@ from prefrl.losses.advantage.scored import (
     numbered,
     row_totals,
 )
-from prefrl.losses.advantage.tokens import gae, optimal_token_baseline, reinforce_plus_plus
-from prefrl.losses.table import keyword_names
+from prefrl.losses.advantage.tokens import (
+    BaselineParams,
+    DiscountParams,
+    GaeParams,
+    gae,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+)
+from prefrl.options.fields import opt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +59,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ADVANTAGES",
     "AdvantageEstimator",
+    "AdvantageParams",
     "Advantages",
+    "GpgParams",
+    "GrpoParams",
     "RewardScale",
+    "ScaleParams",
     "ScoredRows",
     "ScoredTokens",
     "clip_advantages",
@@ -61,13 +75,34 @@ __all__ = [
 RewardScale = Literal["group", "batch", "none"]
 
 
-def grpo(
-    scored: ScoredRows,
-    *,
-    scale_rewards: RewardScale,
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"],
-    advantage_epsilon: float,
-) -> Advantages:
+@dataclass(frozen=True)
+class ScaleParams(AdvantageParams):
+    """What centered rewards are divided by; hyperparameters of `grpo_passk`."""
+
+    scale_rewards: RewardScale = opt("group", "Divide by the standard deviation of the group, the batch, or nothing.")
+    advantage_epsilon: Annotated[float, Ge(0)] = opt(1e-4, "Added to standard deviations before dividing by them.")
+
+
+@dataclass(frozen=True)
+class GrpoParams(ScaleParams):
+    """Hyperparameters of `grpo`."""
+
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
+        "sum_then_normalize", "With several rewards: sum first with weights, or normalize each first (GDPO)."
+    )
+
+    def __post_init__(self) -> None:
+        """Check that the scale has an effect, too."""
+        super().__post_init__()
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
+            raise ConfigError(
+                f"scale_rewards={self.scale_rewards!r} has no effect with "
+                "multi_objective_aggregation='normalize_then_sum', which normalizes by group and then by batch. Use "
+                "scale_rewards='group'."
+            )
+
+
+def grpo(scored: ScoredRows, params: GrpoParams) -> Advantages:
     """Group-relative advantage: how much better a completion is than the others in its group.
 
     `sum_then_normalize`: with R_b = sum_k w_k r_bk,
@@ -83,33 +118,22 @@ def grpo(
 
     Args:
         scored: B rows.
-        scale_rewards: What the centered rewards are divided by. `normalize_then_sum` always divides by the group's
-            std, then the batch's, so it allows only "group".
-        multi_objective_aggregation: See above.
-        advantage_epsilon: Added to standard deviations.
-
-    Raises:
-        ValueError: `scale_rewards` is not "group" with `normalize_then_sum`.
+        params: How to scale and aggregate, and epsilon. `normalize_then_sum` always divides by the group's std, then
+            the batch's, so it allows only "group".
 
     Source: Shao et al. 2024 (GRPO), arXiv 2402.03300, section 4.1.2; Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783
         ("none"); Liu et al. 2026 (GDPO), arXiv 2601.05242 (normalize_then_sum)
     """
     totals, groups = scored.totals(), numbered(scored.groups)
-    if multi_objective_aggregation == "sum_then_normalize":
-        divided = _divided(centered(totals, groups), scored, scale=scale_rewards, epsilon=advantage_epsilon)
-        return _result(scored, divided)
-    if scale_rewards != "group":
-        raise ValueError(
-            f"scale_rewards={scale_rewards!r} has no effect with multi_objective_aggregation='normalize_then_sum': "
-            "use scale_rewards='group'"
-        )
+    if params.multi_objective_aggregation == "sum_then_normalize":
+        return _result(scored, _divided(centered(totals, groups), scored, params))
     rewards = scored.rewards.detach().double()
-    per_reward = [centered(r, groups) / (group_std(r, groups) + advantage_epsilon) for r in rewards.unbind(1)]
+    per_reward = [centered(r, groups) / (group_std(r, groups) + params.advantage_epsilon) for r in rewards.unbind(1)]
     sums = row_totals(torch.stack(per_reward, 1), scored.weights)
-    return _result(scored, sums / (group_std(sums, torch.zeros_like(groups)) + advantage_epsilon))
+    return _result(scored, sums / (group_std(sums, torch.zeros_like(groups)) + params.advantage_epsilon))
 
 
-def rloo(scored: ScoredRows) -> Advantages:
+def rloo(scored: ScoredRows, _: AdvantageParams) -> Advantages:
     """Reward minus the mean reward of the other rows of the group: A = n / (n - 1) (R - mean).
 
     A row that is alone in its group has nothing to be compared with and gets 0.
@@ -121,7 +145,7 @@ def rloo(scored: ScoredRows) -> Advantages:
     return _result(scored, centered(totals, groups) * count / (count - 1).clamp(min=1))
 
 
-def reinforce_plus_plus_baseline(scored: ScoredRows) -> Advantages:
+def reinforce_plus_plus_baseline(scored: ScoredRows, _: AdvantageParams) -> Advantages:
     """Reward minus the group mean, not divided by the group's std. The caller whitens it over the batch's tokens.
 
     Source: Hu et al. 2025 (REINFORCE++), arXiv 2501.03262 (REINFORCE++-baseline)
@@ -129,7 +153,7 @@ def reinforce_plus_plus_baseline(scored: ScoredRows) -> Advantages:
     return _result(scored, centered(scored.totals(), numbered(scored.groups)))
 
 
-def remax(scored: ScoredRows) -> Advantages:
+def remax(scored: ScoredRows, _: AdvantageParams) -> Advantages:
     """Reward minus the reward of the greedy completion of the same prompt.
 
     Args:
@@ -145,7 +169,7 @@ def remax(scored: ScoredRows) -> Advantages:
     return _result(scored, scored.totals() - scored.greedy.detach().double())
 
 
-def opo(scored: ScoredRows) -> Advantages:
+def opo(scored: ScoredRows, _: AdvantageParams) -> Advantages:
     """Reward minus the length-weighted mean of its group: R - sum(length R) / sum(length).
 
     This baseline has the least variance if the squared gradient norm of a row grows in proportion to its token count.
@@ -155,7 +179,14 @@ def opo(scored: ScoredRows) -> Advantages:
     return _result(scored, centered(scored.totals(), numbered(scored.groups), scored.lengths))
 
 
-def gpg(scored: ScoredRows, *, f_norm: float) -> Advantages:
+@dataclass(frozen=True)
+class GpgParams(AdvantageParams):
+    """Hyperparameters of `gpg`."""
+
+    f_norm: Annotated[float, Gt(0)] = opt(1.0, "Advantages are divided by this; 1 in the paper.")
+
+
+def gpg(scored: ScoredRows, params: GpgParams) -> Advantages:
     """Centered rewards, scaled up to make up for rows without a gradient: alpha (R - mean) / f_norm.
 
     alpha = rows / rows in groups whose rewards are not all equal, counted over the batch. It turns a mean over all
@@ -163,21 +194,16 @@ def gpg(scored: ScoredRows, *, f_norm: float) -> Advantages:
 
     Args:
         scored: B rows.
-        f_norm: Divisor of the advantages, positive; 1 in the paper.
-
-    Raises:
-        ValueError: `f_norm` is not positive.
+        params: The divisor.
 
     Source: Chu et al. 2025 (GPG), arXiv 2504.02546
     """
-    if f_norm <= 0:
-        raise ValueError(f"f_norm={f_norm}: needs to be positive")
     totals, groups = scored.totals(), numbered(scored.groups)
     num_rows, num_useful = (~totals.isnan()).sum(), (~totals.isnan() & (group_std(totals, groups) > 0)).sum()
-    return _result(scored, centered(totals, groups) * num_rows / num_useful.clamp(min=1) / f_norm)
+    return _result(scored, centered(totals, groups) * num_rows / num_useful.clamp(min=1) / params.f_norm)
 
 
-def grpo_passk(scored: ScoredRows, *, scale_rewards: RewardScale, advantage_epsilon: float) -> Advantages:
+def grpo_passk(scored: ScoredRows, params: ScaleParams) -> Advantages:
     """What each row adds to the best reward of its group: best minus second best for the best row, 0 for the others.
 
     This is the best reward of k samples minus the best reward without this sample. If several rows tie for the best,
@@ -185,8 +211,7 @@ def grpo_passk(scored: ScoredRows, *, scale_rewards: RewardScale, advantage_epsi
 
     Args:
         scored: B rows.
-        scale_rewards: What the difference is divided by, as in `grpo`.
-        advantage_epsilon: Added to standard deviations.
+        params: What the difference is divided by, as in `grpo`.
 
     Source: Tang et al. 2025, arXiv 2503.19595
     """
@@ -196,10 +221,10 @@ def grpo_passk(scored: ScoredRows, *, scale_rewards: RewardScale, advantage_epsi
     second = _group_max(totals.masked_fill(is_best, torch.nan), groups)[groups]
     is_only_best = is_best & (group_sum(is_best.to(totals.dtype), groups)[groups] == 1) & second.isfinite()
     gap = (best - second).where(is_only_best, 0.0)
-    return _result(scored, _divided(gap, scored, scale=scale_rewards, epsilon=advantage_epsilon))
+    return _result(scored, _divided(gap, scored, params))
 
 
-def maxrl(scored: ScoredRows) -> Advantages:
+def maxrl(scored: ScoredRows, _: AdvantageParams) -> Advantages:
     """(R - mean) / mean. With rewards 0 and 1 this maximizes the log of the success rate, not the success rate.
 
     A group with mean 0 has no successful row and gets 0.
@@ -244,41 +269,48 @@ def clip_advantages(values: Tensor, *, low: float, high: float) -> Tensor:
     return values.clamp(low, high)
 
 
-@dataclass(frozen=True, slots=True)
-class AdvantageEstimator:
-    """A row of `ADVANTAGES`: `function(scored, **hyperparameters)` with `ScoredRows` or `ScoredTokens`."""
+P = TypeVar("P", bound=AdvantageParams)
 
-    function: Callable[..., Advantages]
+
+@dataclass(frozen=True, slots=True)
+class AdvantageEstimator(Generic[P]):
+    """A row of `ADVANTAGES`: `function(scored, params)` with `ScoredRows` or `ScoredTokens`."""
+
+    function: Callable[[Any, P], Advantages]
+    params: type[P]
     level: Literal["row", "token"]
     source: str
     whitened: bool = False  # the caller whitens the result over the trainable tokens of all ranks
     needs: frozenset[str] = frozenset()  # optional fields of `ScoredRows` or `ScoredTokens` that it requires
 
-    @property
-    def hyperparameters(self) -> frozenset[str]:
-        """Names of the keyword arguments that the function needs."""
-        return keyword_names(self.function)
 
-
-ADVANTAGES: dict[str, AdvantageEstimator] = {
-    "grpo": AdvantageEstimator(grpo, "row", "Shao et al. 2024, arXiv 2402.03300, section 4.1.2"),
-    "rloo": AdvantageEstimator(rloo, "row", "Ahmadian et al. 2024, arXiv 2402.14740"),
+ADVANTAGES: dict[str, AdvantageEstimator[Any]] = {
+    "grpo": AdvantageEstimator(grpo, GrpoParams, "row", "Shao et al. 2024, arXiv 2402.03300, section 4.1.2"),
+    "rloo": AdvantageEstimator(rloo, AdvantageParams, "row", "Ahmadian et al. 2024, arXiv 2402.14740"),
     "reinforce_plus_plus_baseline": AdvantageEstimator(
-        reinforce_plus_plus_baseline, "row", "Hu et al. 2025, arXiv 2501.03262", whitened=True
+        reinforce_plus_plus_baseline, AdvantageParams, "row", "Hu et al. 2025, arXiv 2501.03262", whitened=True
     ),
-    "remax": AdvantageEstimator(remax, "row", "Li et al. 2023, arXiv 2310.10505", needs=frozenset({"greedy"})),
-    "opo": AdvantageEstimator(opo, "row", "Hao et al. 2025, arXiv 2505.23585"),
-    "gpg": AdvantageEstimator(gpg, "row", "Chu et al. 2025, arXiv 2504.02546"),
-    "grpo_passk": AdvantageEstimator(grpo_passk, "row", "Tang et al. 2025, arXiv 2503.19595"),
-    "maxrl": AdvantageEstimator(maxrl, "row", "Tajwar et al. 2026, arXiv 2602.02710"),
+    "remax": AdvantageEstimator(
+        remax, AdvantageParams, "row", "Li et al. 2023, arXiv 2310.10505", needs=frozenset({"greedy"})
+    ),
+    "opo": AdvantageEstimator(opo, AdvantageParams, "row", "Hao et al. 2025, arXiv 2505.23585"),
+    "gpg": AdvantageEstimator(gpg, GpgParams, "row", "Chu et al. 2025, arXiv 2504.02546"),
+    "grpo_passk": AdvantageEstimator(grpo_passk, ScaleParams, "row", "Tang et al. 2025, arXiv 2503.19595"),
+    "maxrl": AdvantageEstimator(maxrl, AdvantageParams, "row", "Tajwar et al. 2026, arXiv 2602.02710"),
     "gae": AdvantageEstimator(
-        gae, "token", "Schulman et al. 2015, arXiv 1506.02438, eq. 16", whitened=True, needs=frozenset({"values"})
+        gae,
+        GaeParams,
+        "token",
+        "Schulman et al. 2015, arXiv 1506.02438, eq. 16",
+        whitened=True,
+        needs=frozenset({"values"}),
     ),
     "reinforce_plus_plus": AdvantageEstimator(
-        reinforce_plus_plus, "token", "Hu et al. 2025, arXiv 2501.03262", whitened=True
+        reinforce_plus_plus, DiscountParams, "token", "Hu et al. 2025, arXiv 2501.03262", whitened=True
     ),
     "optimal_token_baseline": AdvantageEstimator(
         optimal_token_baseline,
+        BaselineParams,
         "token",
         "Li et al. 2026, arXiv 2602.07078",
         needs=frozenset({"logprobs", "log_collision"}),
@@ -286,12 +318,13 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
 }
 
 
-def _divided(values: Tensor, scored: ScoredRows, *, scale: RewardScale, epsilon: float) -> Tensor:
+def _divided(values: Tensor, scored: ScoredRows, params: ScaleParams) -> Tensor:
     """[B] values / (standard deviation of the totals in their group or in the batch + epsilon)."""
-    if scale == "none":
+    if params.scale_rewards == "none":
         return values
     groups = numbered(scored.groups)
-    return values / (group_std(scored.totals(), groups if scale == "group" else torch.zeros_like(groups)) + epsilon)
+    over = groups if params.scale_rewards == "group" else torch.zeros_like(groups)
+    return values / (group_std(scored.totals(), over) + params.advantage_epsilon)
 
 
 def _group_max(values: Tensor, groups: Tensor) -> Tensor:

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from prefrl.errors import ConfigError
 from prefrl.losses.checks import check_same_shape
+from prefrl.options.fields import check_range, opt
+from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "AdvantageParams",
     "Advantages",
     "ScoredRows",
     "ScoredTokens",
@@ -23,6 +27,22 @@ __all__ = [
     "numbered",
     "row_totals",
 ]
+
+
+@dataclass(frozen=True)
+class AdvantageParams(Params):
+    """Hyperparameters that go with every estimator."""
+
+    clip_range: list[float] | None = opt(
+        None, "Clip advantages to this range: smallest and largest value, with 0 within; None: no clipping."
+    )
+
+    def __post_init__(self) -> None:
+        """Check the range, too: without 0, rows without a reward would have a gradient."""
+        super().__post_init__()
+        check_range(self.clip_range, "clip_range")
+        if self.clip_range is not None and not self.clip_range[0] <= 0 <= self.clip_range[1]:
+            raise ConfigError(f"clip_range={self.clip_range}: 0 must be within, as in [-5, 5]")
 
 
 @dataclass(frozen=True, slots=True)

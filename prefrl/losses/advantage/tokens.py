@@ -7,22 +7,56 @@ are not steps, and nothing is read at them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from annotated_types import Ge, Le
 
-from prefrl.losses.advantage.scored import Advantages, ScoredTokens, centered, group_count, numbered
+from prefrl.losses.advantage.scored import (
+    AdvantageParams,
+    Advantages,
+    ScoredTokens,
+    centered,
+    group_count,
+    numbered,
+)
+from prefrl.options.fields import opt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["gae", "optimal_token_baseline", "reinforce_plus_plus"]
+__all__ = [
+    "BaselineParams",
+    "DiscountParams",
+    "GaeParams",
+    "gae",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+]
 
 # exp(2 * 30) times any realistic number of tokens is finite in float32.
 _MAX_LOG_RATIO = 30.0
 
 
-def gae(scored: ScoredTokens, *, gamma: float, lam: float) -> Advantages:
+@dataclass(frozen=True)
+class DiscountParams(AdvantageParams):
+    """Hyperparameters of `reinforce_plus_plus`."""
+
+    gamma: Annotated[float, Ge(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
+
+
+@dataclass(frozen=True)
+class GaeParams(DiscountParams):
+    """Hyperparameters of `gae`."""
+
+    lam: Annotated[float, Ge(0), Le(1)] = opt(
+        0.95,
+        "0: the advantage is the one-step TD error, with the critic's bias; 1: it uses all later rewards, with their "
+        "variance.",
+    )
+
+
+def gae(scored: ScoredTokens, params: GaeParams) -> Advantages:
     """Generalized advantage estimation: A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t.
 
     After the last trainable token of a row, V and A are 0. The returns, the critic's targets, are A + V. In rows
@@ -30,49 +64,53 @@ def gae(scored: ScoredTokens, *, gamma: float, lam: float) -> Advantages:
 
     Args:
         scored: Needs `values`.
-        gamma: Discount per step, in 0 .. 1.
-        lam: In 0 .. 1. At 0 the advantage is the one-step TD error, with the critic's bias; at 1 it uses all later
-            rewards, with their variance.
+        params: gamma and lam.
 
     Returns:
         values [N] and returns [N].
 
     Raises:
-        ValueError: `values` is missing, or gamma or lam is outside 0 .. 1.
+        ValueError: `values` is missing.
 
     Source: Schulman et al. 2015, arXiv 1506.02438, eq. 16
     """
-    _check_share(gamma=gamma, lam=lam)
     if scored.values is None:
         raise ValueError("gae needs the values of a critic: values=None")
     steps = _steps(scored)
     values = steps.read(scored.values)
-    delta = steps.rewards + gamma * _later_in_row(values, steps.row, 1) - values
-    advantages = _to_go(delta, steps.row, discount=gamma * lam).masked_fill(steps.rewards.isnan(), 0.0)
+    delta = steps.rewards + params.gamma * _later_in_row(values, steps.row, 1) - values
+    advantages = _to_go(delta, steps.row, discount=params.gamma * params.lam).masked_fill(steps.rewards.isnan(), 0.0)
     return _result(scored, steps, advantages, returns=advantages + values)
 
 
-def reinforce_plus_plus(scored: ScoredTokens, *, gamma: float) -> Advantages:
+def reinforce_plus_plus(scored: ScoredTokens, params: DiscountParams) -> Advantages:
     """Discounted rewards to go, A_t = sum_k gamma^k r_t+k. The caller whitens them, so the batch mean is the baseline.
 
     Args:
         scored: Its rewards include the KL terms of each token.
-        gamma: Discount per step, in 0 .. 1.
+        params: gamma.
 
     Returns:
         values [N].
 
-    Raises:
-        ValueError: gamma is outside 0 .. 1.
-
     Source: Hu et al. 2025, arXiv 2501.03262
     """
-    _check_share(gamma=gamma)
     steps = _steps(scored)
-    return _result(scored, steps, _to_go(steps.rewards, steps.row, discount=gamma))
+    return _result(scored, steps, _to_go(steps.rewards, steps.row, discount=params.gamma))
 
 
-def optimal_token_baseline(scored: ScoredTokens, *, zero_tail: bool) -> Advantages:
+@dataclass(frozen=True)
+class BaselineParams(AdvantageParams):
+    """Hyperparameters of `optimal_token_baseline`."""
+
+    zero_tail: bool = opt(
+        True,
+        "No baseline at positions that only one completion of a prompt reaches. False: it is its own baseline there, "
+        "so its advantage is 0.",
+    )
+
+
+def optimal_token_baseline(scored: ScoredTokens, params: BaselineParams) -> Advantages:
     """Rewards to go minus the minimum-variance baseline over the group's rows at the same step.
 
     With G_t the sum of rewards from step t on,
@@ -84,8 +122,8 @@ def optimal_token_baseline(scored: ScoredTokens, *, zero_tail: bool) -> Advantag
 
     Args:
         scored: Needs `logprobs` and `log_collision`.
-        zero_tail: What happens where only one row of a group has a step t. False: the row is its own baseline, so
-            A_t = 0. True: the baseline is 0 there, so A_t = G_t.
+        params: `zero_tail`: what happens where only one row of a group has a step t. False: the row is its own
+            baseline, so A_t = 0. True: the baseline is 0 there, so A_t = G_t.
 
     Returns:
         values [N].
@@ -110,7 +148,7 @@ def optimal_token_baseline(scored: ScoredTokens, *, zero_tail: bool) -> Advantag
     step = torch.arange(len(to_go), device=to_go.device) - torch.searchsorted(steps.row, steps.row)
     same_step = numbered(numbered(scored.groups)[steps.row] * len(step) + step)
     advantages = centered(to_go, same_step, energy_so_far)
-    if zero_tail:
+    if params.zero_tail:
         advantages = torch.where(group_count(to_go, same_step)[same_step] == 1, to_go, advantages)
     return _result(scored, steps, advantages)
 
@@ -161,12 +199,6 @@ def _later_in_row(values: Tensor, row: Tensor, distance: int) -> Tensor:
     following = torch.zeros_like(values)
     following[:-distance] = values[distance:].where(row[distance:] == row[:-distance], 0.0)
     return following
-
-
-def _check_share(**shares: float) -> None:
-    for name, share in shares.items():
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name}={share}: needs to be in 0 .. 1")
 
 
 def _result(scored: ScoredTokens, steps: _Steps, values: Tensor, *, returns: Tensor | None = None) -> Advantages:

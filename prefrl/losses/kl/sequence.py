@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Lt
 
 from prefrl.losses.checks import check_same_shape
+from prefrl.losses.kl.estimators import KLParams
+from prefrl.options.fields import opt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["row_prefix_sums", "sequence_kl"]
+__all__ = ["SequenceKLParams", "row_prefix_sums", "sequence_kl"]
+
+
+@dataclass(frozen=True)
+class SequenceKLParams(KLParams):
+    """Hyperparameters of `sequence_kl`."""
+
+    weight_cap: Annotated[float, Ge(1), Lt(math.inf)] | None = opt(
+        None, "Upper bound of cumulative importance weights of tokens; None: no bound, no bias."
+    )
 
 
 def sequence_kl(
@@ -20,8 +34,7 @@ def sequence_kl(
     trainable: Tensor,
     row_index: Tensor,
     num_rows: int,
-    *,
-    kl_weight_cap: float | None,
+    params: SequenceKLParams,
 ) -> Tensor:
     """W_s d_s with d_s = log pi_s - log ref_s and W_s = prod_{j <= s} pi_j / mu_j over the row's trainable tokens.
 
@@ -34,7 +47,7 @@ def sequence_kl(
     pi itself, where W is 1, the gradient is sum_j grad log pi_j sum_{s >= j} d_s. It is the gradient of the divergence
     only if the losses of a row are summed: a mean over a row's tokens would weight rows by their lengths.
 
-    The variance of W grows with the length of rows. `kl_weight_cap` clips the weights from above, before the
+    The variance of W grows with the length of rows. `weight_cap` clips the weights from above, before the
     exponential. Gradient still flows through a clipped weight, scaled by the cap, so that the pull towards ref remains
     where pi has moved far from mu. The value is then off by at most E_pi[sum_s abs(d_s) (1 - cap / W_s)+], in either
     direction, and is exact where all W_s are at most the cap.
@@ -46,24 +59,22 @@ def sequence_kl(
         trainable: [N] bool, tokens that the policy chose; the others are not read and get 0.
         row_index: [N] int64, row of each token, in 0 .. B-1; rows are laid end to end in this order.
         num_rows: B.
-        kl_weight_cap: Largest weight, at least 1; None: no bound, and float32 overflows where log W is above 88.
+        params: The largest weight. Without a bound, float32 overflows where log W is above 88.
 
     Returns:
         [N] nats in the dtype of `logprobs`.
 
     Raises:
-        ValueError: Shapes differ, or the cap is below 1, the weight of a sample from pi itself.
+        ValueError: Shapes differ.
 
     Source: Tang and Munos 2025, arXiv 2506.09477 (the gradient on samples of pi)
     """
     check_same_shape(
         logprobs=logprobs, ref_logprobs=ref_logprobs, log_ratio=log_ratio, trainable=trainable, row_index=row_index
     )
-    if kl_weight_cap is not None and not 1 <= kl_weight_cap < math.inf:
-        raise ValueError(f"kl_weight_cap={kl_weight_cap}: needs to be at least 1, or None for no bound")
     log_weights = row_prefix_sums(log_ratio.where(trainable, 0.0), row_index, num_rows)
     constant = log_weights.detach()
-    capped = constant if kl_weight_cap is None else constant.clamp(max=math.log(kl_weight_cap))
+    capped = constant if params.weight_cap is None else constant.clamp(max=math.log(params.weight_cap))
     difference = (logprobs - ref_logprobs).detach().where(trainable, 0.0)
     return capped.exp() * difference * (1 + log_weights - constant)
 

@@ -14,16 +14,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from annotated_types import Gt, Le
 
+from prefrl.errors import ConfigError
 from prefrl.losses.checks import check_same_shape
+from prefrl.options.fields import opt
+from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CovarianceSums", "covariance", "covariance_sums", "select_clip_cov", "select_kl_cov", "token_keys"]
+__all__ = [
+    "CovarianceBand",
+    "CovarianceSums",
+    "HighestCovariance",
+    "covariance",
+    "covariance_sums",
+    "select_clip_cov",
+    "select_kl_cov",
+    "token_keys",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,47 +110,58 @@ def token_keys(row_seeds: Sequence[int], row_lengths: Sequence[int]) -> Tensor:
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.float64)
 
 
-def select_clip_cov(
-    covariances: Tensor,
-    trainable: Tensor,
-    keys: Tensor,
-    *,
-    clip_cov_ratio: float,
-    clip_cov_lb: float,
-    clip_cov_ub: float,
-) -> Tensor:
-    """Select a random subset of the tokens whose covariance is in (clip_cov_lb, clip_cov_ub): the smallest keys.
+@dataclass(frozen=True)
+class CovarianceBand(Params):
+    """Hyperparameters of `select_clip_cov`."""
 
-    The number selected is `clip_cov_ratio` of all trainable tokens, rounded down but at least one, or all candidates
-    if there are fewer.
+    ratio: Annotated[float, Gt(0), Le(1)] = opt(2e-4, "Share of tokens excluded from the loss.")
+    lb: float = opt(1.0, "Only tokens whose covariance is above this are excluded.")
+    ub: float = opt(5.0, "Only tokens whose covariance is below this are excluded.")
+
+    def __post_init__(self) -> None:
+        """Check the bounds, too."""
+        super().__post_init__()
+        if self.lb >= self.ub:
+            raise ConfigError(f"lb={self.lb}: must be below ub={self.ub}")
+
+
+def select_clip_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, params: CovarianceBand) -> Tensor:
+    """Select a random subset of the tokens whose covariance is in (lb, ub): those with the smallest keys.
+
+    The number selected is `ratio` of all trainable tokens, rounded down but at least one, or all candidates if there
+    are fewer.
 
     Args:
         covariances: [N], see `covariance`; tokens of all ranks.
         trainable: [N] bool, tokens that have a loss.
         keys: [N] random numbers, see `token_keys`.
-        clip_cov_ratio: Above 0, at most 1.
-        clip_cov_lb: Covariances need to be above this.
-        clip_cov_ub: Covariances need to be below this.
+        params: `ratio`, `lb` and `ub`.
 
     Returns:
         [N] bool.
 
     Raises:
-        ValueError: Shapes differ, or the hyper-parameters cannot select anything.
+        ValueError: Shapes differ.
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (Clip-Cov)
     """
     check_same_shape(covariances=covariances, trainable=trainable, keys=keys)
-    _check_ratio("clip_cov_ratio", clip_cov_ratio)
-    if clip_cov_lb >= clip_cov_ub:
-        raise ValueError(f"clip_cov_lb={clip_cov_lb}, clip_cov_ub={clip_cov_ub}: need clip_cov_lb < clip_cov_ub")
-    is_candidate = trainable & (covariances > clip_cov_lb) & (covariances < clip_cov_ub)
+    is_candidate = trainable & (covariances > params.lb) & (covariances < params.ub)
     order = keys.where(is_candidate, math.inf).argsort(stable=True)
-    return _first(order, is_candidate, _share(trainable, clip_cov_ratio))
+    return _first(order, is_candidate, _share(trainable, params.ratio))
 
 
-def select_kl_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, *, kl_cov_ratio: float) -> Tensor:
-    """Select the tokens with the largest covariance: `kl_cov_ratio` of all trainable ones, rounded down, at least one.
+@dataclass(frozen=True)
+class HighestCovariance(Params):
+    """Hyperparameters of `select_kl_cov`."""
+
+    ratio: Annotated[float, Gt(0), Le(1)] = opt(
+        2e-4, "Share of tokens with a KL penalty: those with the largest covariance."
+    )
+
+
+def select_kl_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, params: HighestCovariance) -> Tensor:
+    """Select the tokens with the largest covariance: `ratio` of all trainable ones, rounded down, at least one.
 
     Ties are common among tokens that the policy is certain of; they are broken by the smallest keys.
 
@@ -145,26 +169,20 @@ def select_kl_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, *, kl_co
         covariances: [N], see `covariance`; tokens of all ranks.
         trainable: [N] bool, tokens that have a loss.
         keys: [N] random numbers, see `token_keys`.
-        kl_cov_ratio: Above 0, at most 1.
+        params: `ratio`.
 
     Returns:
         [N] bool.
 
     Raises:
-        ValueError: Shapes differ, or the hyper-parameter cannot select anything.
+        ValueError: Shapes differ.
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (KL-Cov)
     """
     check_same_shape(covariances=covariances, trainable=trainable, keys=keys)
-    _check_ratio("kl_cov_ratio", kl_cov_ratio)
     by_key = keys.argsort(stable=True)
     by_covariance = covariances.where(trainable, -math.inf)[by_key].argsort(descending=True, stable=True)
-    return _first(by_key[by_covariance], trainable, _share(trainable, kl_cov_ratio))
-
-
-def _check_ratio(name: str, ratio: float) -> None:
-    if not 0 < ratio <= 1:
-        raise ValueError(f"{name}={ratio}: a share of all trainable tokens, needs 0 < {name} <= 1")
+    return _first(by_key[by_covariance], trainable, _share(trainable, params.ratio))
 
 
 def _share(trainable: Tensor, ratio: float) -> int:

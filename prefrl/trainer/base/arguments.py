@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
@@ -16,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from prefrl.errors import ConfigError, DataError
 from prefrl.registry import REGISTRY
 
-__all__ = ["DATA", "check_arguments", "check_dataset", "named"]
+__all__ = ["DATA", "check_arguments", "check_dataset", "default_output_dir", "named"]
 
 # The positional parameters after `args` of trainers on a fixed dataset, in TRL's order.
 DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
@@ -150,3 +151,9 @@ def _order(trainer: type[_Algorithm]) -> str:
         elif parameter.kind is parameter.VAR_POSITIONAL:
             names += DATA
     return f"{ours.__name__}({', '.join(names)})"
+
+
+def default_output_dir(model: object, suffix: str) -> str:
+    """The output folder of a run without `args`: `<model name>-<suffix>`."""
+    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
+    return f"{Path(name).name or type(model).__name__}-{suffix}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from annotated_types import Ge
 from transformers import TrainingArguments
@@ -13,9 +14,11 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
+from prefrl.options.fields import check_fields, check_no_effect, opt, parse_json
+from prefrl.options.types import check_types
+from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
-from prefrl.trainer.base.option_types import check_types
-from prefrl.trainer.base.options import check_fields, check_no_effect, opt, parse_json
+from prefrl.trainer.base.kwargs_options import KwargsOption
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
 
@@ -31,6 +34,9 @@ TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
 @dataclass
 class BaseConfig(TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
+
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
+    flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
 
     logging_steps: float = opt(10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.")
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.")
@@ -73,8 +79,9 @@ class BaseConfig(TrainingArguments):
         "its rows need. Costs some time, never changes the update.",
     )
 
-    def __post_init__(self) -> None:
-        check_types(self)  # first, because HuggingFace's __post_init__ already compares numbers
+    def __post_init__(self, *flat_values: Any) -> None:
+        fill_places(self, flat_values, self.flat_names)
+        check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
         super().__post_init__()
         self.validate()
 
@@ -90,6 +97,8 @@ class BaseConfig(TrainingArguments):
             ConfigError: Names the field, its value, what is allowed and what to do.
         """
         check_fields(self)
+        for option in self.kwargs_options:
+            option.check(self)
         distributed.check_processes(self, os.environ)
         parse_json(self, "model_init_kwargs", "liger_kernel_config")
         if self.remove_unused_columns:

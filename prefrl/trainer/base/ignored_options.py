@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prefrl.trainer.base.options import check_no_effect
+from prefrl.options.fields import check_no_effect
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

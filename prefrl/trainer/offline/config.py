@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
+from prefrl.options.fields import opt, parse_json
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
-from prefrl.trainer.base.options import opt, parse_json
 
 __all__ = ["OfflineConfig"]
 

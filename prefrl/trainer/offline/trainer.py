@@ -20,8 +20,7 @@ from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import disable_dropout
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.arguments import check_arguments, named
-from prefrl.trainer.base.options import default_output_dir
+from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
 from prefrl.trainer.offline.precompute import check_same_reference, precompute_reference

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
+from prefrl.options.fields import check_no_effect, opt, parse_json
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
-from prefrl.trainer.base.options import check_no_effect, opt, parse_json
+from prefrl.trainer.base.flat_names import FlatName
+from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.online.flat_names import FLAT_NAMES, OnlineNames
 from prefrl.trainer.online.local_options import LocalOptions
-from prefrl.trainer.online.rollout_options import PromptOptions, ShapingOptions
-from prefrl.trainer.online.vllm_options import VLLMOptions
+from prefrl.trainer.online.rollout_options import (
+    CURRICULUM,
+    DYNAMIC_SAMPLING,
+    SHAPING,
+    PromptOptions,
+    ShapingOptions,
+)
+from prefrl.trainer.online.vllm_options import CORRECTION, VLLM, VLLMOptions
 
 __all__ = ["OnlineConfig", "RewardOptions", "SamplingOptions"]
 
@@ -81,9 +91,12 @@ class RewardOptions:
 
 @dataclass
 class OnlineConfig(
-    SamplingOptions, LocalOptions, VLLMOptions, PromptOptions, RewardOptions, ShapingOptions, BaseConfig
+    SamplingOptions, LocalOptions, VLLMOptions, PromptOptions, RewardOptions, ShapingOptions, OnlineNames, BaseConfig
 ):
     """Options of the rollout loop."""
+
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM)
+    flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     generation_batch_size: Annotated[int, Ge(1)] | None = opt(
@@ -111,8 +124,6 @@ class OnlineConfig(
         self._validate_prompt_loading()
         self.validate_local(use_vllm=self.use_vllm)
         self.validate_vllm()
-        self.validate_shaping()
-        self.validate_prompts()
         self._validate_generation_mode()
         if self.filter_overlong_prompts and self.max_prompt_length is None:
             raise ConfigError(
@@ -204,8 +215,11 @@ class OnlineConfig(
     @property
     def needs_whole_batch(self) -> dict[str, str]:
         """Options with which no group can be trained on before all completions are there, and the remedy for each."""
-        names = ("normalize_rewards", "dynamic_sampling", "curriculum")
-        given = {name: getattr(self, name) for name in names}
+        given = {
+            "reward_shaping_kwargs: normalize": self.shaping_params.normalize,
+            "dynamic_sampling": self.dynamic_sampling,
+            "curriculum": self.curriculum,
+        }
         return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
 
     @property

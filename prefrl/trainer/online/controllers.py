@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Lt
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import opt
+from prefrl.options.params import Params
 
-__all__ = ["AdaptiveEntropy", "AdaptiveKL"]
+__all__ = ["AdaptiveEntropy", "AdaptiveKL", "EntropyParams"]
 
 _LARGEST_ERROR = 0.2
 
@@ -73,38 +79,38 @@ class AdaptiveKL:
         self._value = state["value"]
 
 
+@dataclass(frozen=True)
+class EntropyParams(Params):
+    """Hyperparameters of `AdaptiveEntropy`."""
+
+    min: Annotated[float, Ge(0)] = opt(0.0, "Lower bound of the weight.")
+    max: Annotated[float, Gt(0), Lt(math.inf)] = opt(1.0, "Upper bound of the weight.")
+    delta: Annotated[float, Gt(0)] = opt(0.005, "Change of the weight per step.")
+    target: Annotated[float, Gt(0)] = opt(0.2, "Target entropy, in nats per token.")
+
+
 class AdaptiveEntropy:
     """The weight of an entropy bonus that keeps the policy's entropy from falling below a target.
 
     After each step the coefficient changes by `delta`: up if the entropy was at most `target`, otherwise down, within
-    `minimum` .. `maximum`. The next step applies it only if the entropy was at most `target`, so the bonus never
+    `min` .. `max`. The next step applies it only if the entropy was at most `target`, so the bonus never
     pushes the entropy above the target. Before the first update there is no bonus.
 
     Args:
         coef: The initial coefficient.
-        minimum: Lower bound of the coefficient, at least 0.
-        maximum: Upper bound of the coefficient.
-        delta: Change of the coefficient per step, above 0.
-        target: Target entropy in nats per token.
+        params: Bounds and change of the coefficient, and the target.
 
     Raises:
-        ConfigError: The bounds exclude each other or the coefficient, or `delta` is not positive.
+        ConfigError: The bounds exclude the coefficient.
 
     Source: He et al. 2025 (Skywork-OR1), arXiv 2505.22312 (adaptive entropy control); TRL, `use_adaptive_entropy`
     """
 
-    def __init__(self, coef: float, minimum: float, maximum: float, delta: float, target: float) -> None:
-        if not 0 <= minimum <= coef <= maximum < math.inf:
-            raise ConfigError(
-                f"coef={coef}, minimum={minimum}, maximum={maximum} of an adaptive entropy bonus: need "
-                "0 <= minimum <= coef <= maximum."
-            )
-        if not 0 < delta < math.inf:
-            raise ConfigError(f"delta={delta} of an adaptive entropy bonus: needs to be positive.")
+    def __init__(self, coef: float, params: EntropyParams) -> None:
+        if not params.min <= coef <= params.max:
+            raise ConfigError(f"coef={coef} of an adaptive entropy bonus: must be in {params.min} .. {params.max}.")
         self._coef = float(coef)
-        self._bounds = (minimum, maximum)
-        self._delta = delta
-        self._target = target
+        self._params = params
         self._entropy: float | None = None
 
     @property
@@ -115,7 +121,7 @@ class AdaptiveEntropy:
     @property
     def value(self) -> float:
         """The weight for the next loss: the coefficient, or 0 while the entropy is above its target or unknown."""
-        return self._coef if self._entropy is not None and self._entropy <= self._target else 0.0
+        return self._coef if self._entropy is not None and self._entropy <= self._params.target else 0.0
 
     def update(self, entropy: float) -> None:
         """Adapt the coefficient to the mean entropy of a step's tokens, over all ranks.
@@ -125,9 +131,9 @@ class AdaptiveEntropy:
         """
         if math.isnan(entropy):
             raise ValueError("entropy=nan: its bonus cannot follow it. Update after steps that have tokens.")
-        step = self._delta if entropy <= self._target else -self._delta
-        minimum, maximum = self._bounds
-        self._coef = min(max(self._coef + step, minimum), maximum)
+        params = self._params
+        step = params.delta if entropy <= params.target else -params.delta
+        self._coef = min(max(self._coef + step, params.min), params.max)
         self._entropy = entropy
 
     def state_dict(self) -> dict[str, float]:

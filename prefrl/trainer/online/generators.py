@@ -66,8 +66,8 @@ def make_generator(
     if weights.is_quantized and method != "adapter":
         raise ConfigError(
             f"weight_sync={method!r}: the model is quantized, and only its adapter can be sent. Set "
-            "weight_sync='adapter', with weight_sync_folder where servers are on other hosts, and serve the same base "
-            "model."
+            "weight_sync='adapter', with sync_folder in vllm_kwargs where servers are on other hosts, and serve the "
+            "same base model."
         )
     base: Any = model.get_base_model() if is_peft_model(model) else model
     http = Http(key=os.environ.get(KEY_VARIABLE))
@@ -75,11 +75,11 @@ def make_generator(
     return VLLMGenerator(
         args.server_urls,
         http=http,
-        weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.weight_sync_timeout),
+        weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout),
         requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
         stop_ids=end_token_ids(base, tokenizer),
         server_timeout=args.vllm_server_timeout,
-        request_timeout=args.vllm_request_timeout,
+        request_timeout=args.vllm_params.request_timeout,
         guided=_guided(args),
     )
 
@@ -114,8 +114,7 @@ def server_metrics(stats: VLLMStats) -> dict[str, Metric]:
 
 
 def _guided(args: VLLMOptions) -> Guided | None:
-    regex, grammar = args.vllm_guided_decoding_regex, args.vllm_guided_decoding_grammar
-    schema = args.vllm_guided_decoding_json
-    if (regex, schema, grammar) == (None, None, None):
+    regex, params = args.vllm_guided_decoding_regex, args.vllm_params
+    if (regex, params.guided_json, params.guided_grammar) == (None, None, None):
         return None
-    return Guided(regex=regex, json=schema, grammar=grammar)
+    return Guided(regex=regex, json=params.guided_json, grammar=params.guided_grammar)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.options import check_no_effect, opt
+from prefrl.options.fields import check_no_effect, opt
 
 __all__ = ["LocalOptions"]
 

@@ -27,7 +27,7 @@ from prefrl.losses.reduce import row_sums
 from prefrl.metrics import Mean
 from prefrl.rollout.prefix import contested_prefix_lengths
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
-from prefrl.rollout.selection import draw_counts, kept_rows
+from prefrl.rollout.selection import row_counts
 from prefrl.trainer.online.learner import Learned
 from prefrl.trainer.online.policy_objective import PolicyObjective, token_mean
 from prefrl.trainer.online.sampling_correction import correct_sampling
@@ -76,7 +76,7 @@ class PolicyGradient:
         self.args = args
         self.objective = PolicyObjective(args)
         self.estimator = ADVANTAGES[args.estimator]
-        self.moments = RunningMoments() if args.normalize_rewards else None
+        self.moments = RunningMoments() if args.shaping_params.normalize else None
         self.balancer: RewardBalancer | None = None
         self._names = rewards.names
         self._weights = torch.tensor(rewards.weights)
@@ -85,9 +85,7 @@ class PolicyGradient:
                 raise ConfigError(
                     f"reward_balance={args.reward_balance!r} has no effect with one reward. Give several reward_funcs."
                 )
-            self.balancer = RewardBalancer(
-                args.reward_balance, reward_weights=rewards.weights, **args.balance_hyperparameters
-            )
+            self.balancer = RewardBalancer(args.reward_balance, args.balance_params, reward_weights=rewards.weights)
 
     @property
     def needs(self) -> frozenset[Annotation]:
@@ -118,7 +116,7 @@ class PolicyGradient:
         counts = self._counts(rows, totals, step=step)
         batch = self._with_advantages(batch, rows, totals, counts > 0, metrics, over_ranks=over_ranks)
         batch = self._with_selection(batch, rollouts, totals[mine], step=step)
-        if self.args.positive_nll_coef is not None:
+        if self.args.loss_params.positive_nll_coef is not None:
             is_good = torch.tensor([rollout.reward for rollout in rollouts]) > 0
             batch = batch.replace(nll_weights=(batch.trainable & is_good[batch.row_index]).float())
         return Learned(batch, self._parts(counts[mine].tolist(), num_parts), _row_means(batch), metrics)
@@ -193,26 +191,20 @@ class PolicyGradient:
         """[B] total rewards after shaping, minus the KL penalties of rows."""
         totals = row_totals(rows.rewards, self._weights)
         has_no_group = self.estimator.level == "token"
-        shaping = self.args.shaping_hyperparameters
+        params = self.args.shaping_params
         return (
-            shaped(totals, rows.finish_reasons, moments=self.moments, subtract_mean=has_no_group, **shaping)
+            shaped(totals, rows.finish_reasons, params, moments=self.moments, subtract_mean=has_no_group)
             - rows.penalties
         )
 
     def _counts(self, rows: _Rows, totals: Tensor, *, step: int) -> Tensor:
         """[B] how often each row is trained on."""
         args = self.args
-        if args.rollout_selection is not None and args.num_selected is not None:
-            kept = kept_rows(
-                totals, rows.groups, keep=args.num_selected, rule=args.rollout_selection, seed=args.seed, step=step
-            )
-            return torch.zeros(len(totals), dtype=torch.long).index_fill(0, kept, 1)
-        if args.rollout_resampling is not None:
-            power = args.rollout_resampling_power
-            return draw_counts(
-                totals, rows.groups, method=args.rollout_resampling, power=power, seed=args.seed, step=step
-            ).long()
-        return torch.ones(len(totals), dtype=torch.long)
+        if args.rollout_selection is None:
+            return torch.ones(len(totals), dtype=torch.long)
+        return row_counts(
+            totals, rows.groups, rule=args.rollout_selection, params=args.selection_params, seed=args.seed, step=step
+        )
 
     # Advantages.
 
@@ -238,8 +230,9 @@ class PolicyGradient:
             has_reward = ~totals[mine].isnan()
             mask = batch.trainable & (has_reward & is_kept[mine])[batch.row_index]
             values = self._whitened(values, mask, over_ranks=over_ranks)
-        if self.args.advantage_clip_range is not None:
-            low, high = self.args.advantage_clip_range
+        clip_range = self.args.advantage_params.clip_range
+        if clip_range is not None:
+            low, high = clip_range
             values = clip_advantages(values, low=low, high=high)
         return batch.replace(advantages=values, returns=returns)
 
@@ -255,7 +248,7 @@ class PolicyGradient:
 
     def _of_rows(self, rows: _Rows, totals: Tensor, is_kept: Tensor, metrics: dict[str, Metric]) -> Advantages:
         # Shaping collapses the K rewards into one total; without it, pass all K.
-        is_shaped = self.args.shapes_rewards or self._takes_kl_from_rows
+        is_shaped = self.args.shaping_params.has_effect or self._takes_kl_from_rows
         scored = ScoredRows(
             rewards=(totals[:, None].float() if is_shaped else rows.rewards)[is_kept],
             weights=torch.ones(1) if is_shaped else self._weights,
@@ -264,7 +257,7 @@ class PolicyGradient:
             greedy=rows.greedy[is_kept] if self.args.needs_greedy else None,
         )
         if self.balancer is None:
-            result = self.estimator.function(scored, **self._hyperparameters)
+            result = self.estimator.function(scored, self.args.advantage_params)
         else:
             result = self._balanced(scored, self.balancer, metrics)
         if self.args.normalize_advantages and not self.estimator.whitened:
@@ -273,9 +266,10 @@ class PolicyGradient:
 
     def _balanced(self, scored: ScoredRows, balancer: RewardBalancer, metrics: dict[str, Metric]) -> Advantages:
         """Computes the advantages of each reward, [B, K], and combines them so that one backward pass is enough."""
+        params = self.args.advantage_params
         each = [
             self.estimator.function(
-                replace(scored, rewards=scored.rewards[:, k : k + 1], weights=torch.ones(1)), **self._hyperparameters
+                replace(scored, rewards=scored.rewards[:, k : k + 1], weights=torch.ones(1)), params
             )
             for k in range(scored.rewards.shape[1])
         ]
@@ -308,7 +302,7 @@ class PolicyGradient:
             log_collision=batch.log_collision,
             log_ratio=self._log_weights(batch),
         )
-        return self.estimator.function(scored, **self._hyperparameters)
+        return self.estimator.function(scored, self.args.advantage_params)
 
     def _log_weights(self, batch: TokenBatch) -> Tensor | None:
         """[N] log importance weights of the tokens, if sampling is corrected and the estimator uses them."""
@@ -317,26 +311,19 @@ class PolicyGradient:
         assert batch.old_logprobs is not None
         return correct_sampling(self.args, batch, batch.old_logprobs).weights.log()
 
-    @property
-    def _hyperparameters(self) -> dict[str, Any]:
-        names = self.estimator.hyperparameters - {"advantage_epsilon"}
-        values = {name: getattr(self.args, name) for name in names}
-        if "advantage_epsilon" in self.estimator.hyperparameters:
-            values["advantage_epsilon"] = ADVANTAGE_EPSILON
-        return values
-
     # Selection of the tokens that have a policy loss.
 
     def _with_selection(
         self, batch: TokenBatch, rollouts: Sequence[Rollout], totals: Tensor, *, step: int
     ) -> TokenBatch:
         changes = selected_tokens(self.args, batch, rollouts, step=step)
-        if self.args.min_filter_prefix_tokens is not None:
+        min_tokens = self.args.loss_params.min_filter_prefix_tokens
+        if min_tokens is not None:
             lengths = contested_prefix_lengths(
                 [rollout.completion.token_ids for rollout in rollouts],
                 totals.tolist(),
                 [rollout.group for rollout in rollouts],
-                min_tokens=self.args.min_filter_prefix_tokens,
+                min_tokens=min_tokens,
             )
             places = torch.cat([torch.arange(length) for length in batch.response_lengths])
             is_own = (places >= torch.tensor(lengths)[batch.row_index]).float()

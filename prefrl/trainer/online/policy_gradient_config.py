@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from prefrl.errors import ConfigError
-from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.trainer.base.options import opt
-from prefrl.trainer.online.balance_options import BalanceOptions
+from prefrl.options.fields import opt
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.online.balance_options import BALANCE, BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
-from prefrl.trainer.online.policy_options import EntropyOptions, KLOptions, PolicyLossOptions
-from prefrl.trainer.online.rollout_options import SelectionOptions, check_range
+from prefrl.trainer.online.flat_names import PolicyGradientNames
+from prefrl.trainer.online.policy_options import ENTROPY, KL, LOSS, EntropyOptions, KLOptions, PolicyLossOptions
+from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
 
-__all__ = ["GroupOptions", "PolicyGradientConfig"]
+__all__ = ["ADVANTAGE", "GroupOptions", "PolicyGradientConfig"]
+
+ADVANTAGE: KwargsOption[AdvantageParams] = KwargsOption(
+    "advantage_kwargs",
+    "Hyperparameters of the advantage estimator.",
+    switch="estimator",
+    label="advantage_estimator",
+    choices={name: row.params for name, row in ADVANTAGES.items()},
+    own_options=("scale_rewards", "gamma", "lam"),
+)
 
 
 @dataclass
@@ -26,20 +37,25 @@ class GroupOptions:
         "Divide centered rewards by the standard deviation of their group (group) or of the whole batch (batch), or "
         "do not scale them (none; Dr. GRPO). True and False mean group and none.",
     )
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
-        "sum_then_normalize", "With several rewards: sum first with weights, or normalize each first (GDPO)."
-    )
 
 
 @dataclass
 class PolicyGradientConfig(
-    PolicyLossOptions, EntropyOptions, KLOptions, BalanceOptions, SelectionOptions, OnlineConfig
+    PolicyLossOptions, EntropyOptions, KLOptions, BalanceOptions, SelectionOptions, PolicyGradientNames, OnlineConfig
 ):
-    """How advantages are normalized and clipped."""
+    """How advantages are computed."""
 
-    advantage_clip_range: list[float] | None = opt(
-        None, "Clip advantages to this range: smallest and largest value; None: no clipping."
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
+        *OnlineConfig.kwargs_options,
+        LOSS,
+        ENTROPY,
+        KL,
+        ADVANTAGE,
+        BALANCE,
+        SELECTION,
     )
+
+    advantage_kwargs: KwargsValue = opt(None, ADVANTAGE.help)
     normalize_advantages: bool = opt(
         False,
         "Normalize the advantages of a generation batch to mean 0 and standard deviation 1: over its tokens if each "
@@ -58,14 +74,9 @@ class PolicyGradientConfig(
                 "and the divergence of a sequence is a sum over its tokens. Use a loss averaged over tokens, or sums."
             )
         self._validate_ratio()
-        self.validate_balance()
         if self.reward_balance is not None:
             self._validate_balance()
         self.validate_selection(num_generations=self.num_generations)
-        check_range(self.advantage_clip_range, "advantage_clip_range")
-        bounds = self.advantage_clip_range
-        if bounds is not None and not bounds[0] <= 0 <= bounds[1]:
-            raise ConfigError(f"advantage_clip_range={bounds}: 0 must be within, as in [-5, 5]")
 
     def _validate_ratio(self) -> None:
         of_rows = self.importance_sampling_level in ("sequence", "sequence_sum") or self.loss_type in ("gmpo", "vespo")
@@ -82,11 +93,10 @@ class PolicyGradientConfig(
                 f"reward_balance={self.reward_balance!r} with advantages of tokens ({self.estimator}): rewards are "
                 "told apart in advantages of completions alone. Use GRPO or RLOO."
             )
-        if self.shapes_rewards or self.kl_in == "reward" or self.needs_greedy:
+        if self.shaping_params.has_effect or self.kl_in == "reward" or self.needs_greedy:
             raise ConfigError(
                 f"reward_balance={self.reward_balance!r} weighs each reward's own advantages, and kl_in='reward', "
-                "reward_clip_range, missing_eos_penalty, normalize_rewards, stop_properly_penalty_coef and a greedy "
-                "baseline are of their total. Leave them out."
+                "reward_shaping_kwargs and a greedy baseline are of their total. Leave them out."
             )
         if self.reward_balance != "fixed" and min(self.reward_weights or [1.0]) < 0:
             raise ConfigError(
@@ -98,6 +108,11 @@ class PolicyGradientConfig(
     def estimator(self) -> str:
         """The advantage estimator, by its name in `ADVANTAGES`."""
         raise NotImplementedError
+
+    @property
+    def advantage_params(self) -> AdvantageParams:
+        """The hyperparameters of the estimator."""
+        return ADVANTAGE.of(self)
 
     @property
     def needs_scores_first(self) -> bool:
@@ -124,7 +139,9 @@ class PolicyGradientConfig(
             needs[f"top_entropy_quantile={self.top_entropy_quantile}"] = "Set it to 1."
         if self.loss_type in ("clip_cov", "kl_cov"):
             needs[f"loss_type={self.loss_type!r}"] = "Use another loss."
-        for name in ("rollout_resampling", "positive_nll_coef", "reward_balance"):
-            if getattr(self, name) is not None:
-                needs[f"{name}={getattr(self, name)!r}"] = "Remove it."
-        return needs
+        given = {
+            "rollout_selection": self.rollout_selection if self.resamples_rollouts else None,
+            "loss_kwargs: positive_nll_coef": self.loss_params.positive_nll_coef,
+            "reward_balance": self.reward_balance,
+        }
+        return needs | {f"{name}={value!r}": "Remove it." for name, value in given.items() if value is not None}

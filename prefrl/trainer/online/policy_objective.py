@@ -10,7 +10,7 @@ import torch
 from prefrl import distributed
 from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
-from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
 from prefrl.losses.policy.tokens import PolicyTokens
@@ -41,21 +41,10 @@ class PolicyObjective:
     def __init__(self, args: PolicyGradientConfig) -> None:
         self.args = args
         self.policy_loss = POLICY_LOSSES[args.loss_type]
-        self.adaptive_kl = (
-            AdaptiveKL(args.beta, target=args.kl_target, horizon=args.kl_horizon)
-            if args.kl_controller == "adaptive"
-            else None
-        )
+        kl = args.kl_params
+        self.adaptive_kl = None if kl.target is None else AdaptiveKL(args.beta, target=kl.target, horizon=kl.horizon)
         self.adaptive_entropy = (
-            AdaptiveEntropy(
-                args.entropy_coef,
-                minimum=args.entropy_coef_min,
-                maximum=args.entropy_coef_max,
-                delta=args.entropy_coef_delta,
-                target=args.entropy_target,
-            )
-            if args.use_adaptive_entropy
-            else None
+            AdaptiveEntropy(args.entropy_coef, args.entropy_params) if args.use_adaptive_entropy else None
         )
         # Sums of this optimizer step: KL, its tokens, its rows; entropy, its tokens.
         self._observed: Tensor | None = None
@@ -92,7 +81,7 @@ class PolicyObjective:
         has_kl = args.beta > 0 and args.kl_in == "loss"
         has_entropy = args.entropy_coef > 0 or args.use_adaptive_entropy
         has_critic = "values" in ADVANTAGES[args.estimator].needs
-        has_term = has_kl or has_entropy or has_critic or args.positive_nll_coef is not None
+        has_term = has_kl or has_entropy or has_critic or args.loss_params.positive_nll_coef is not None
         return has_term or args.loss_type == "kl_cov"
 
     def num_items(self, batch: TokenBatch) -> Tensor:
@@ -133,17 +122,18 @@ class PolicyObjective:
             level=args.importance_sampling_level,
             selected=batch.selected,
         )
-        token = self.policy_loss.function(tokens, **args.policy_hyperparameters)
+        params = args.loss_params
+        token = self.policy_loss.function(tokens, params)
         metrics = _stats(token.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch)}
         per_token = token.loss
         if args.corrects_sampling:
             correction = correct_sampling(args, batch, old_logprobs)
             per_token = per_token if is_behavior_ratio else correction.weights * per_token
             metrics |= correction.metrics
-        if args.off_policy_mask_threshold is not None:
+        if params.off_policy_mask_threshold is not None:
             assert batch.sampling_logprobs is not None
             kept = off_policy_sequence_mask(
-                tokens, batch.sampling_logprobs, off_policy_mask_threshold=args.off_policy_mask_threshold
+                tokens, batch.sampling_logprobs, off_policy_mask_threshold=params.off_policy_mask_threshold
             )
             per_token = kept * per_token
             metrics["sampling/off_policy_masked_share"] = token_mean(1 - kept, batch)
@@ -160,10 +150,10 @@ class PolicyObjective:
             self.observe_kl(kl, batch)
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=self.policy_loss.reduction)
         total = (weights * per_token).sum()
-        if args.positive_nll_coef is not None:
+        if params.positive_nll_coef is not None:
             assert batch.nll_weights is not None
             nll = positive_nll(tokens, batch.nll_weights > 0)
-            total = total + args.positive_nll_coef * (batch.nll_weights * nll).sum()
+            total = total + params.positive_nll_coef * (batch.nll_weights * nll).sum()
         return LossOutput(total=total, metrics=metrics | self._weights_as_metrics())
 
     def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
@@ -187,7 +177,7 @@ class PolicyObjective:
             level=self.args.importance_sampling_level,
             selected=batch.selected,
         )
-        stats = self.policy_loss.function(tokens, **self.args.policy_hyperparameters).stats
+        stats = self.policy_loss.function(tokens, self.args.loss_params).stats
         metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)
         if batch.entropies is not None:
             metrics["entropy"] = token_mean(batch.entropies, batch)
@@ -204,7 +194,8 @@ class PolicyObjective:
             return scores.full_kl
         sampler = batch.sampling_logprobs if self.args.corrects_sampling else None
         log_ratio = (scores.logprobs - (old_logprobs if sampler is None else sampler)).where(batch.trainable, 0.0)
-        if name == "sequence":
+        params = self.args.kl_params
+        if isinstance(params, SequenceKLParams):
             return sequence_kl(
                 scores.logprobs,
                 batch.ref_logprobs,
@@ -212,9 +203,9 @@ class PolicyObjective:
                 batch.trainable,
                 batch.row_index,
                 batch.num_rows,
-                kl_weight_cap=self.args.kl_weight_cap,
+                params,
             )
-        if self.args.use_bias_correction_kl:
+        if self.args.corrects_kl_bias:
             return importance_corrected(scores.logprobs, batch.ref_logprobs, log_ratio, kl_estimator=name)
         return KL_ESTIMATORS[name].function(scores.logprobs, batch.ref_logprobs)
 

@@ -57,11 +57,8 @@ class Prompts:
         if args.curriculum is not None and dataset is not None:  # None: only evaluation
             self.curriculum = SuccessCurriculum(
                 num_rows=len(dataset),
-                reward_bounds=_pair(args.curriculum_reward_bounds),
-                target_band=_pair(args.curriculum_band),
                 weighting=args.curriculum,
-                floor=args.curriculum_floor,
-                momentum=args.curriculum_momentum,
+                params=args.curriculum_params,
             )
 
     def request(self, number: int, *, last: int) -> Request:
@@ -132,11 +129,12 @@ class Prompts:
     def _with_signal(self, collected: Collected, number: int) -> Collected:
         resampling = Resampling(self._rows, num_rows=len(self._dataset), seed=self._args.seed, generation=number)
         groups = self._groups(len(resampling.rows))
+        params = self._args.resampling_params
         while True:
-            mine = signal_values(collected.rollouts, metric=self._args.filter_reward_metric)
+            mine = signal_values(collected.rollouts, metric=params.reward_metric)
             everyone = [pair for part in distributed.gather_objects(mine) for pair in part]
             without_signal = groups_without_signal(everyone)
-            if not without_signal or resampling.tries == self._args.dynamic_sampling_max_tries:
+            if not without_signal or resampling.tries == params.max_tries:
                 break
             weights = None if self.curriculum is None else self.curriculum.weights
             redrawn = resampling.redraw(without_signal, weights=weights)
@@ -158,8 +156,3 @@ class Prompts:
         """Read what `save` wrote."""
         if self.curriculum is not None:
             self.curriculum.load_state_dict(load_file(path))
-
-
-def _pair(values: Sequence[float]) -> tuple[float, float]:
-    low, high = values
-    return low, high

@@ -34,6 +34,7 @@ def correct_sampling(options: VLLMOptions, batch: TokenBatch, old_logprobs: Tens
         old_logprobs: [N] nats, of the trainer's policy pi before the first update from this generation batch.
     """
     assert batch.sampling_logprobs is not None
+    params = options.correction_params
     correction = OFF_POLICY_CORRECTIONS[options.vllm_importance_sampling_mode]
     result = importance_weights(
         old_logprobs - batch.sampling_logprobs,
@@ -42,8 +43,8 @@ def correct_sampling(options: VLLMOptions, batch: TokenBatch, old_logprobs: Tens
         batch.num_rows,
         level=correction.level,
         bound=correction.bound,
-        low=options.vllm_importance_sampling_clip_min,
-        high=options.vllm_importance_sampling_clip_max,
+        low=params.clip_min,
+        high=params.clip_max,
     )
     ratio = "sampling/importance_sampling_ratio"
     return SamplingCorrection(

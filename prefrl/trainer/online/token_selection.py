@@ -62,8 +62,7 @@ def selected_tokens(
             mean_logprob=float(logprobs.double().mean()),
             mean_advantage=float(advantages.double().mean()),
         )
-        names = POLICY_LOSSES[args.loss_type].selection_hyperparameters
-        chosen = selection(found, every, keys, **{name: getattr(args, name) for name in names})
+        chosen = selection(found, every, keys, args.loss_params)
         changes["selected"] = _spread(batch, chosen[mine])
     return changes
 

@@ -25,9 +25,8 @@ from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, to_token_batch
 from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
-from prefrl.trainer.base.arguments import check_arguments
+from prefrl.trainer.base.arguments import check_arguments, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
-from prefrl.trainer.base.options import default_output_dir
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
 from prefrl.trainer.online.generators import make_generator, server_metrics

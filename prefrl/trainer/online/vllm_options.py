@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
@@ -11,12 +10,39 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.options import check_no_effect, opt, parse_json
+from prefrl.losses.policy.off_policy import CorrectionParams
+from prefrl.options.fields import check_no_effect, check_unset, opt
+from prefrl.options.params import Params
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 
-__all__ = ["VLLMOptions"]
+__all__ = ["CORRECTION", "VLLM", "VLLMOptions", "VLLMParams"]
 
-_GUIDES = ("vllm_guided_decoding_regex", "vllm_guided_decoding_json", "vllm_guided_decoding_grammar")
-_BOUNDS = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min")
+
+@dataclass(frozen=True)
+class VLLMParams(Params):
+    """Settings of requests and weight syncs that are rarely changed."""
+
+    request_timeout: Annotated[float, Gt(0)] = opt(
+        600.0, "Seconds for a request, which samples all completions of a prompt; a late request is repeated once."
+    )
+    guided_json: dict[str, Any] | None = opt(None, "Constrain completions to JSON that follows this schema.")
+    guided_grammar: str | None = opt(None, "Constrain completions to this grammar (EBNF).")
+    sync_folder: str | None = opt(
+        None, "Folder that trainer and servers share; None: /dev/shm if all servers are on this host."
+    )
+    sync_timeout: Annotated[float, Gt(0)] = opt(300.0, "Seconds that a weight sync may take.")
+
+
+VLLM: KwargsOption[VLLMParams] = KwargsOption(
+    "vllm_kwargs", "Rarely changed settings of servers.", switch="use_vllm", choices={True: VLLMParams}
+)
+CORRECTION: KwargsOption[CorrectionParams] = KwargsOption(
+    "vllm_importance_sampling_kwargs",
+    "Bounds of the importance weights.",
+    switch="corrects_sampling",
+    choices={True: CorrectionParams},
+    off="sampling is not corrected. Set vllm_importance_sampling_correction=True, without top_p, top_k and min_p.",
+)
 
 
 @dataclass
@@ -32,14 +58,8 @@ class VLLMOptions:
     vllm_server_timeout: Annotated[float, Gt(0)] = opt(
         120.0, "Seconds to wait for a server that is starting, unreachable or restarting."
     )
-    vllm_request_timeout: Annotated[float, Gt(0)] = opt(
-        600.0, "Seconds for a request, which samples all completions of a prompt; a late request is repeated once."
-    )
     vllm_guided_decoding_regex: str | None = opt(None, "Constrain completions to this regular expression.")
-    vllm_guided_decoding_json: dict[str, Any] | str | None = opt(
-        None, "Constrain completions to JSON that follows this schema; JSON on the command line."
-    )
-    vllm_guided_decoding_grammar: str | None = opt(None, "Constrain completions to this grammar (EBNF).")
+    vllm_kwargs: KwargsValue = opt(None, VLLM.help)
     vllm_importance_sampling_correction: bool | None = opt(
         None,
         "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
@@ -54,22 +74,13 @@ class VLLMOptions:
         "(sequence), or their geometric mean (geometric). Ratios out of bounds are set to the bound (truncate), or "
         "their tokens are excluded from the loss (mask).",
     )
-    vllm_importance_sampling_clip_max: Annotated[float, Ge(1)] | None = opt(
-        3.0, "Upper bound of the importance ratio; None: no bound."
-    )
-    vllm_importance_sampling_clip_min: Annotated[float, Gt(0), Le(1)] | None = opt(
-        None, "Lower bound of the importance ratio; None: no bound."
-    )
+    vllm_importance_sampling_kwargs: KwargsValue = opt(None, CORRECTION.help)
     weight_sync: Literal["nccl", "gloo", "shm", "adapter"] | None = opt(
         None,
         "How weights are sent to the servers: nccl (GPUs), gloo (TCP), shm (files in a shared folder), adapter (only "
         "the LoRA weights, as files in a shared folder). None: adapter if only an adapter is trained and there is a "
         "shared folder, otherwise nccl on a GPU and gloo on a CPU.",
     )
-    weight_sync_folder: str | None = opt(
-        None, "Folder that trainer and servers share; None: /dev/shm if all servers are on this host."
-    )
-    weight_sync_timeout: Annotated[float, Gt(0)] = opt(300.0, "Seconds that a weight sync may take.")
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
         "sync: generate, then train. overlap: train on finished groups while others of the same step are still being "
@@ -79,6 +90,16 @@ class VLLMOptions:
     max_staleness: Annotated[int, Ge(1)] = opt(
         4, "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on."
     )
+
+    @property
+    def vllm_params(self) -> VLLMParams:
+        """The settings of servers."""
+        return VLLM.of(self)
+
+    @property
+    def correction_params(self) -> CorrectionParams:
+        """The bounds of the importance weights."""
+        return CORRECTION.of(self)
 
     @property
     def server_urls(self) -> list[str]:
@@ -94,7 +115,7 @@ class VLLMOptions:
     @property
     def shared_folder(self) -> str | None:
         """A folder that trainer and servers share; None if there is none."""
-        return self.weight_sync_folder or ("/dev/shm" if self.servers_are_local else None)
+        return self.vllm_params.sync_folder or ("/dev/shm" if self.servers_are_local else None)
 
     @property
     def corrects_sampling(self) -> bool:
@@ -113,29 +134,23 @@ class VLLMOptions:
             self.vllm_server_base_url = [self.vllm_server_base_url]
         if not self.use_vllm:
             names = [field.name for field in fields(VLLMOptions) if field.name != "use_vllm"]
-            self._refuse(names, because="use_vllm=False", remedy="Set use_vllm=True.")
+            check_unset(self, *names, because="use_vllm=False", remedy="Set use_vllm=True.")
             return
-        parse_json(self, "vllm_guided_decoding_json")
         self._validate_servers()
         self._validate_weight_sync()
         self._validate_correction()
-        given = [name for name in _GUIDES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are set: completions follow one of them. Remove the others.")
+        if len(self._guides) > 1:
+            raise ConfigError(
+                f"{' and '.join(self._guides)} are set: completions follow one of them. Remove the others."
+            )
         if self.generation_mode != "async":
             because = f"generation_mode={self.generation_mode!r}"
-            self._refuse(["max_staleness"], because=because, remedy="Set generation_mode='async'.")
-
-    def _refuse(self, names: Sequence[str], *, because: str, remedy: str) -> None:
-        """Reject these options if they are set."""
-        defaults = {field.name: field.default for field in fields(VLLMOptions)}
-        for name in names:
-            check_no_effect(name=name, value=getattr(self, name), unset=defaults[name], because=because, remedy=remedy)
+            check_unset(self, "max_staleness", because=because, remedy="Set generation_mode='async'.")
 
     def _validate_servers(self) -> None:
         if self.vllm_server_base_url is not None:
             names = ("vllm_server_host", "vllm_server_port")
-            self._refuse(names, because="vllm_server_base_url is set", remedy="Remove one of them.")
+            check_unset(self, *names, because="vllm_server_base_url is set", remedy="Remove one of them.")
         for url in self.server_urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -145,27 +160,39 @@ class VLLMOptions:
 
     def _validate_weight_sync(self) -> None:
         if self.weight_sync in ("nccl", "gloo"):
-            self._refuse(
-                ["weight_sync_folder"],
+            check_no_effect(
+                name="vllm_kwargs: sync_folder",
+                value=self.vllm_params.sync_folder,
+                unset=None,
                 because=f"weight_sync={self.weight_sync!r} writes no files",
                 remedy="Remove it, or set weight_sync='shm' or 'adapter'.",
             )
         if self.weight_sync in ("shm", "adapter") and self.shared_folder is None:
             raise ConfigError(
                 f"weight_sync={self.weight_sync!r} with servers on other hosts ({', '.join(self.server_urls)}): set "
-                "weight_sync_folder to a folder that they see too, or use weight_sync='nccl'."
+                "sync_folder of vllm_kwargs to a folder that they see too, or use weight_sync='nccl'."
             )
         is_on_cpu = cast("Any", self).device.type == "cpu"
         if self.weight_sync == "nccl" and is_on_cpu:
             raise ConfigError("weight_sync='nccl' needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.")
 
+    @property
+    def _guides(self) -> dict[str, Any]:
+        """What constrains completions, by the name of its option."""
+        guides = {
+            "vllm_guided_decoding_regex": self.vllm_guided_decoding_regex,
+            "guided_json": self.vllm_params.guided_json,
+            "guided_grammar": self.vllm_params.guided_grammar,
+        }
+        return {name: guide for name, guide in guides.items() if guide is not None}
+
     def _cuts_of_the_sampler(self) -> list[str]:
         """The options that make the sampler's distribution differ from the trainer's softmax at the temperature."""
         options: Any = self  # a config also has SamplingOptions
         neutral = {"top_p": (1.0,), "top_k": (None, 0), "min_p": (None, 0), "repetition_penalty": (1.0,)}
-        neutral |= dict.fromkeys(_GUIDES, (None,))
         values = {name: getattr(options, name) for name in neutral}
-        return [f"{name}={value!r}" for name, value in values.items() if value not in neutral[name]]
+        cuts = {name: value for name, value in values.items() if value not in neutral[name]}
+        return [f"{name}={value!r}" for name, value in (cuts | self._guides).items()]
 
     def _validate_correction(self) -> None:
         cuts = self._cuts_of_the_sampler()
@@ -183,13 +210,14 @@ class VLLMOptions:
                     "cuts of sampling off (top_p=1, top_k=0, min_p=None), or use generation_mode='overlap'."
                 )
             remedy = "Set vllm_importance_sampling_correction=True, without top_p, top_k and min_p."
-            self._refuse(_BOUNDS, because="sampling is not corrected", remedy=remedy)
-        bounds = (self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max)
-        masks = self.vllm_importance_sampling_mode.endswith("_mask")
-        if self.corrects_sampling and masks and bounds == (None, None):
+            names = ("vllm_importance_sampling_mode",)
+            check_unset(self, *names, because="sampling is not corrected", remedy=remedy)
+            return
+        bounds = (self.correction_params.clip_min, self.correction_params.clip_max)
+        if self.vllm_importance_sampling_mode.endswith("_mask") and bounds == (None, None):
             raise ConfigError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} without "
-                "vllm_importance_sampling_clip_max and clip_min: nothing would be masked. Set one of them."
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} without clip_min and clip_max "
+                "in vllm_importance_sampling_kwargs: nothing would be masked. Set one of them."
             )
 
 

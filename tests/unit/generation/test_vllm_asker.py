@@ -149,7 +149,7 @@ def test_a_prompt_is_lost_when_all_servers_are_gone_and_asked_for_after_recovery
             Refused("broken", status=500),
             "is healthy but failed several requests for the completions. Last error: broken.",
         ),
-        (Overdue("late"), "Last error: late. If completions take that long, raise vllm_request_timeout."),
+        (Overdue("late"), "Last error: late. If completions take that long, raise request_timeout in vllm_kwargs."),
     ],
 )
 def test_a_prompt_fails_when_servers_live_and_never_answer_it(

@@ -3,7 +3,14 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, clip_advantages, normalize_rows
+from prefrl.losses.advantage.estimators import (
+    ADVANTAGES,
+    AdvantageParams,
+    GrpoParams,
+    ScoredRows,
+    clip_advantages,
+    normalize_rows,
+)
 from prefrl.losses.advantage.scored import row_totals
 
 NAN = math.nan
@@ -36,9 +43,7 @@ def scored(rewards, groups, *, weights=(1.0,), lengths=None, greedy=None, dtype=
 def advantages(rewards, groups, *, weights=(1.0,), scale="group", aggregation=SUM, epsilon=1e-4):
     return ADVANTAGES["grpo"].function(
         scored(rewards, groups, weights=weights),
-        scale_rewards=scale,
-        multi_objective_aggregation=aggregation,
-        advantage_epsilon=epsilon,
+        GrpoParams(scale_rewards=scale, multi_objective_aggregation=aggregation, advantage_epsilon=epsilon),
     )
 
 
@@ -46,7 +51,8 @@ def of(name, rewards, groups, *, lengths=None, greedy=None, dtype=torch.float32,
     if name == "remax" and greedy is None:
         greedy = [0.0] * len(groups)
     rows = scored(rewards, groups, lengths=lengths, greedy=greedy, dtype=dtype)
-    return ADVANTAGES[name].function(rows, **(ESTIMATORS[name] | hyperparameters))
+    row = ADVANTAGES[name]
+    return row.function(rows, row.params(**(ESTIMATORS[name] | hyperparameters)))
 
 
 def check(tensor, expected):
@@ -284,11 +290,12 @@ def test_a_clip_range_without_zero_or_without_width_is_refused(low, high):
 def test_the_table_says_what_each_estimator_needs():
     rows = {name: row for name, row in ADVANTAGES.items() if row.level == "row"}
     assert rows.keys() == ESTIMATORS.keys()
-    assert {name: row.hyperparameters for name, row in rows.items()} == {n: h.keys() for n, h in ESTIMATORS.items()}
+    own = {name: {*row.params.names()} - {"clip_range"} for name, row in rows.items()}
+    assert own == {name: values.keys() for name, values in ESTIMATORS.items()}
     assert {name for name, row in rows.items() if row.needs} == {"remax"}
     assert {name for name, row in rows.items() if row.whitened} == {"reinforce_plus_plus_baseline"}
     with pytest.raises(ValueError, match="remax needs the rewards of greedy completions"):
-        ADVANTAGES["remax"].function(scored([1.0], [0]))
+        ADVANTAGES["remax"].function(scored([1.0], [0]), AdvantageParams())
 
 
 @pytest.mark.parametrize("f_norm", [0.0, -1.0])
@@ -316,6 +323,6 @@ def test_rows_that_do_not_fit_together_are_refused(arguments, message):
 
 
 def test_a_scale_without_effect_is_refused():
-    message = "scale_rewards='none' has no effect with multi_objective_aggregation='normalize_then_sum': use scale_rew"
+    message = "scale_rewards='none' has no effect with multi_objective_aggregation='normalize_then_sum', which norm"
     with pytest.raises(ValueError, match=message):
         advantages([1.0, 2.0], [0, 0], scale="none", aggregation=NORMALIZE)

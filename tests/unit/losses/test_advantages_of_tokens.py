@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredTokens
+from prefrl.losses.advantage.tokens import BaselineParams, DiscountParams, GaeParams
 
 NAN = math.nan
 
@@ -22,15 +23,15 @@ def scored(rewards, *, trainable=None, lengths=None, groups=None, dtype=torch.fl
 
 
 def gae(tokens, gamma=1.0, lam=1.0):
-    return ADVANTAGES["gae"].function(tokens, gamma=gamma, lam=lam)
+    return ADVANTAGES["gae"].function(tokens, GaeParams(gamma=gamma, lam=lam))
 
 
 def reinforce(tokens, gamma=1.0):
-    return ADVANTAGES["reinforce_plus_plus"].function(tokens, gamma=gamma)
+    return ADVANTAGES["reinforce_plus_plus"].function(tokens, DiscountParams(gamma=gamma))
 
 
 def baseline(tokens, *, zero_tail=False):
-    return ADVANTAGES["optimal_token_baseline"].function(tokens, zero_tail=zero_tail)
+    return ADVANTAGES["optimal_token_baseline"].function(tokens, BaselineParams(zero_tail=zero_tail))
 
 
 def check(tensor, expected):
@@ -242,18 +243,18 @@ def test_the_table_says_what_each_estimator_needs():
         "reinforce_plus_plus": {"gamma"},
         "optimal_token_baseline": {"zero_tail"},
     }
-    assert {name: row.hyperparameters for name, row in rows.items()} == hyperparameters
+    assert {name: {*row.params.names()} - {"clip_range"} for name, row in rows.items()} == hyperparameters
     assert {name for name, row in rows.items() if row.whitened} == {"gae", "reinforce_plus_plus"}
     assert rows["gae"].needs == {"values"}
     assert rows["optimal_token_baseline"].needs == {"logprobs", "log_collision"}
     for name, message in (("gae", "values of a critic"), ("optimal_token_baseline", "logprobs and log_collision")):
         with pytest.raises(ValueError, match=message):
-            rows[name].function(scored([1.0]), **dict.fromkeys(hyperparameters[name], 1.0))
+            rows[name].function(scored([1.0]), rows[name].params())
 
 
 @pytest.mark.parametrize("options", [{"gamma": 1.01}, {"gamma": -0.1}, {"lam": 2.0}, {"lam": NAN}])
 def test_shares_outside_0_to_1_are_refused(options):
-    with pytest.raises(ValueError, match=r"needs to be in 0 \.\. 1"):
+    with pytest.raises(ValueError, match="must be a number >= 0 and <= 1"):
         gae(scored([1.0], values=[0.0]), **options)
 
 

@@ -7,8 +7,11 @@ import torch
 from prefrl.losses.advantage.balance import (
     NASH_RIDGE,
     REWARD_BALANCES,
+    FamoParams,
+    GradnormParams,
     RewardBalancer,
     RewardTasks,
+    UncertaintyParams,
     gram,
     squared_weights,
 )
@@ -17,11 +20,11 @@ from prefrl.losses.reduce import token_weights
 HYPERPARAMETERS = {
     "fixed": {},
     "log_transform": {},
-    "uncertainty": {"uncertainty_rate": 0.3},
-    "gradnorm": {"gradnorm_alpha": 1.5, "gradnorm_rate": 0.3},
-    "famo": {"famo_rate": 2.0, "famo_decay": 0.05},
+    "uncertainty": {"rate": 0.3},
+    "gradnorm": {"alpha": 1.5, "rate": 0.3},
+    "famo": {"rate": 2.0, "decay": 0.05},
     "nash": {},
-    "pareto": {"pareto_smoothing": 0.5},
+    "pareto": {"smoothing": 0.5},
 }
 every_balance = pytest.mark.parametrize("balance", REWARD_BALANCES)
 adaptive_balance = pytest.mark.parametrize("balance", [name for name in REWARD_BALANCES if name != "fixed"])
@@ -29,7 +32,8 @@ EQUAL = torch.eye(2)  # gradients of one length that have nothing to do with eac
 
 
 def make(balance, *, reward_weights=(1.0, 1.0), **changes):
-    return RewardBalancer(balance, reward_weights=reward_weights, **(HYPERPARAMETERS[balance] | changes))
+    params = REWARD_BALANCES[balance].params(**(HYPERPARAMETERS[balance] | changes))
+    return RewardBalancer(balance, params, reward_weights=reward_weights)
 
 
 def with_losses(*losses):
@@ -99,8 +103,8 @@ def test_log_transform_by_hand():
 
 def test_uncertainty_moves_from_fixed_weights_to_the_inverse_of_the_loss():
     rewards = with_losses(0.6, 0.4)
-    close(make("uncertainty", uncertainty_rate=1.0).weights(EQUAL, rewards), [0.8, 1.2])
-    slow = make("uncertainty", uncertainty_rate=0.5)
+    close(make("uncertainty", rate=1.0).weights(EQUAL, rewards), [0.8, 1.2])
+    slow = make("uncertainty", rate=0.5)
     for share in (0.5, 0.75, 0.875):
         ratio = 1.5**-share
         close(slow.weights(EQUAL, rewards), [2 * ratio / (1 + ratio), 2 / (1 + ratio)])
@@ -108,7 +112,7 @@ def test_uncertainty_moves_from_fixed_weights_to_the_inverse_of_the_loss():
 
 def test_uncertainty_rests_where_the_likelihood_is_greatest():
     loss = torch.tensor([0.6, 0.05], dtype=torch.float64)
-    balanced = REWARD_BALANCES["uncertainty"].function(tasks(losses=loss.tolist()), uncertainty_rate=1.0)
+    balanced = REWARD_BALANCES["uncertainty"].function(tasks(losses=loss.tolist()), UncertaintyParams(rate=1.0))
     log_scale = balanced.memory.clone().requires_grad_()
     ((-log_scale).exp() * loss + log_scale).sum().backward()
     torch.testing.assert_close(log_scale.grad, torch.zeros(2, dtype=torch.float64))
@@ -118,7 +122,7 @@ def test_uncertainty_steps_are_gradient_descent_near_rest():
     loss, rate, distance = 0.6, 0.1, 1e-4
     start = math.log(loss) + distance
     balanced = REWARD_BALANCES["uncertainty"].function(
-        tasks(losses=(loss, loss), memory=(start, start)), uncertainty_rate=rate
+        tasks(losses=(loss, loss), memory=(start, start)), UncertaintyParams(rate=rate)
     )
     descent = start - rate * (1 - math.exp(-start) * loss)
     assert balanced.memory[0].item() == pytest.approx(descent, abs=rate * distance**2)
@@ -127,8 +131,8 @@ def test_uncertainty_steps_are_gradient_descent_near_rest():
 def test_gradnorm_equalises_the_lengths_of_gradients():
     matrix = torch.tensor([[1.0, 0.3], [0.3, 16.0]])
     rewards = with_losses(0.5, 0.5)
-    close(make("gradnorm", gradnorm_rate=1.0).weights(matrix, rewards), [2.5, 0.625])
-    slow = make("gradnorm", gradnorm_rate=0.5)
+    close(make("gradnorm", rate=1.0).weights(matrix, rewards), [2.5, 0.625])
+    slow = make("gradnorm", rate=0.5)
     close(slow.weights(matrix, rewards), [5 / 3, 5 / 6])  # halfway, in logarithms
     for _ in range(50):
         alphas = slow.weights(matrix, rewards)
@@ -136,18 +140,18 @@ def test_gradnorm_equalises_the_lengths_of_gradients():
 
 
 def test_gradnorm_weights_are_shares_of_the_gradient():
-    alphas = make("gradnorm", reward_weights=[1.0, 3.0], gradnorm_rate=1.0).weights(
+    alphas = make("gradnorm", reward_weights=[1.0, 3.0], rate=1.0).weights(
         torch.diag(torch.tensor([1.0, 16.0])), with_losses(0.5, 0.5)
     )
     close(alphas * torch.tensor([1.0, 4.0]), [13 / 4, 39 / 4])
 
 
 def test_gradnorm_pulls_the_reward_that_lags_behind():
-    balancer = make("gradnorm", gradnorm_rate=1.0, gradnorm_alpha=1.5)
+    balancer = make("gradnorm", rate=1.0, alpha=1.5)
     close(balancer.weights(EQUAL, with_losses(0.6, 0.6)), [1.0, 1.0])
     # The first has a quarter of its loss left: (1/4)^1.5 = 1/8.
     close(balancer.weights(EQUAL, with_losses(0.15, 0.6)), [2 / 9, 16 / 9])
-    slow = make("gradnorm", gradnorm_rate=0.1)
+    slow = make("gradnorm", rate=0.1)
     slow.weights(EQUAL, with_losses(0.6, 0.6))
     first, second = (slow.weights(EQUAL, with_losses(0.15, 0.6)) for _ in range(2))
     assert second[0] < first[0] < 1 < first[1] < second[1]
@@ -160,7 +164,7 @@ def test_gradnorm_moves_as_the_gradient_of_its_paper(norms, losses):
     memory = torch.tensor([0.2, -0.2], dtype=torch.float64)
     matrix = torch.diag(torch.tensor(norms, dtype=torch.float64).square())
     balanced = REWARD_BALANCES["gradnorm"].function(
-        tasks(matrix, losses=losses, memory=memory.tolist()), gradnorm_alpha=1.5, gradnorm_rate=0.1
+        tasks(matrix, losses=losses, memory=memory.tolist()), GradnormParams(alpha=1.5, rate=0.1)
     )
     weights = memory.exp().requires_grad_()
     lengths = weights * torch.tensor(norms, dtype=torch.float64)
@@ -175,7 +179,7 @@ def test_gradnorm_moves_as_the_gradient_of_its_paper(norms, losses):
 
 
 def test_famo_by_hand():
-    balancer = make("famo", famo_rate=1.0, famo_decay=0.0)
+    balancer = make("famo", rate=1.0, decay=0.0)
     close(balancer.weights(EQUAL, with_losses(0.6, 0.6)), [1.0, 1.0])
     # Progress log 2 of the first: x = (-1/4, 1/4) log 2, z_1 / z_2 = 2^(-1/2), and 1 / L gives a factor of 2.
     close(balancer.weights(EQUAL, with_losses(0.3, 0.6)), [2 * 2**0.5 / (1 + 2**0.5), 2 / (1 + 2**0.5)])
@@ -186,7 +190,7 @@ def test_famo_descends_on_the_progress_that_its_shares_weigh():
     progress = torch.tensor([math.log(0.8 / 0.2), math.log(0.5 / 0.4)], dtype=torch.float64)
     (memory.softmax(0) * progress).sum().backward()
     balanced = REWARD_BALANCES["famo"].function(
-        tasks(losses=(0.2, 0.4), previous_losses=(0.8, 0.5), memory=(0.3, -0.3)), famo_rate=0.7, famo_decay=0.1
+        tasks(losses=(0.2, 0.4), previous_losses=(0.8, 0.5), memory=(0.3, -0.3)), FamoParams(rate=0.7, decay=0.1)
     )
     torch.testing.assert_close(balanced.memory, (memory - 0.7 * (memory.grad + 0.1 * memory)).detach())
     shares = balanced.memory.softmax(0)
@@ -194,12 +198,12 @@ def test_famo_descends_on_the_progress_that_its_shares_weigh():
 
 
 def test_famo_forgets_at_the_rate_of_its_decay():
-    balanced = REWARD_BALANCES["famo"].function(tasks(memory=(1.0, -1.0)), famo_rate=0.5, famo_decay=0.2)
+    balanced = REWARD_BALANCES["famo"].function(tasks(memory=(1.0, -1.0)), FamoParams(rate=0.5, decay=0.2))
     close(balanced.memory, [0.9, -0.9])
 
 
 def test_famo_counts_no_loss_of_progress_where_a_reward_breaks_its_record():
-    balancer = make("famo", famo_rate=1.0, famo_decay=0.0)
+    balancer = make("famo", rate=1.0, decay=0.0)
     balancer.weights(EQUAL, torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
     # Both means stay at 1/2. The best of the first is 2 now, so that 3/4 of its range is left, and was before.
     alphas = balancer.weights(EQUAL, torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [2.0, 1.0]]))
@@ -248,19 +252,19 @@ def test_nash_gain_is_for_real_where_rewards_do_not_cancel():
 
 
 def test_pareto_by_hand():
-    alphas = make("pareto", pareto_smoothing=0.5).weights(EQUAL, with_losses(0.6, 0.4))
+    alphas = make("pareto", smoothing=0.5).weights(EQUAL, with_losses(0.6, 0.4))
     ratio = math.exp(0.2 / 0.5)
     close(alphas, [2 * ratio / (1 + ratio), 2 / (1 + ratio)])
 
 
 def test_pareto_prefers_by_its_vector_and_ends_where_weighted_losses_are_equal():
     weights = [1.0, 3.0]  # preferences 1/2 and 3/2
-    alphas = make("pareto", reward_weights=weights, pareto_smoothing=0.25).weights(EQUAL, with_losses(0.6, 0.4))
+    alphas = make("pareto", reward_weights=weights, smoothing=0.25).weights(EQUAL, with_losses(0.6, 0.4))
     ratio = math.exp((0.3 - 0.6) / 0.25) / 3
     close(alphas, [4 * ratio / (1 + ratio), 4 / (1 + ratio)])
-    sharp = make("pareto", reward_weights=weights, pareto_smoothing=1e-3)
+    sharp = make("pareto", reward_weights=weights, smoothing=1e-3)
     close(sharp.weights(EQUAL, with_losses(0.6, 0.4)), [0.0, 4.0])
-    sharp = make("pareto", reward_weights=[2.0, 1.0], pareto_smoothing=1e-3)
+    sharp = make("pareto", reward_weights=[2.0, 1.0], smoothing=1e-3)
     close(sharp.weights(EQUAL, with_losses(0.4, 0.8)), [2.0, 1.0])
 
 
@@ -277,7 +281,7 @@ def test_weights_are_the_gradient_of_the_scalarization(balance, scalarization):
     loss = torch.tensor([0.35, 0.65, 0.5], dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
     scalarization(loss, weights).backward()
-    changes = {"uncertainty_rate": 1.0} if balance == "uncertainty" else {}
+    changes = {"rate": 1.0} if balance == "uncertainty" else {}
     balancer = make(balance, reward_weights=weights.tolist(), **changes)
     alphas = balancer.weights(torch.eye(3), with_losses(*loss.tolist()))
     close(alphas, 3.5 * loss.grad / loss.grad.sum())
@@ -402,7 +406,7 @@ def test_scale_common_to_all_gradients_changes_nothing(balance):
 @pytest.mark.parametrize("balance", ["nash", "gradnorm"])
 def test_scale_of_one_rewards_advantages_does_not_change_its_share(balance):
     scale = torch.tensor([1.0, 100.0, 0.01], dtype=torch.float64)
-    changes = {"gradnorm_rate": 1.0} if balance == "gradnorm" else {}
+    changes = {"rate": 1.0} if balance == "gradnorm" else {}
     shares = []
     for factor in (torch.ones_like(scale), scale):
         matrix = factor[:, None] * MATRIX * factor
@@ -428,14 +432,14 @@ def test_nash_gives_up_where_rewards_cancel_whatever_their_weights():
 
 
 def test_loss_of_a_solved_reward_has_a_floor():
-    balancer = make("uncertainty", uncertainty_rate=1.0)
+    balancer = make("uncertainty", rate=1.0)
     balancer.weights(EQUAL, torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
     close(balancer.weights(EQUAL, torch.tensor([[1.0, 0.0], [1.0, 1.0]])), [100 / 51, 2 / 51])
 
 
 def test_reward_that_never_changed_has_everything_to_gain():
     rewards = torch.tensor([[0.0, 3.0], [1.0, 3.0]])
-    close(make("uncertainty", uncertainty_rate=1.0).weights(EQUAL, rewards), [4 / 3, 2 / 3])
+    close(make("uncertainty", rate=1.0).weights(EQUAL, rewards), [4 / 3, 2 / 3])
 
 
 # State and errors.
@@ -473,8 +477,8 @@ def test_state_of_another_method_or_number_of_rewards_is_refused(balance, weight
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        pytest.param(lambda: RewardBalancer("famo", reward_weights=[1.0], famo_rate=1.0), "famo_decay", id="missing"),
-        pytest.param(lambda: make("nash", famo_rate=1.0), "famo_rate", id="without effect"),
+        pytest.param(lambda: make("uncertainty", rate=1.1), "rate=1.1: must be a number > 0 and <= 1", id="bound"),
+        pytest.param(lambda: make("famo", rate=2.0, decay=0.5), r"rate=2.0 \* decay=0.5: must be below 1", id="decay"),
         pytest.param(lambda: make("pareto", reward_weights=[1.0, -1.0]), "Change the sign", id="negative weight"),
         pytest.param(lambda: make("nash").weights(torch.eye(3), BATCHES[0]), "2 reward_weights", id="K"),
         pytest.param(lambda: make("nash").weights(EQUAL, BATCHES[0]), "2 reward_weights", id="K of rewards"),

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.kl.sequence import row_prefix_sums, sequence_kl
+from prefrl.losses.kl.sequence import SequenceKLParams, row_prefix_sums, sequence_kl
 
 V, T = 3, 3
 SEQUENCES = list(itertools.product(range(V), repeat=T))
@@ -49,7 +49,7 @@ def estimated(sampler, *, cap=None):
         torch.ones(len(log_mu), dtype=torch.bool),
         torch.arange(len(SEQUENCES)).repeat_interleave(T),
         len(SEQUENCES),
-        kl_weight_cap=cap,
+        SequenceKLParams(weight_cap=cap),
     )
     mean = (log_mu.view(-1, T).sum(1).exp() * terms.view(-1, T).sum(1)).sum()
     return mean.detach(), torch.autograd.grad(mean, logits)[0]
@@ -103,7 +103,7 @@ def call(differences, log_ratio, row_index, *, trainable=None, cap=None):
         torch.ones(len(row_index), dtype=torch.bool) if trainable is None else torch.tensor(trainable),
         row_index,
         int(row_index[-1]) + 1,
-        kl_weight_cap=cap,
+        SequenceKLParams(weight_cap=cap),
     )
 
 
@@ -141,7 +141,7 @@ def test_a_weight_above_the_cap_is_the_cap_and_keeps_its_pull():
 def test_a_cap_keeps_weights_finite_that_would_overflow():
     log_ratio = torch.full((50,), 10.0, requires_grad=True)
     arguments = (torch.zeros(50), torch.ones(50), log_ratio, torch.ones(50, dtype=torch.bool))
-    terms = sequence_kl(*arguments, torch.zeros(50, dtype=torch.long), 1, kl_weight_cap=5.0)
+    terms = sequence_kl(*arguments, torch.zeros(50, dtype=torch.long), 1, SequenceKLParams(weight_cap=5.0))
     assert terms.tolist() == pytest.approx([-5.0] * 50)
     terms.sum().backward()
     assert log_ratio.grad.tolist() == pytest.approx([-5.0 * (50 - i) for i in range(50)])
@@ -193,7 +193,7 @@ def test_the_dtype_is_that_of_the_log_probs():
             torch.ones(2, dtype=torch.bool),
             torch.zeros(2, dtype=torch.long),
             1,
-            kl_weight_cap=2.0,
+            SequenceKLParams(weight_cap=2.0),
         )
         assert terms.dtype == dtype
 
@@ -201,7 +201,7 @@ def test_the_dtype_is_that_of_the_log_probs():
 @pytest.mark.parametrize("cap", [0.9, 0.0, -1.0, math.inf, math.nan])
 def test_a_cap_that_is_not_at_least_one_is_refused(cap):
     values, row_index = tensors([0.0])
-    with pytest.raises(ValueError, match=r"kl_weight_cap=.*: needs to be at least 1, or None"):
+    with pytest.raises(ValueError, match=r"weight_cap=.*: must be a number >= 1"):
         call(values, values, row_index, cap=cap)
 
 

@@ -5,22 +5,23 @@ from itertools import product
 import pytest
 import torch
 
-from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES, PolicyTokens
+from prefrl.losses.policy.covariance import CovarianceBand, HighestCovariance, select_clip_cov, select_kl_cov
+from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES, PolicyLossParams, PolicyTokens
 from prefrl.losses.reduce import item_count, token_weights
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
-# Values for every hyper-parameter, under which every loss is bounded.
+# Values under which every loss is bounded, by the name of the hyperparameter.
 VALUES = {
     **CLIP,
     "delta": 4.0,
-    "aipo_rho": 2.0,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 2.0,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "kl_cov_coef": 0.5,
+    "rho": 2.0,
+    "temperature_pos": 1.0,
+    "temperature_neg": 2.0,
+    "k_pos": 2.0,
+    "lambda_pos": 3.0,
+    "k_neg": 3.0,
+    "lambda_neg": 2.0,
+    "coef": 0.5,
 }
 CASES = [(name, level) for name, row in POLICY_LOSSES.items() for level in row.levels]
 
@@ -44,7 +45,10 @@ def rows_of(*log_ratios, advantages, logprob=-2.0, dtype=torch.float32, **change
 
 def result_of(name, tokens, **changes):
     row = POLICY_LOSSES[name]
-    return row.function(tokens, **{key: (VALUES | changes)[key] for key in row.hyperparameters})
+    names = row.params.names()
+    return row.function(
+        tokens, row.params(**{key: value for key, value in (VALUES | changes).items() if key in names})
+    )
 
 
 def reduced(name, tokens, **changes):
@@ -93,7 +97,7 @@ def test_gradient_at_ratio_one_is_the_policy_gradient(name, level, advantage):
 @pytest.mark.parametrize(("name", "level"), CASES)
 def test_a_bound_of_zero_width_leaves_the_gradient_at_ratio_one(name, level):
     tokens = rows_of([0.0], advantages=[1.5], level=level)
-    result_of(name, tokens, epsilon=0.0, epsilon_high=0.0, delta=1.1, aipo_rho=1.0).loss.sum().backward()
+    result_of(name, tokens, epsilon=0.0, epsilon_high=0.0, delta=1.1, rho=1.0).loss.sum().backward()
     assert tokens.logprobs.grad.tolist() == [-1.5]
 
 
@@ -463,17 +467,17 @@ def test_a_missing_selection_is_an_error(name):
             (name, {"epsilon_high": -0.1}, "epsilon_high=-0.1")
             for name in ("grpo", "cispo", "clip_cov", "dppo", "gmpo")
         ),
-        ("grpo", {"delta": 1.28}, "delta=1.28: needs to be above 1 [+] epsilon_high = 1.28"),
-        ("dppo", {"delta": 0.0}, "delta=0.0: needs to be > 0"),
-        ("aipo", {"aipo_rho": 0.9}, "aipo_rho=0.9"),
-        ("aipo", {"aipo_rho": math.inf}, "aipo_rho=inf"),
-        ("sapo", {"sapo_temperature_pos": 0.0}, "sapo_temperature_pos=0.0: needs to be > 0"),
-        ("sapo", {"sapo_temperature_neg": -1.0}, "sapo_temperature_neg=-1.0"),
-        ("vespo", {"vespo_k_pos": -1.0}, "vespo_k_pos=-1.0"),
-        ("vespo", {"vespo_k_neg": -1.0}, "vespo_k_neg=-1.0"),
-        ("vespo", {"vespo_lambda_pos": 0.0}, "vespo_lambda_pos=0.0"),
-        ("vespo", {"vespo_lambda_neg": 0.0}, "vespo_lambda_neg=0.0"),
-        ("kl_cov", {"kl_cov_coef": -0.1}, "kl_cov_coef=-0.1"),
+        ("grpo", {"delta": 1.28}, "delta=1.28: must be above 1 [+] epsilon_high = 1.28"),
+        ("dppo", {"delta": 0.0}, "delta=0.0: must be a number > 0"),
+        ("aipo", {"rho": 0.9}, "rho=0.9"),
+        ("aipo", {"rho": math.inf}, "rho=inf"),
+        ("sapo", {"temperature_pos": 0.0}, "temperature_pos=0.0: must be a number > 0"),
+        ("sapo", {"temperature_neg": -1.0}, "temperature_neg=-1.0"),
+        ("vespo", {"k_pos": -1.0}, "k_pos=-1.0"),
+        ("vespo", {"k_neg": -1.0}, "k_neg=-1.0"),
+        ("vespo", {"lambda_pos": 0.0}, "lambda_pos=0.0"),
+        ("vespo", {"lambda_neg": 0.0}, "lambda_neg=0.0"),
+        ("kl_cov", {"coef": -0.1}, "coef=-0.1"),
     ],
 )
 def test_hyperparameters_without_sense_are_refused(name, changes, message):
@@ -504,13 +508,13 @@ def test_table_of_policy_losses():
         "clip_cov": "token",
         "kl_cov": "token",
     }
-    assert set().union(*(row.hyperparameters for row in POLICY_LOSSES.values())) == VALUES.keys()
-    assert {name: row.selection_hyperparameters for name, row in POLICY_LOSSES.items() if row.selection} == {
-        "clip_cov": {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"},
-        "kl_cov": {"kl_cov_ratio"},
-    }
+    common = {*PolicyLossParams.names()}
+    own = {name: {*row.params.names()} - common for name, row in POLICY_LOSSES.items()}
+    selecting = {name: row.selection for name, row in POLICY_LOSSES.items() if row.selection}
+    assert selecting == {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
+    assert set().union(*own.values()) == VALUES.keys() | {*CovarianceBand.names()} | {*HighestCovariance.names()}
     for row in POLICY_LOSSES.values():
         assert row.source
-        assert row.selection or not row.selection_hyperparameters
+        assert issubclass(row.params, PolicyLossParams)
         with pytest.raises(AttributeError):
             row.reduction = "token"

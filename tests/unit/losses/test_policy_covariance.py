@@ -3,14 +3,22 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.policy.covariance import covariance, covariance_sums, select_clip_cov, select_kl_cov, token_keys
+from prefrl.losses.policy.covariance import (
+    CovarianceBand,
+    HighestCovariance,
+    covariance,
+    covariance_sums,
+    select_clip_cov,
+    select_kl_cov,
+    token_keys,
+)
 
 # Trainable tokens: log-probs -1, -3, -2 (mean -2), advantages 2, -1, 2 (mean 1).
 LOGPROBS = torch.tensor([-1.0, math.nan, -3.0, -2.0])
 ADVANTAGES = torch.tensor([2.0, math.nan, -1.0, 2.0])
 TRAINABLE = torch.tensor([True, False, True, True])
 ALL = torch.ones(6, dtype=torch.bool)
-CLIP = {"clip_cov_ratio": 0.5, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
+CLIP = {"ratio": 0.5, "lb": 1.0, "ub": 5.0}
 
 
 def test_covariance_by_hand():
@@ -60,7 +68,7 @@ def test_keys_leave_the_global_random_state_alone():
 def test_clip_cov_takes_the_smallest_keys_between_the_bounds():
     covariances = torch.tensor([2.0, 9.0, 3.0, 1.0, 4.0, 5.0])  # 9, 1 and 5 are not in (1, 5)
     keys = torch.tensor([0.5, 0.1, 0.9, 0.0, 0.2, 0.1])
-    found = {share: select_clip_cov(covariances, ALL, keys, **(CLIP | {"clip_cov_ratio": share})).tolist()
+    found = {share: select_clip_cov(covariances, ALL, keys, CovarianceBand(**CLIP | {"ratio": share})).tolist()
              for share in (0.01, 0.4, 1.0)}  # fmt: skip
     assert found[0.01] == [False, False, False, False, True, False]  # 0.06 tokens: at least one
     assert found[0.4] == [True, False, False, False, True, False]  # 2.4 tokens: rounded down
@@ -70,7 +78,10 @@ def test_clip_cov_takes_the_smallest_keys_between_the_bounds():
 def test_kl_cov_takes_the_largest_covariances():
     covariances = torch.tensor([2.0, -9.0, 3.0, 1.0, 4.0, 5.0])
     keys = torch.linspace(0, 1, 6)
-    found = {share: select_kl_cov(covariances, ALL, keys, kl_cov_ratio=share).tolist() for share in (0.01, 0.6, 1.0)}
+    found = {
+        share: select_kl_cov(covariances, ALL, keys, HighestCovariance(ratio=share)).tolist()
+        for share in (0.01, 0.6, 1.0)
+    }
     assert found[0.01] == [False, False, False, False, False, True]
     assert found[0.6] == [False, False, True, False, True, True]
     assert found[1.0] == [True] * 6
@@ -79,20 +90,34 @@ def test_kl_cov_takes_the_largest_covariances():
 def test_keys_decide_among_equal_covariances():
     covariances = torch.tensor([1.0, 3.0, 3.0, 3.0, 3.0, 0.0])
     keys = torch.tensor([0.0, 0.4, 0.1, 0.3, 0.2, 0.0])
-    assert select_kl_cov(covariances, ALL, keys, kl_cov_ratio=0.4).tolist() == [False, False, True, False, True, False]
+    assert select_kl_cov(covariances, ALL, keys, HighestCovariance(ratio=0.4)).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_tokens_that_are_not_trainable_are_neither_selected_nor_counted():
     covariances = torch.tensor([2.0, 4.0, 3.0, 2.0, 2.5, 4.0])
     trainable = torch.tensor([True, False, True, True, True, False])
     keys = torch.tensor([0.5, 0.0, 0.4, 0.3, 0.2, 0.1])
-    assert select_kl_cov(covariances, trainable, keys, kl_cov_ratio=0.5).tolist() == [
+    assert select_kl_cov(covariances, trainable, keys, HighestCovariance(ratio=0.5)).tolist() == [
         False, False, True, False, True, False,
     ]  # fmt: skip
-    assert select_clip_cov(covariances, trainable, keys, **CLIP).tolist() == [False, False, False, True, True, False]
+    assert select_clip_cov(covariances, trainable, keys, CovarianceBand(**CLIP)).tolist() == [
+        False,
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
     nothing = torch.zeros(6, dtype=torch.bool)
-    assert not select_kl_cov(covariances, nothing, keys, kl_cov_ratio=1.0).any()
-    assert not select_clip_cov(covariances, nothing, keys, **CLIP).any()
+    assert not select_kl_cov(covariances, nothing, keys, HighestCovariance(ratio=1.0)).any()
+    assert not select_clip_cov(covariances, nothing, keys, CovarianceBand(**CLIP)).any()
 
 
 def test_selection_does_not_depend_on_the_order_of_rows():
@@ -106,8 +131,8 @@ def test_selection_does_not_depend_on_the_order_of_rows():
         index = torch.cat([rows[row] for row in order])
         keys = token_keys([seeds[row] for row in order], [lengths[row] for row in order])
         inputs = (covariances[index], trainable[index], keys)
-        clip = select_clip_cov(*inputs, **(CLIP | {"clip_cov_ratio": 0.2}))
-        kl = select_kl_cov(*inputs, kl_cov_ratio=0.2)
+        clip = select_clip_cov(*inputs, CovarianceBand(**CLIP | {"ratio": 0.2}))
+        kl = select_kl_cov(*inputs, HighestCovariance(ratio=0.2))
         return set(index[clip].tolist()), set(index[kl].tolist())
 
     expected = select([0, 1, 2, 3, 4])
@@ -119,20 +144,20 @@ def test_selection_does_not_depend_on_the_order_of_rows():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clip_cov_ratio": 0.0}, "clip_cov_ratio=0.0"),
-        ({"clip_cov_ratio": 1.1}, "clip_cov_ratio=1.1"),
-        ({"clip_cov_lb": 5.0}, "clip_cov_lb=5.0, clip_cov_ub=5.0: need clip_cov_lb < clip_cov_ub"),
+        ({"ratio": 0.0}, "ratio=0.0"),
+        ({"ratio": 1.1}, "ratio=1.1"),
+        ({"lb": 5.0}, "lb=5.0: must be below ub=5.0"),
     ],
 )
 def test_clip_cov_that_selects_nothing_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        select_clip_cov(torch.zeros(6), ALL, torch.zeros(6), **(CLIP | changes))
+        select_clip_cov(torch.zeros(6), ALL, torch.zeros(6), CovarianceBand(**CLIP | changes))
 
 
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.1])
 def test_kl_cov_that_selects_nothing_is_refused(ratio):
-    with pytest.raises(ValueError, match=f"kl_cov_ratio={ratio}"):
-        select_kl_cov(torch.zeros(6), ALL, torch.zeros(6), kl_cov_ratio=ratio)
+    with pytest.raises(ValueError, match=f"ratio={ratio}"):
+        select_kl_cov(torch.zeros(6), ALL, torch.zeros(6), HighestCovariance(ratio=ratio))
 
 
 def test_shapes_that_would_broadcast_are_refused():
@@ -142,6 +167,6 @@ def test_shapes_that_would_broadcast_are_refused():
     with pytest.raises(ValueError, match="shapes differ"):
         covariance_sums(six, one, ALL)
     with pytest.raises(ValueError, match="shapes differ"):
-        select_clip_cov(six, ALL, one, **CLIP)
+        select_clip_cov(six, ALL, one, CovarianceBand(**CLIP))
     with pytest.raises(ValueError, match="shapes differ"):
-        select_kl_cov(six, ALL, one, kl_cov_ratio=0.5)
+        select_kl_cov(six, ALL, one, HighestCovariance(ratio=0.5))

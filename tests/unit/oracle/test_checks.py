@@ -1,20 +1,20 @@
 """The checks find the faults that they look for, and accept correct functions."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
+from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams, Advantages
 from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES, TokenLoss, clip_cov, clipped_surrogate
 from prefrl.oracle.checks import check_advantages, check_kl, check_policy_loss
-from prefrl.oracle.tables import HYPERPARAMETERS
+from prefrl.oracle.tables import params_of
 
 
-def bind(row):
-    return functools.partial(row.function, **{name: HYPERPARAMETERS[name] for name in row.hyperparameters})
+def bind(name, row):
+    params = params_of(name, row.params)
+    return lambda values: row.function(values, params)
 
 
 def failed(checks):
@@ -33,7 +33,7 @@ SPREAD = "is finite where all rewards are equal"
 
 @pytest.mark.parametrize(("name", "level"), [(n, level) for n, row in POLICY_LOSSES.items() for level in row.levels])
 def test_every_policy_loss_passes(name, level):
-    found = failed(check_policy_loss(bind(POLICY_LOSSES[name]), level=level))
+    found = failed(check_policy_loss(bind(name, POLICY_LOSSES[name]), level=level))
     # Without a bound the surrogate of a large ratio has none either; the ratio of a row is bounded by itself.
     is_unbounded = POLICY_LOSSES[name].function in (clipped_surrogate, clip_cov) and level != "sequence_sum"
     assert found == ({EXTREMES} if is_unbounded else set())
@@ -41,7 +41,7 @@ def test_every_policy_loss_passes(name, level):
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_every_advantage_passes(name):
-    found = failed(check_advantages(bind(ADVANTAGES[name]), level=ADVANTAGES[name].level))
+    found = failed(check_advantages(bind(name, ADVANTAGES[name]), level=ADVANTAGES[name].level))
     assert found <= {GROUPS}
 
 
@@ -112,7 +112,7 @@ def test_what_is_no_loss_is_refused(function, message):
 
 def advantages_of(change):
     def function(scored):
-        row = ADVANTAGES["rloo"].function(scored)
+        row = ADVANTAGES["rloo"].function(scored, AdvantageParams())
         return dataclasses.replace(row, values=change(scored, row.values))
 
     return function

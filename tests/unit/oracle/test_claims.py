@@ -1,6 +1,5 @@
 """The claims about what losses, advantages, KL estimates and corrections do on average hold to 1e-10 in float64."""
 
-import functools
 import itertools
 
 import pytest
@@ -10,14 +9,15 @@ from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.chunks import Head
 from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
 from prefrl.losses.kl.full import ReferenceLogits, full_kl
-from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
 from prefrl.losses.logprobs import chunked_logprobs
-from prefrl.losses.policy.losses import POLICY_LOSSES, reinforce
+from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
 from prefrl.oracle.measure import silent, two_prompts
 from prefrl.oracle.recipe import (
     Recipe,
+    reinforce_loss,
     row_advantages,
     row_total,
     sampling_weights,
@@ -25,32 +25,9 @@ from prefrl.oracle.recipe import (
     token_advantages,
     whiten,
 )
+from prefrl.oracle.tables import params_of
 
 SIZES = {"num_prompts": 1, "num_tokens": 3, "length": 2, "num_features": 5, "seed": 3}
-HYPERPARAMETERS = {
-    "epsilon": 0.2,
-    "epsilon_high": 0.28,
-    "delta": None,
-    "aipo_rho": 1.2,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "kl_cov_coef": 0.1,
-    "kl_cov_ratio": 0.3,
-    "clip_cov_ratio": 0.3,
-    "clip_cov_lb": 0.0,
-    "clip_cov_ub": 5.0,
-    "scale_rewards": "group",
-    "multi_objective_aggregation": "sum_then_normalize",
-    "advantage_epsilon": 1e-4,
-    "f_norm": 1.0,
-    "gamma": 1.0,
-    "lam": 1.0,
-    "zero_tail": True,
-}
 NO_CLIP = {"epsilon": 1.0, "epsilon_high": 1e6}
 OFF_POLICY = [0.2, 1.0]
 BOTH_POLICIES = pytest.mark.parametrize("num_features", [None, 5], ids=["tabular", "shared"])
@@ -60,18 +37,18 @@ def problem(**changes):
     return make_problem(**(SIZES | changes))
 
 
-def bind(row, names, **changes):
-    return functools.partial(row, **{name: (HYPERPARAMETERS | changes)[name] for name in names})
+def bind(name, row, **changes):
+    params = params_of(name, row.params, **changes)
+    return lambda values: row.function(values, params)
 
 
 def policy_loss(name, **changes):
-    row = POLICY_LOSSES[name]
-    return bind(row.function, row.hyperparameters, **changes)
+    return bind(name, POLICY_LOSSES[name], **changes)
 
 
 def advantages(name, *, group_changes=None, **options):
     row = ADVANTAGES[name]
-    function = bind(row.function, row.hyperparameters, **(group_changes or {}))
+    function = bind(name, row, **(group_changes or {}))
     return (row_advantages if row.level == "row" else token_advantages)(function, **options)
 
 
@@ -123,8 +100,8 @@ def test_longer_completions_and_more_tokens_change_nothing():
     ("name", "changes"),
     [
         *((name, NO_CLIP) for name in ("grpo", "cispo")),
-        ("aipo", {"aipo_rho": 1e6}),
-        ("kl_cov", {"kl_cov_coef": 0.0}),
+        ("aipo", {"rho": 1e6}),
+        ("kl_cov", {"coef": 0.0}),
     ],
 )
 @pytest.mark.parametrize("step", OFF_POLICY)
@@ -173,7 +150,7 @@ def test_kl_cov_is_unbiased_on_policy_and_clip_cov_is_not():
     p = problem()
     for name, limit in (("kl_cov", (0, 1e-10)), ("clip_cov", (0.1, 1))):
         row = POLICY_LOSSES[name]
-        select = selection(row, **{key: HYPERPARAMETERS[key] for key in row.selection_hyperparameters})
+        select = selection(row, params_of(name, row.params))
         found = bias(p, Recipe(policy_loss(name), selected=select), reward_loss(p), stacked=False)
         assert limit[0] <= found < limit[1]
 
@@ -183,15 +160,15 @@ def test_kl_cov_is_unbiased_on_policy_and_clip_cov_is_not():
 
 def test_a_constant_divides_the_gradient_and_means_over_tokens_bend_it():
     p = problem(num_features=None)
-    is_equal(5 * expected(p, Recipe(reinforce, reduction="constant", constant=5.0)), reward_loss(p))
+    is_equal(5 * expected(p, Recipe(reinforce_loss, reduction="constant", constant=5.0)), reward_loss(p))
     for reduction in ("token", "sequence_mean"):
         found = agreement(
-            estimate(every_batch(p, group_size=2), Recipe(reinforce, reduction=reduction)), reward_loss(p)
+            estimate(every_batch(p, group_size=2), Recipe(reinforce_loss, reduction=reduction)), reward_loss(p)
         )
         assert found.cosine < 0.9995
     same_length = problem(length=1)
     for reduction in ("token", "sequence_mean"):
-        is_equal(expected(same_length, Recipe(reinforce, reduction=reduction)), reward_loss(same_length))
+        is_equal(expected(same_length, Recipe(reinforce_loss, reduction=reduction)), reward_loss(same_length))
 
 
 @pytest.mark.parametrize("length", [2, 3])
@@ -199,7 +176,7 @@ def test_a_mean_over_the_tokens_of_a_row_weighs_each_row_by_its_length(length):
     """The gradient of E[R / length] with the length held, which is that of another reward."""
     p = problem(length=length)
     shorter = p.replace(rewards=p.rewards / p.tree.lengths)
-    is_equal(expected(p, Recipe(reinforce, reduction="sequence_mean")), reward_loss(shorter))
+    is_equal(expected(p, Recipe(reinforce_loss, reduction="sequence_mean")), reward_loss(shorter))
 
 
 # Advantages.
@@ -210,12 +187,12 @@ def test_a_mean_over_the_tokens_of_a_row_weighs_each_row_by_its_length(length):
 @pytest.mark.parametrize("name", ["rloo", "remax", "gae", "reinforce_plus_plus"])
 def test_these_advantages_are_unbiased(name, group_size, num_features):
     p = problem(num_features=num_features)
-    is_equal(expected(p, Recipe(reinforce, advantages(name)), group_size=group_size), reward_loss(p))
+    is_equal(expected(p, Recipe(reinforce_loss, advantages(name)), group_size=group_size), reward_loss(p))
 
 
 def test_rloo_of_two_prompts_is_unbiased():
     p = problem(num_prompts=2)
-    is_equal(expected(p, Recipe(reinforce, advantages("rloo"))), reward_loss(p))
+    is_equal(expected(p, Recipe(reinforce_loss, advantages("rloo"))), reward_loss(p))
 
 
 @pytest.mark.parametrize("group_size", [2, 3])
@@ -225,7 +202,7 @@ def test_rloo_of_two_prompts_is_unbiased():
 def test_the_groups_own_mean_gives_n_minus_1_over_n_of_the_gradient(name, changes, group_size):
     """The mean holds the row's own reward: R - mean = (n - 1) / n (R - mean of the others)."""
     p = problem()
-    found = expected(p, Recipe(reinforce, advantages(name, group_changes=changes)), group_size=group_size)
+    found = expected(p, Recipe(reinforce_loss, advantages(name, group_changes=changes)), group_size=group_size)
     is_equal(found, (group_size - 1) / group_size * reward_loss(p))
 
 
@@ -251,7 +228,7 @@ def test_these_advantages_are_biased_also_up_to_scale(name, changes, least):
     p = problem(num_prompts=2, num_tokens=2, length=3, num_features=None)
     p = p.replace(rewards=p.rewards.abs() + 0.1)
     samples = every_batch(p, group_size=2)
-    recipe = Recipe(reinforce, advantages(name, group_changes=changes))
+    recipe = Recipe(reinforce_loss, advantages(name, group_changes=changes))
     # Some take statistics of the whole batch.
     found = agreement(estimate(samples, recipe, stacked=False), reward_loss(p))
     assert 1 - found.cosine**2 > least**2
@@ -260,21 +237,23 @@ def test_these_advantages_are_biased_also_up_to_scale(name, changes, least):
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"gpg"}))
 def test_groups_learn_nothing_from_each_other_so_all_batches_go_in_one_call(name):
     samples = every_batch(two_prompts(), group_size=2)
-    recipe = Recipe(reinforce, advantages(name))
+    recipe = Recipe(reinforce_loss, advantages(name))
     is_equal(*(estimate(samples, recipe, stacked=stacked).mean for stacked in (True, False)))
 
 
-@pytest.mark.parametrize("name", ["opo", "grpo", "optimal_token_baseline"])
-def test_a_larger_group_has_less_of_its_own_reward_in_the_baseline(name):
+@pytest.mark.parametrize(
+    ("name", "changes"), [("opo", {}), ("grpo", {"scale_rewards": "none"}), ("optimal_token_baseline", {})]
+)
+def test_a_larger_group_has_less_of_its_own_reward_in_the_baseline(name, changes):
     p = problem()
-    recipe = Recipe(reinforce, advantages(name, group_changes={"scale_rewards": "none"}))
+    recipe = Recipe(reinforce_loss, advantages(name, group_changes=changes))
     small, large = (bias(p, recipe, reward_loss(p), group_size=group_size) for group_size in (2, 4))
     assert large < 0.8 * small
 
 
 def test_whitening_bends_the_gradient():
     p = problem(num_prompts=2, num_tokens=2, length=3, num_features=None)
-    recipe = Recipe(reinforce, whiten(advantages("reinforce_plus_plus"), advantage_epsilon=1e-8))
+    recipe = Recipe(reinforce_loss, whiten(advantages("reinforce_plus_plus"), advantage_epsilon=1e-8))
     found = agreement(estimate(every_batch(p, group_size=2), recipe, stacked=False), reward_loss(p))
     assert found.cosine < 0.999
 
@@ -282,7 +261,7 @@ def test_whitening_bends_the_gradient():
 def test_gae_with_any_critic_is_unbiased_at_lambda_1_alone():
     p = problem()
     for lam in (0.0, 0.5, 1.0):
-        found = bias(p, Recipe(reinforce, advantages("gae", group_changes={"lam": lam})), reward_loss(p))
+        found = bias(p, Recipe(reinforce_loss, advantages("gae", group_changes={"lam": lam})), reward_loss(p))
         assert found < 1e-10 if lam == 1 else found > 0.1
 
 
@@ -290,17 +269,17 @@ def test_gae_with_any_critic_is_unbiased_at_lambda_1_alone():
 def test_gae_with_the_true_critic_is_unbiased_at_any_lambda(lam):
     p = problem()
     p = p.replace(critic=p.exact_critic)
-    is_equal(expected(p, Recipe(reinforce, advantages("gae", group_changes={"lam": lam}))), reward_loss(p))
+    is_equal(expected(p, Recipe(reinforce_loss, advantages("gae", group_changes={"lam": lam}))), reward_loss(p))
 
 
 def test_the_true_critic_lowers_the_noise_and_a_discount_bends_the_gradient():
     p = problem()
     plain, true = (
-        estimate(every_batch(q, group_size=1), Recipe(reinforce, advantages("gae")))
+        estimate(every_batch(q, group_size=1), Recipe(reinforce_loss, advantages("gae")))
         for q in (p.replace(critic=torch.zeros_like(p.critic)), p.replace(critic=p.exact_critic))
     )
     assert true.variance < plain.variance
-    discounted = Recipe(reinforce, advantages("reinforce_plus_plus", group_changes={"gamma": 0.5}))
+    discounted = Recipe(reinforce_loss, advantages("reinforce_plus_plus", group_changes={"gamma": 0.5}))
     assert bias(p, discounted, reward_loss(p)) > 0.01
 
 
@@ -310,9 +289,9 @@ def test_a_baseline_lowers_the_noise_of_the_reward_itself():
     noise = [
         agreement(estimate(every_batch(p, group_size=2), recipe), reward_loss(p)).noise
         for recipe in (
-            Recipe(reinforce),
-            Recipe(reinforce, advantages("rloo")),
-            Recipe(reinforce, advantages("remax")),
+            Recipe(reinforce_loss),
+            Recipe(reinforce_loss, advantages("rloo")),
+            Recipe(reinforce_loss, advantages("remax")),
         )
     ]
     assert max(noise[1:]) < noise[0] / 2
@@ -327,21 +306,21 @@ def test_ratios_of_rows_without_bounds_are_unbiased(step, estimator):
     p = problem().moved(sampler=step)
     made = {} if estimator is None else {"advantages": advantages(estimator)}
     for name in ("sequence_truncate", "sequence_mask"):
-        is_equal(expected(p, Recipe(reinforce, **made, weights=sampling_weights(name))), reward_loss(p))
+        is_equal(expected(p, Recipe(reinforce_loss, **made, weights=sampling_weights(name))), reward_loss(p))
 
 
 @pytest.mark.parametrize("name", sorted(set(OFF_POLICY_CORRECTIONS) - {"sequence_truncate", "sequence_mask"}))
 def test_other_ratios_are_biased_but_less_than_none(name):
     p = problem().moved(sampler=1.0)
-    corrected = bias(p, Recipe(reinforce, weights=sampling_weights(name)), reward_loss(p))
-    assert 0.02 < corrected < bias(p, Recipe(reinforce), reward_loss(p))
+    corrected = bias(p, Recipe(reinforce_loss, weights=sampling_weights(name)), reward_loss(p))
+    assert 0.02 < corrected < bias(p, Recipe(reinforce_loss), reward_loss(p))
 
 
 def test_bounds_trade_noise_for_bias():
     p = problem().moved(sampler=1.0)
     samples = every_batch(p, group_size=1)
     free, bounded = (
-        agreement(estimate(samples, Recipe(reinforce, weights=sampling_weights("sequence_truncate", high=high))),
+        agreement(estimate(samples, Recipe(reinforce_loss, weights=sampling_weights("sequence_truncate", high=high))),
                   reward_loss(p))
         for high in (None, 1.2)
     )  # fmt: skip
@@ -353,7 +332,9 @@ def test_bounds_trade_noise_for_bias():
 def test_every_correction_is_exact_on_policy():
     p = problem()
     for name in OFF_POLICY_CORRECTIONS:
-        is_equal(expected(p, Recipe(reinforce, weights=sampling_weights(name, low=0.5, high=2.0))), reward_loss(p))
+        is_equal(
+            expected(p, Recipe(reinforce_loss, weights=sampling_weights(name, low=0.5, high=2.0))), reward_loss(p)
+        )
 
 
 # KL.
@@ -387,7 +368,7 @@ def kl_sequence(cap):
             samples.trainable,
             samples.row_index,
             samples.num_rows,
-            kl_weight_cap=cap,
+            SequenceKLParams(weight_cap=cap),
         )
 
     return value
@@ -403,7 +384,7 @@ def as_loss(value):
 
 def in_reward(value):
     total = row_total(value)
-    return Recipe(reinforce, lambda samples: -total(samples))
+    return Recipe(reinforce_loss, lambda samples: -total(samples))
 
 
 # What the gradient of a KL estimate as a loss is that of, on-policy.
@@ -475,7 +456,7 @@ def test_rewards_minus_k1_train_the_reward_minus_the_kl(estimator):
     def penalty(samples):
         return 0.3 * kl_value("k1")(samples)
 
-    recipe = Recipe(reinforce, advantages(estimator, penalty=penalty))
+    recipe = Recipe(reinforce_loss, advantages(estimator, penalty=penalty))
     is_equal(expected(p, recipe), reward_loss(p) + 0.3 * exact_gradient(p, "kl"))
 
 
@@ -547,7 +528,7 @@ def test_scores_of_the_chunked_head_have_the_gradients_of_their_tokens(step):
 def test_minus_the_log_prob_as_a_reward_has_the_gradient_of_the_entropy_of_completions():
     p = problem()
     total = row_total(lambda samples: -samples.logprobs)
-    is_equal(expected(p, Recipe(reinforce, total)), -exact_gradient(p, "entropy"))
+    is_equal(expected(p, Recipe(reinforce_loss, total)), -exact_gradient(p, "entropy"))
 
 
 # Everything with everything.

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.rollout.curriculum import CurriculumWeighting, SuccessCurriculum, draw_rows
+from prefrl.rollout.curriculum import CurriculumParams, CurriculumWeighting, SuccessCurriculum, draw_rows
 from prefrl.rollout.selection import random_generator
 
 NAN = math.nan
@@ -20,12 +20,13 @@ def curriculum(
     num_rows: int = 6,
     *,
     reward_bounds: tuple[float, float] = (0.0, 1.0),
-    target_band: tuple[float, float] = (0.2, 0.8),
+    band: tuple[float, float] = (0.2, 0.8),
     weighting: CurriculumWeighting = "variance",
     floor: float = 0.0,
     momentum: float = 0.5,
 ) -> SuccessCurriculum:
-    return SuccessCurriculum(num_rows, reward_bounds, target_band, weighting, floor, momentum)
+    params = CurriculumParams(band=[*band], reward_bounds=[*reward_bounds], floor=floor, momentum=momentum)
+    return SuccessCurriculum(num_rows, weighting, params)
 
 
 def known(rates: list[float], **options: object) -> SuccessCurriculum:
@@ -66,7 +67,7 @@ def test_the_order_of_ranks_makes_no_difference() -> None:
 def test_weights_by_hand() -> None:
     rates = [0.0, 0.1, 0.5, 1.0, NAN]
     assert known(rates, floor=0.01).weights.tolist() == pytest.approx([0.01, 0.1, 0.26, 0.01, 0.26])
-    banded = known(rates, weighting="band", target_band=(0.1, 0.5), floor=0.01)
+    banded = known(rates, weighting="band", band=(0.1, 0.5), floor=0.01)
     assert banded.weights.tolist() == pytest.approx([0.01, 1.01, 1.01, 0.01, 1.01])
 
 
@@ -149,9 +150,9 @@ def test_a_state_of_another_dataset_is_refused() -> None:
     ("options", "message"),
     [
         ({"reward_bounds": (1.0, 1.0)}, "reward_bounds"),
-        ({"target_band": (0.6, 0.4)}, "target_band"),
-        ({"target_band": (-0.1, 0.4)}, "target_band"),
-        ({"target_band": (0.1, 1.4)}, "target_band"),
+        ({"band": (0.6, 0.4)}, "band=.*the smaller one first"),
+        ({"band": (-0.1, 0.4)}, "band=.*must be within 0"),
+        ({"band": (0.1, 1.4)}, "band=.*must be within 0"),
     ],
 )
 def test_bounds_that_are_not_in_order_are_refused(options: dict[str, tuple[float, float]], message: str) -> None:

@@ -44,7 +44,7 @@ def test_the_total_or_a_named_reward_decides() -> None:
 
 
 def test_an_unknown_reward_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"filter_reward_metric='acc': .* \['form', 'right'\], or None"):
+    with pytest.raises(ConfigError, match=r"reward_metric='acc': .* \['form', 'right'\], or None"):
         signal_values([rollout(0, 1.0, right=1.0, form=0.0)], metric="acc")
 
 

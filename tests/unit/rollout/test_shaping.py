@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from prefrl.rewards import get_soft_overlong_punishment
-from prefrl.rollout.reward_shaping import RunningMoments, clipped, minus_missing_eos, shaped, stop_properly
+from prefrl.rollout.reward_shaping import (
+    RunningMoments,
+    ShapingParams,
+    clipped,
+    minus_missing_eos,
+    shaped,
+    stop_properly,
+)
 from prefrl.types import FinishReason
 
 NAN = math.nan
@@ -47,11 +54,9 @@ def test_steps_come_in_the_documented_order(dtype: torch.dtype) -> None:
     result = shaped(
         totals,
         ["stop", "length", "stop", "stop"],
-        stop_properly_penalty_coef=0.5,
-        missing_eos_penalty=1.0,
+        ShapingParams(stop_properly_penalty_coef=0.5, missing_eos_penalty=1.0, normalize=True, clip_range=[-0.5, 0.5]),
         moments=moments,
         subtract_mean=True,
-        reward_clip_range=(-0.5, 0.5),
     )
     # 2, 4 * 0.5 - 1 = 1, 9: mean 4, std sqrt(19); over it -0.459, -0.688, 1.147; then the bounds.
     assert (moments.count, moments.mean) == (3, 4.0)
@@ -63,15 +68,7 @@ def test_steps_come_in_the_documented_order(dtype: torch.dtype) -> None:
 
 
 def test_without_an_option_totals_stay_as_they_are() -> None:
-    result = shaped(
-        TOTALS,
-        REASONS,
-        stop_properly_penalty_coef=None,
-        missing_eos_penalty=None,
-        moments=None,
-        subtract_mean=False,
-        reward_clip_range=None,
-    )
+    result = shaped(TOTALS, REASONS, ShapingParams(), moments=None, subtract_mean=False)
     assert same(result, TOTALS.tolist())
 
 

@@ -42,7 +42,7 @@ GRPO_RULES = [
     pytest.param({"truncation_mode": "left"}, "truncation_mode='left': must be one of 'keep_start'", id="truncation"),
     pytest.param({"train_sampling_strategy": "sequential"}, "Set shuffle_dataset=False", id="order of prompts"),
     pytest.param(
-        {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
+        {"advantage_kwargs": {"multi_objective_aggregation": "normalize_then_sum"}, "scale_rewards": "none"},
         "scale_rewards='none' has no effect with multi_objective_aggregation",
         id="scale of gdpo",
     ),

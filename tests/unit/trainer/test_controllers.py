@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.online.controllers import AdaptiveEntropy, AdaptiveKL
+from prefrl.trainer.online.controllers import AdaptiveEntropy, AdaptiveKL, EntropyParams
 
 VERL = json.loads((Path(__file__).parents[2] / "golden" / "verl_kl_0_9_1.json").read_text(encoding="utf-8"))
 
@@ -55,7 +55,10 @@ def test_more_completions_at_once_than_the_horizon_bears_are_refused():
 
 
 def test_nan_is_refused_and_changes_nothing():
-    kl, entropy = AdaptiveKL(0.1, 6.0, 1000), AdaptiveEntropy(0.1, 0.0, 1.0, 0.01, 0.5)
+    kl, entropy = (
+        AdaptiveKL(0.1, 6.0, 1000),
+        AdaptiveEntropy(0.1, EntropyParams(min=0.0, max=1.0, delta=0.01, target=0.5)),
+    )
     with pytest.raises(ValueError, match="kl=nan"):
         kl.update(math.nan, 8)
     with pytest.raises(ValueError, match="entropy=nan"):
@@ -65,7 +68,7 @@ def test_nan_is_refused_and_changes_nothing():
 
 
 def test_the_entropy_coefficient_rises_and_is_applied_at_and_below_the_target_alone():
-    controller = AdaptiveEntropy(0.02, 0.0, 0.05, 0.01, 0.5)
+    controller = AdaptiveEntropy(0.02, EntropyParams(min=0.0, max=0.05, delta=0.01, target=0.5))
     assert (controller.coef, controller.value) == (0.02, 0.0)  # no entropy is known yet
     seen = []
     for entropy in (0.4, 0.5, 0.6, 0.7, 0.1):
@@ -81,7 +84,7 @@ def test_the_entropy_coefficient_rises_and_is_applied_at_and_below_the_target_al
 
 
 def test_the_entropy_coefficient_stays_within_its_bounds():
-    controller = AdaptiveEntropy(0.02, 0.015, 0.035, 0.01, 0.5)
+    controller = AdaptiveEntropy(0.02, EntropyParams(min=0.015, max=0.035, delta=0.01, target=0.5))
     coefs = []
     for entropy in (0.1, 0.1, 0.1, 0.9, 0.9, 0.9):
         controller.update(entropy)
@@ -94,25 +97,28 @@ def test_the_entropy_coefficient_stays_within_its_bounds():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"coef": -0.1, "minimum": -0.2}, "need 0 <= minimum <= coef <= maximum"),
-        ({"coef": 0.005}, "coef=0.005, minimum=0.01, maximum=1.0 .*: need 0 <= minimum"),
-        ({"maximum": 0.05}, "need 0 <= minimum <= coef <= maximum"),
-        ({"maximum": math.inf}, "need 0 <= minimum <= coef <= maximum"),
-        ({"delta": 0.0}, "delta=0.0 of an adaptive entropy bonus: needs to be positive"),
+        ({"coef": -0.1, "min": -0.2}, "min=-0.2: must be a number >= 0"),
+        ({"coef": 0.005}, r"coef=0.005 of an adaptive entropy bonus: must be in 0.01 \.\. 1.0"),
+        ({"max": 0.05}, r"coef=0.1 .* must be in 0.01 \.\. 0.05"),
+        ({"max": math.inf}, "max=inf: must be a number > 0 and < inf"),
+        ({"delta": 0.0}, "delta=0.0: must be a number > 0"),
     ],
 )
 def test_bounds_of_the_entropy_coefficient_that_cannot_be_are_refused(changes, message):
-    arguments = {"coef": 0.1, "minimum": 0.01, "maximum": 1.0, "delta": 0.01, "target": 0.5} | changes
+    values = {"coef": 0.1, "min": 0.01, "max": 1.0, "delta": 0.01, "target": 0.5} | changes
     with pytest.raises(ConfigError, match=message):
-        AdaptiveEntropy(**arguments)
+        AdaptiveEntropy(values.pop("coef"), EntropyParams(**values))
 
 
 def test_states_survive_json_bit_by_bit():
-    kl, entropy = AdaptiveKL(0.1, 6.0, 1000), AdaptiveEntropy(0.1, 0.0, 1.0, 0.001, 0.5)
+    kl, entropy = (
+        AdaptiveKL(0.1, 6.0, 1000),
+        AdaptiveEntropy(0.1, EntropyParams(min=0.0, max=1.0, delta=0.001, target=0.5)),
+    )
     for i in range(20):
         kl.update(6.0 + math.sin(i), 7)
         entropy.update(0.4 + 0.1 * math.sin(i))
-    others = AdaptiveKL(0.5, 6.0, 1000), AdaptiveEntropy(0.5, 0.0, 1.0, 0.001, 0.5)
+    others = AdaptiveKL(0.5, 6.0, 1000), AdaptiveEntropy(0.5, EntropyParams(min=0.0, max=1.0, delta=0.001, target=0.5))
     for controller, other in zip((kl, entropy), others, strict=True):
         state = controller.state_dict()
         assert all(type(number) is float for number in state.values())
@@ -122,7 +128,7 @@ def test_states_survive_json_bit_by_bit():
 
 
 def test_a_state_before_the_first_update_survives_json():
-    used, fresh = (AdaptiveEntropy(0.1, 0.0, 1.0, 0.01, 0.5) for _ in range(2))
+    used, fresh = (AdaptiveEntropy(0.1, EntropyParams(min=0.0, max=1.0, delta=0.01, target=0.5)) for _ in range(2))
     used.update(0.2)
     used.load_state_dict(json.loads(json.dumps(fresh.state_dict(), allow_nan=False)))
     assert (used.coef, used.value) == (0.1, 0.0)

@@ -11,8 +11,8 @@ import yaml
 from transformers import HfArgumentParser
 
 from prefrl import ConfigError, GRPOConfig, SFTConfig
+from prefrl.options.types import _typed_options
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.trainer.base.option_types import _numeric_options
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def test_numbers_of_numpy_and_integers_for_floats_are_numbers() -> None:
 def test_defaults_are_of_their_types_and_every_kind_of_number_is_checked(row: Algorithm) -> None:
     cls = row.load_config()
     config(cls)
-    checked = {*_numeric_options(cls)}
+    checked = {*_typed_options(cls)}
     assert {
         "learning_rate",
         "max_steps",

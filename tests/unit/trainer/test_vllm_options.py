@@ -41,13 +41,16 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
         ),
         ({**UNCUT, "weight_sync": "nccl"}, "weight_sync='nccl' needs a GPU"),
         ({**UNCUT, "weight_sync": "udp"}, "weight_sync='udp': must be one of 'nccl', 'gloo', 'shm', 'adapter'"),
-        ({**UNCUT, "weight_sync": "gloo", "weight_sync_folder": "/x"}, "weight_sync_folder='/x' has no effect"),
+        (
+            {**UNCUT, "weight_sync": "gloo", "vllm_kwargs": {"sync_folder": "/x"}},
+            "vllm_kwargs: sync_folder='/x' has no",
+        ),
         ({**UNCUT, "weight_sync": "shm", "vllm_server_host": "node5"}, "servers on other hosts"),
         (
-            {**UNCUT, "vllm_guided_decoding_regex": "a", "vllm_guided_decoding_grammar": "b"},
-            "vllm_guided_decoding_regex and vllm_guided_decoding_grammar are set",
+            {**UNCUT, "vllm_guided_decoding_regex": "a", "vllm_kwargs": {"guided_grammar": "b"}},
+            "vllm_guided_decoding_regex and guided_grammar are set",
         ),
-        ({**UNCUT, "vllm_guided_decoding_json": "[1]"}, "vllm_guided_decoding_json='[1]': must be a JSON object"),
+        ({**UNCUT, "vllm_kwargs": "[1]"}, "vllm_kwargs='[1]': must be a JSON object"),
         ({**UNCUT, "max_staleness": 2}, "max_staleness=2 has no effect because generation_mode='sync'"),
         (
             {**UNCUT, "generation_mode": "async", "max_staleness": 1, "num_iterations": 2},
@@ -56,7 +59,11 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
         ({**UNCUT, "generation_mode": "overlap", "num_iterations": 2}, "with 2 optimizer steps for each generation"),
         ({**UNCUT, "generation_mode": "overlap", "scale_rewards": "batch"}, "with scale_rewards='batch'"),
         (
-            {**UNCUT, "generation_mode": "overlap", "multi_objective_aggregation": "normalize_then_sum"},
+            {
+                **UNCUT,
+                "generation_mode": "overlap",
+                "advantage_kwargs": {"multi_objective_aggregation": "normalize_then_sum"},
+            },
             "with multi_objective_aggregation='normalize_then_sum'",
         ),
         (
@@ -81,10 +88,10 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
             "vllm_importance_sampling_mode='token_mask' has no effect because sampling is not corrected",
         ),
         (
-            {**UNCUT, "vllm_importance_sampling_clip_min": 2.0},
-            "vllm_importance_sampling_clip_min=2.0: must be a number > 0 and <= 1",
+            {**UNCUT, "vllm_importance_sampling_kwargs": {"clip_min": 2.0}},
+            "vllm_importance_sampling_kwargs: clip_min=2.0: must be a number > 0 and <= 1",
         ),
-        ({**UNCUT, "vllm_importance_sampling_clip_max": None}, "nothing would be masked"),
+        ({**UNCUT, "vllm_importance_sampling_kwargs": {"clip_max": None}}, "nothing would be masked"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -99,6 +106,7 @@ def test_sampling_is_corrected_where_both_sides_score_the_same_distribution(tmp_
     assert not config(tmp_path, **UNCUT, top_p=0.9).corrects_sampling
     assert not config(tmp_path, **UNCUT, repetition_penalty=1.1).corrects_sampling
     assert not config(tmp_path, **UNCUT, vllm_guided_decoding_regex="a+").corrects_sampling
+    assert not config(tmp_path, **UNCUT, vllm_kwargs={"guided_json": {"type": "object"}}).corrects_sampling
     assert not config(tmp_path, **UNCUT, vllm_importance_sampling_correction=False).corrects_sampling
     assert not config(tmp_path).corrects_sampling  # no server
 

@@ -27,22 +27,24 @@ _TYPES: dict[type, tuple[str, Callable[[Any], bool]]] = {
     float: ("a number", _is_number),
     int: ("an integer", _is_integer),
     bool: ("True or False", lambda value: not isinstance(value, str)),
+    str: ("a text", lambda value: isinstance(value, str)),
 }
 
 
-def check_types(config: Any) -> None:
+def check_types(config: Any, *, texts: bool = False) -> None:
     """Check the type of every option that is a number, a boolean or a list of these, HuggingFace's included.
 
     Args:
         config: A dataclass instance, whose values may still be of any type.
+        texts: Whether to check texts, too. Options of HuggingFace that are texts may be paths and enums.
 
     Raises:
         ConfigError: An option has another type, such as a string: YAML reads 1e-5 as a string.
     """
     config_class: Any = type(config)
-    for name, (kind, is_optional, is_list) in _numeric_options(config_class).items():
+    for name, (kind, is_optional, is_list) in _typed_options(config_class).items():
         value = getattr(config, name)
-        if value is None and is_optional:
+        if (value is None and is_optional) or (kind is str and not texts):
             continue
         allowed, is_right = _TYPES[kind]
         if is_list:
@@ -53,7 +55,7 @@ def check_types(config: Any) -> None:
 
 
 @cache
-def _numeric_options(config_class: type) -> dict[str, tuple[type, bool, bool]]:
+def _typed_options(config_class: type) -> dict[str, tuple[type, bool, bool]]:
     """For each option of a type in `_TYPES`: the type, whether None is allowed, and whether it is a list of them."""
     hints = typing.get_type_hints(config_class, include_extras=True)
     options = {}
@@ -78,7 +80,7 @@ def _parts(hint: Any) -> list[Any]:
 
 
 def _remedy(value: Any, kind: type) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or kind is str:
         return ""
     if kind is bool:
         is_switch = value.lower() in ("true", "false")

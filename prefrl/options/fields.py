@@ -1,4 +1,4 @@
-"""Declares and checks options; the option groups of all configs use this module."""
+"""Declares and checks options: the fields of configs, and of the hyperparameters that they map to."""
 
 from __future__ import annotations
 
@@ -8,15 +8,25 @@ import json
 import math
 import operator
 import typing
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 
-__all__ = ["check_fields", "check_no_effect", "default_output_dir", "opt", "parse_json"]
+__all__ = [
+    "check_fields",
+    "check_no_effect",
+    "check_range",
+    "check_unset",
+    "default_of",
+    "json_mapping",
+    "mapping_of",
+    "opt",
+    "parse_json",
+]
 
 
 # Kind of bound -> its sign, the attribute that holds the limit, and the comparison.
@@ -35,10 +45,9 @@ def opt(default: Any, description: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": description})
 
 
-def default_output_dir(model: object, suffix: str) -> str:
-    """The output folder of a run without `args`: `<model name>-<suffix>`."""
-    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
-    return f"{Path(name).name or type(model).__name__}-{suffix}"
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The value of a field that is not given."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def check_fields(config: Any) -> None:
@@ -47,12 +56,14 @@ def check_fields(config: Any) -> None:
     Raises:
         ConfigError: A number is out of bounds, or a value is not an allowed one.
     """
-    for name, hint in _own_hints(type(config)).items():
+    config_class: Any = type(config)
+    for name, hint in _own_hints(config_class).items():
         value = getattr(config, name)
         for part in _alternatives(hint):
             _check_bounds(name, value, part)
         allowed = [v for part in _alternatives(hint) for v in _literals(part)]
-        if allowed and value is not None and value not in allowed:
+        is_unset = value is None and type(None) in typing.get_args(hint)
+        if allowed and not is_unset and value not in allowed:
             raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
 
 
@@ -64,15 +75,36 @@ def parse_json(config: Any, *names: str) -> None:
     """
     for name in names:
         value = getattr(config, name)
-        if not isinstance(value, str):
-            continue
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f'{name}={value!r}: must be a JSON object such as {{"key": 1}}: {error}') from error
-        if not isinstance(parsed, dict):
-            raise ConfigError(f'{name}={value!r}: must be a JSON object such as {{"key": 1}}')
-        setattr(config, name, parsed)
+        if isinstance(value, str):
+            setattr(config, name, json_mapping(value, name))
+
+
+def mapping_of(config: Any, name: str) -> dict[str, Any]:
+    """The mapping that an option holds, parsed if it is JSON text; empty for None.
+
+    Raises:
+        ConfigError: It is no mapping.
+    """
+    parse_json(config, name)
+    given = getattr(config, name)
+    if not isinstance(given, dict | None):
+        raise ConfigError(f'{name}={given!r}: must be a mapping such as {{"key": 1}}, or None')
+    return given or {}
+
+
+def json_mapping(text: str, name: str) -> dict[str, Any]:
+    """The mapping that a JSON text stands for.
+
+    Raises:
+        ConfigError: The text is not a JSON object.
+    """
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'{name}={text!r}: must be a JSON object such as {{"key": 1}}: {error}') from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f'{name}={text!r}: must be a JSON object such as {{"key": 1}}')
+    return parsed
 
 
 def check_no_effect(*, name: str, value: object, unset: object, because: str, remedy: str) -> None:
@@ -85,6 +117,29 @@ def check_no_effect(*, name: str, value: object, unset: object, because: str, re
         raise ConfigError(f"{name}={value!r} has no effect because {because}. {remedy}")
 
 
+def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
+    """Reject options that are set, not at their defaults, but have no effect.
+
+    Raises:
+        ConfigError: One of them is set.
+    """
+    defaults = {field.name: field for field in dataclasses.fields(config)}
+    for name in names:
+        unset = default_of(defaults[name])
+        check_no_effect(name=name, value=getattr(config, name), unset=unset, because=because, remedy=remedy)
+
+
+def check_range(bounds: Sequence[float] | None, name: str) -> None:
+    """Reject bounds that are not two numbers in ascending order.
+
+    Raises:
+        ConfigError: Names the field.
+    """
+    if bounds is not None and (len(bounds) != 2 or not bounds[0] < bounds[1]):
+        raise ConfigError(f"{name}={bounds}: must be two numbers, the smaller one first, such as [-5, 5]")
+
+
+@cache
 def _own_hints(config_class: type) -> dict[str, Any]:
     hints: dict[str, Any] = {}
     for cls in reversed(config_class.__mro__):

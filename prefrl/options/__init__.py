@@ -1,0 +1,1 @@
+"""Options and hyperparameters: their declaration, their checks, and suggestions for unknown names."""
