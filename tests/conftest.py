@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import tempfile
 from collections.abc import Generator
@@ -23,6 +24,9 @@ with contextlib.suppress(ImportError):  # `make gpu` runs where it may be missin
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
 
+# Files whose tests share what was trained.
+_SHARING = ("tests/distributed/", "tests/contract/test_learning.py", "tests/contract/test_same_update.py")
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
@@ -30,11 +34,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid-skips", action="store_true", help="a skipped test is a failed test")
 
 
+def pytest_collection_finish() -> None:
+    """Leave the modules that are loaded out of garbage collection.
+
+    HuggingFace's Trainer collects garbage in each training, which took four fifths of the time of a small one.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)  # xdist may be missing
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One worker runs all tests with vLLM servers, so that they share one; they are the first that are given out.
 
-    One also runs all tests of a file in tests/distributed, which share what several processes trained.
+    One also runs all tests of a file that share what was trained, in tests/distributed by several processes.
     `--dist loadgroup` would say the same with less, but pytest-xdist 3.8 groups nothing under pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
@@ -43,7 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/vllm/"):
                 return "vllm"
-            return nodeid.partition("::")[0] if nodeid.startswith("tests/distributed/") else nodeid
+            return nodeid.partition("::")[0] if nodeid.startswith(_SHARING) else nodeid
 
     return OneWorkerForWhatIsShared(config, log)
 

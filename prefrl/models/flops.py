@@ -31,6 +31,7 @@ from prefrl.distributed import is_sharded, shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import inner_model, is_classifier, output_head
+from prefrl.types import IdleBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +85,7 @@ def floor_flops(
     Returns:
         FLOPs.
     """
-    batches = [batch for batch in batches if not batch.is_idle]
+    batches = [batch for batch in batches if not isinstance(batch, IdleBatch)]
 
     def total(products: Products) -> float:
         return products.forward + trains * (products.backward + recomputed_share * products.recomputed)

@@ -13,6 +13,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.critic import Critic
 from prefrl.trainer.base.trainer import Optimizers
+from prefrl.trainer.online.policy_batch import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.ppo_critic import (
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["PPOTrainer"]
 
 
-class PPOTrainer(OnlineTrainer):
+class PPOTrainer(OnlineTrainer[CriticBatch]):
     """Minimizes the clipped surrogate with advantages from a critic, plus vf_coef * value loss of the critic.
 
     A_t = sum over s >= t of (gamma lam)^(s - t) (r_s + gamma V_(s+1) - V_s), normalized over the tokens of the batch;
@@ -102,10 +103,12 @@ class PPOTrainer(OnlineTrainer):
         scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=())
         return scores.logprobs.sum() + values.sum()
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def loss(self, model: nn.Module, batch: CriticBatch) -> LossOutput:
         """The policy's loss, multiplied by 0 in the steps of `critic_warmup`, plus the critic's loss."""
-        scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=self.objective.want)
-        output = self.objective(batch, scores, self.old_logprobs(batch, scores))
+        scores, values = self.scorer.scores_and_values(
+            model, batch, self.critic, want=self.objective.want, ref_hidden=batch.ref_hidden
+        )
+        output = self.policy_loss(batch, scores)
         value = critic_loss(self.args, batch, values)
         weight = 0.0 if self._is_warmup else 1.0
         return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)

@@ -14,7 +14,7 @@ from prefrl import distributed
 from prefrl.errors import RewardError
 from prefrl.rollout.collect import Collected
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.types import Completion, Rollout
+from prefrl.types import Completion, Rollout, Turn
 from tests.contract.cases import (
     ArrivingGenerator,
     Job,
@@ -97,7 +97,7 @@ def test_columns_that_one_process_alone_logged_are_empty_for_the_others(
 ) -> None:
     def collected(group: int, **columns: list[str]) -> Collected:
         completion = Completion([5], "stop", [-1.0], [True], [0])
-        return Collected([Rollout([7], completion, {}, group, prompt="p", text="t")], logged_columns=columns)
+        return Collected([Rollout([Turn([7], completion)], {}, group, prompt="p", text="t")], logged_columns=columns)
 
     trainer = online(tmp_path, log_completions=True)
     parts = [collected(0, first=["a"]), collected(1, second=["b"])]

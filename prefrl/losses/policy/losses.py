@@ -287,10 +287,10 @@ def vespo(
 
 
 def clip_cov(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float, delta: float | None) -> TokenLoss:
-    """`clipped_surrogate`, with loss 0 for those selected tokens that it does not clip.
+    """`clipped_surrogate`, with loss 0 for those of `cov_tokens` that it does not clip.
 
     Args:
-        tokens: The tokens, with `selected`: see `policy_covariance.select_clip_cov`.
+        tokens: The tokens, with `cov_tokens`: see `covariance.select_clip_cov`.
         epsilon: As in `clipped_surrogate`.
         epsilon_high: As in `clipped_surrogate`.
         delta: As in `clipped_surrogate`.
@@ -304,7 +304,7 @@ def clip_cov(tokens: PolicyTokens, *, epsilon: float, epsilon_high: float, delta
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (Clip-Cov)
     """
     surrogate = clipped_surrogate(tokens, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
-    is_dropped = _selected(tokens) & (surrogate.stats["clip_ratio/region"] == 0)
+    is_dropped = _cov_tokens(tokens) & (surrogate.stats["clip_ratio/region"] == 0)
     loss = surrogate.loss.masked_fill(is_dropped, 0.0)
     return TokenLoss(loss, surrogate.stats | {"clip_cov/selected": is_dropped.float()})
 
@@ -313,7 +313,7 @@ def kl_cov(tokens: PolicyTokens, *, kl_cov_coef: float) -> TokenLoss:
     """The unclipped surrogate -r A, plus a penalty on selected tokens: -r A + kl_cov_coef |log r|.
 
     Args:
-        tokens: The tokens, with `selected`: see `policy_covariance.select_kl_cov`.
+        tokens: The tokens, with `cov_tokens`: see `covariance.select_kl_cov`.
         kl_cov_coef: Not negative; `ppo_kl_coef` in verl.
 
     Returns:
@@ -326,7 +326,7 @@ def kl_cov(tokens: PolicyTokens, *, kl_cov_coef: float) -> TokenLoss:
     """
     if kl_cov_coef < 0:
         raise ValueError(f"kl_cov_coef={kl_cov_coef}: needs to be >= 0")
-    log_ratio, is_selected = tokens.log_ratio, _selected(tokens)
+    log_ratio, is_selected = tokens.log_ratio, _cov_tokens(tokens)
     surrogate = -log_ratio.clamp(max=MAX_LOG_RATIO).exp() * tokens.advantages
     penalty = (kl_cov_coef * log_ratio.abs()).where(is_selected, 0.0)
     return TokenLoss(surrogate + penalty, {"kl_cov/selected": is_selected.float()})
@@ -358,10 +358,10 @@ def _weighted_nll(tokens: PolicyTokens, weights: Tensor) -> Tensor:
     return -(weights * tokens.advantages) * tokens.trainable_logprobs
 
 
-def _selected(tokens: PolicyTokens) -> Tensor:
-    if tokens.selected is None:
-        raise ValueError("selected=None: clip_cov and kl_cov need the selection of the generation batch")
-    return tokens.selected
+def _cov_tokens(tokens: PolicyTokens) -> Tensor:
+    if tokens.cov_tokens is None:
+        raise ValueError("cov_tokens=None: clip_cov and kl_cov need the selection of the generation batch")
+    return tokens.cov_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast
 
 import torch
 from transformers import Trainer
@@ -33,7 +33,7 @@ from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.sync_reference import SyncReference
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import IdleBatch, LossOutput, TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
     from transformers.trainer_utils import TrainOutput
 
-    from prefrl.losses.logprobs import TokenScores
+    from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
     from prefrl.trainer.base.config import BaseConfig
@@ -54,10 +54,14 @@ __all__ = ["BaseTrainer"]
 Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
 
 
-class BaseTrainer(Trainer):
+# The stage of the batches that a trainer's loss reads.
+Ready = TypeVar("Ready", bound=TokenBatch)
+
+
+class BaseTrainer(Trainer, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
-    A leaf implements `loss`, which returns a sum, and `num_items`, which counts what the sum is over. This class
+    A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
     divides by the count of the whole optimizer step over all ranks, so micro-batch size, gradient accumulation, world
     size and layout change the update by rounding only.
 
@@ -155,12 +159,8 @@ class BaseTrainer(Trainer):
     # What a subclass implements.
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
         """The SUM of the loss over a micro-batch, and metrics. Runs the model through `self.score`."""
-
-    @abstractmethod
-    def num_items(self, batch: TokenBatch) -> Tensor:
-        """Scalar: what `loss` sums over, so that sum / (items of the whole step) is the loss."""
 
     @abstractmethod
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
@@ -171,7 +171,7 @@ class BaseTrainer(Trainer):
         """Turn dataset rows into one item of the data loader; `rows` may be empty."""
 
     @abstractmethod
-    def micro_batches_of_step(self, items: list[Any]) -> tuple[list[TokenBatch], float]:
+    def micro_batches_of_step(self, items: list[Any]) -> tuple[list[Ready], float]:
         """The micro-batches of one optimizer step on this rank and their item count, made from the loader's items."""
 
     def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
@@ -230,16 +230,16 @@ class BaseTrainer(Trainer):
         # ZeRO and FSDP gather weights in every forward pass, so all ranks must run the same number of passes.
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
-        micro_batches += [self.idle_batch()] * (int(num_forwards) - len(micro_batches))
-        return [*(SyncStep() for _ in items[1:]), SyncStep(micro_batches)], total_count
+        idle = [self.idle_batch()] * (int(num_forwards) - len(micro_batches))
+        return [*(SyncStep() for _ in items[1:]), SyncStep([*micro_batches, *idle])], total_count
 
     def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """Tokens that a step adds to `num_tokens`: the tokens of all rows, each including its prompt."""
         return sum(b.num_tokens + sum(b.prompt_lengths[i] for i in b.prompt_index) for b in batches)
 
-    def idle_batch(self) -> TokenBatch:
+    def idle_batch(self) -> IdleBatch:
         """One token without a loss; its forward and backward pass gives every parameter a zero gradient."""
-        return TokenBatch.idle(self.processing_class.pad_token_id)
+        return IdleBatch.of_token(self.processing_class.pad_token_id)
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
@@ -267,7 +267,7 @@ class BaseTrainer(Trainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: TokenBatch,
+        inputs: Ready | IdleBatch,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | float | None = None,
     ) -> Any:
@@ -279,7 +279,7 @@ class BaseTrainer(Trainer):
         if return_outputs or num_items_in_batch is None:
             raise ValueError("compute_loss needs num_items_in_batch and returns the loss alone")
         with self.account.phase("forward"):
-            if inputs.is_idle:
+            if isinstance(inputs, IdleBatch):
                 return self.forward_sum(model, inputs) * 0.0
             with self.saved_activations():
                 output = self.loss(model, inputs)
@@ -298,7 +298,7 @@ class BaseTrainer(Trainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs.to(self.args.device) if isinstance(inputs, TokenBatch) else super()._prepare_inputs(inputs)
 
-    def cut(self, batch: TokenBatch, rows_per_micro_batch: int) -> list[TokenBatch]:
+    def cut(self, batch: Ready, rows_per_micro_batch: int) -> list[Ready]:
         """Cut a batch into micro-batches, by tokens if `max_tokens_per_micro_batch` is set, otherwise by rows."""
         if self.args.max_tokens_per_micro_batch is not None:
             return batch.split(self.args.max_tokens_per_micro_batch)

@@ -23,19 +23,19 @@ from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
-from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, to_token_batch
+from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, sampled_batch
 from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.options import default_output_dir
 from prefrl.trainer.base.steps import Step, SyncStep
-from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
+from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.generators import make_generator, server_metrics
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
 from prefrl.trainer.online.prompts import Prompts
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import LossOutput, ReadyBatch, TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
 
     from prefrl.generation.base import Generator
-    from prefrl.losses.logprobs import TokenScores
+    from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.rollout.collect import Request
     from prefrl.trainer.online.learner import Learned, Learner
@@ -57,7 +57,7 @@ __all__ = ["OnlineTrainer"]
 _STATE_FILE = "learning_state.json"
 
 
-class OnlineTrainer(BaseTrainer):
+class OnlineTrainer(BaseTrainer[Ready]):
     """Samples completions of prompts, scores them, and makes one normalized update for each optimizer step.
 
     A leaf sets its config class and its learner, which computes advantages and the loss. `micro_batches_of_step` is
@@ -85,7 +85,7 @@ class OnlineTrainer(BaseTrainer):
 
     args: PolicyGradientConfig
     config_class: type[PolicyGradientConfig]
-    learner_class: Callable[[Any, RewardRunner], Learner] = PolicyGradient
+    learner_class: Callable[[Any, RewardRunner], Learner[Any, Any]] = PolicyGradient
     id_columns = ("prompt_ids",)  # other columns belong to the rewards
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
@@ -157,9 +157,9 @@ class OnlineTrainer(BaseTrainer):
 
     def _set_up_learning(self, args: PolicyGradientConfig) -> None:
         """From scored rollouts to minibatches and their loss."""
-        self.learner: Learner = self.learner_class(args, self.rewards)
+        self.learner: Learner[Any, Ready] = self.learner_class(args, self.rewards)
         self.objective = self.learner.objective
-        self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
+        self.buffer = RolloutBuffer(args.num_iterations, self.objective.stage)
         self._minibatches = MinibatchMaker(
             args,
             self.objective,
@@ -170,14 +170,20 @@ class OnlineTrainer(BaseTrainer):
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
-    def num_items(self, batch: TokenBatch) -> Tensor:
+    def num_items(self, batch: Ready) -> Tensor:
         """See the objective."""
         return self.objective.num_items(batch)
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
         """See the objective."""
-        scores = self.score(model, batch, want=self.objective.want)
-        return self.objective(batch, scores, self.old_logprobs(batch, scores))
+        ref_hidden = batch.ref_hidden if isinstance(batch, ReadyBatch) else None
+        return self.policy_loss(batch, self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden))
+
+    def policy_loss(self, batch: Ready, scores: TokenScores) -> LossOutput:
+        """See the objective; keeps the log-probs for the later visits of the batch."""
+        if self.args.num_iterations > 1:
+            self._fresh_logprobs.append(scores.logprobs.detach())
+        return self.objective(batch, scores)
 
     # Datasets.
 
@@ -248,7 +254,7 @@ class OnlineTrainer(BaseTrainer):
 
     # One step.
 
-    def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[TokenBatch], float]:
+    def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[Ready], float]:
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
         if self.buffer.is_spent:
             self._sync_generator()
@@ -263,13 +269,15 @@ class OnlineTrainer(BaseTrainer):
         merge(self.metrics["train"], minibatch.metrics)
         return list(minibatch.micro_batches), minibatch.num_items
 
-    def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned:
+    def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         rollouts, args = collected.rollouts, self.args
-        batch = to_token_batch(rollouts, mask_truncated=args.mask_truncated_completions)
-        batch = self.scorer.annotate(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
+        batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions)
+        scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
         step = self.state.global_step
-        learned = self.learner.advantages(batch, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks)
+        learned = self.learner.advantages(
+            batch, scores, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks
+        )
         for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
             rollout.advantage = advantage
         merge(self.metrics["train"], learned.metrics)
@@ -291,7 +299,7 @@ class OnlineTrainer(BaseTrainer):
         step = OverlapStep(arriving, lambda: self.policy, self.idle_batch(), self.accelerator)
         return [*(SyncStep() for _ in items[1:]), step], 1.0
 
-    def _arriving(self, request: Request) -> Iterator[Minibatch]:
+    def _arriving(self, request: Request) -> Iterator[Minibatch[Ready]]:
         """A minibatch for each group, in the order in which the groups arrive."""
         groups = self.collector.by_group(request)
         parts = []
@@ -347,22 +355,14 @@ class OnlineTrainer(BaseTrainer):
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
-        """See `BaseTrainer.training_step`. On the first visit of a minibatch, keeps its log-probs as the old ones."""
+        """See `BaseTrainer.training_step`; changes a minibatch that is visited again, see `Objective.visited`."""
         self._fresh_logprobs = []
         loss = super().training_step(model, inputs, num_items_in_batch)
         if inputs.micro_batches:
             self.objective.end_step(self.args.device)
-            if self.args.num_iterations > 1 and self._fresh_logprobs:
-                self.buffer.keep_old_logprobs(self._fresh_logprobs)
+            if self._fresh_logprobs:
+                self.buffer.change_visited(self.objective.visited, self._fresh_logprobs)
         return loss
-
-    def old_logprobs(self, batch: TokenBatch, scores: TokenScores) -> Tensor:
-        """[N] old log-probs; if the batch has none, the policy has not been updated yet: the fresh log-probs."""
-        if batch.old_logprobs is not None:
-            return batch.old_logprobs
-        fresh = scores.logprobs.detach()
-        self._fresh_logprobs.append(fresh)
-        return fresh
 
     # Evaluation: completions and rewards, no loss.
 
@@ -412,7 +412,7 @@ class OnlineTrainer(BaseTrainer):
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(
-            len(rollout.prompt_ids) + len(rollout.completion.token_ids) for rollout in collected.rollouts
+            len(rollout.prompt_ids) + len(rollout.sampled_ids) for rollout in collected.rollouts
         )
         metrics = self._metrics_of(collected)
         if self.args.use_vllm:
