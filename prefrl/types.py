@@ -161,6 +161,14 @@ class TokenBatch:
         """Where the tensors live."""
         return self.response_ids.device
 
+    def context(self, row: int) -> tuple[int, ...]:
+        """The prompts that a row's response follows, in order."""
+        return (self.prompt_index[row],)
+
+    def context_length(self, row: int) -> int:
+        """Number of tokens before a row's response."""
+        return sum(self.prompt_lengths[prompt] for prompt in self.context(row))
+
     @cached_property
     def row_index(self) -> Tensor:
         """[N] int64: the row of each response token."""
@@ -220,7 +228,7 @@ class TokenBatch:
         bad = [row for row in rows if not 0 <= row < self.num_rows]
         if bad:
             raise IndexError(f"rows {bad} are outside 0..{self.num_rows - 1}")
-        prompts = list(dict.fromkeys(self.prompt_index[row] for row in rows))
+        prompts = list(dict.fromkeys(prompt for row in rows for prompt in self.context(row)))
         position = {prompt: i for i, prompt in enumerate(prompts)}
         return self.replace(
             prompt_ids=_take_segments(self.prompt_ids, self.prompt_lengths, prompts),
@@ -273,7 +281,7 @@ class TokenBatch:
 
     def _cost(self, rows: Sequence[int]) -> int:
         """Number of forward tokens of some rows."""
-        prompts = {self.prompt_index[row] for row in rows}
+        prompts = {prompt for row in rows for prompt in self.context(row)}
         return sum(self.prompt_lengths[p] for p in prompts) + sum(self.response_lengths[row] for row in rows)
 
     def _pieces(self, rows: Sequence[int], token_budget: int) -> list[tuple[int, list[int]]]:

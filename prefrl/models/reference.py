@@ -23,7 +23,7 @@ from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import joined, score_pieces
-from prefrl.models.scoring import head_logits, inner_model, output_head
+from prefrl.models.scoring import head_logits, inner_model, needed_head
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -191,8 +191,7 @@ class _Base(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         inner = inner_model(self._model)
-        head = output_head(inner)
-        assert head is not None, "a model without a head does not score tokens"
+        head = needed_head(inner)
         with torch.no_grad(), eval_mode(head):
             return head_logits(inner, partial(self._head, head), hidden)
 
@@ -296,8 +295,7 @@ class _Swapped(_Base):
     @cached_property
     def _names_in_head(self) -> dict[str, str]:
         """The swapped weights that the head uses, shared ones included: name in the head -> name in the model."""
-        head = output_head(inner_model(self._model))
-        assert head is not None, "a model without a head does not score tokens"
+        head = needed_head(inner_model(self._model))
         names = {id(parameter): name for name, parameter in self._model.named_parameters() if name in self._weights}
         return {own: names[id(p)] for own, p in head.named_parameters() if id(p) in names}
 

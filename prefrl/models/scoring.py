@@ -27,6 +27,7 @@ from prefrl.losses.kl.full import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
 from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
+from prefrl.models.plans import FlatInputs, PaddedInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,7 @@ __all__ = [
     "inside",
     "is_classifier",
     "logit_transform",
+    "needed_head",
     "output_head",
     "packed",
     "pad_token_id",
@@ -157,6 +159,18 @@ def is_classifier(model: PreTrainedModel) -> bool:
 def output_head(model: PreTrainedModel) -> nn.Module | None:
     """The module that maps hidden states to logits: the language-model head or, in a sequence classifier, `score`."""
     head: nn.Module | None = model._modules.get("score") if is_classifier(model) else model.get_output_embeddings()
+    return head
+
+
+def needed_head(model: PreTrainedModel) -> nn.Module:
+    """`output_head` of a model that needs one.
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    head = output_head(model)
+    if head is None:
+        raise ConfigError(f"model is a {type(model).__name__}, whose scores do not come from a head of its own.")
     return head
 
 
@@ -289,7 +303,7 @@ def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *,
 
 def _with_own_padding(inputs: ModelInputs, token: int | None) -> ModelInputs:
     """Pad with the model's padding token, so that it finds the rows' ends. Models without one need no change."""
-    if token is None or inputs.attention_mask is None:
+    if token is None or not isinstance(inputs, PaddedInputs):
         return inputs
     return replace(inputs, input_ids=inputs.input_ids.masked_fill(inputs.attention_mask == 0, token))
 
@@ -303,16 +317,15 @@ def read_out(
     """
     width = inputs.input_ids.size(1)
     held, count = None, len(predictors)
-    if inputs.layout is not None and inputs.layout.num_parts > 1:
+    layout = inputs.layout if isinstance(inputs, FlatInputs) else None
+    if isinstance(inputs, FlatInputs) and inputs.layout.num_parts > 1:
         predictors = predictors - inputs.start
         held = ((predictors >= 0) & (predictors < width)).nonzero().squeeze(1)
         predictors = predictors[held]
-    request = ScoringRequest(predictors, held, width, inputs.layout, own_logits, readout)
-    extras = {"position_ids": inputs.position_ids, "attention_mask": inputs.attention_mask}
-    given = {name: tensor for name, tensor in extras.items() if tensor is not None}
+    request = ScoringRequest(predictors, held, width, layout, own_logits, readout)
     state: ScoringState | None = vars(inner_model(model)).get(_STATE)
     call = user_model(model).forward if state is not None and state.is_inside else model
-    output: dict[str, Any] = call(input_ids=inputs.input_ids, **given, prefrl_scoring=request)
+    output: dict[str, Any] = call(**inputs.keywords, prefrl_scoring=request)
     return output if held is None else {name: _of_all(found, held, count) for name, found in output.items()}
 
 

@@ -48,5 +48,5 @@ def _rows_of_groups(batch: TokenBatch) -> dict[int, list[int]]:
 
 def _cost(batch: TokenBatch, rows: list[int], hidden_size: int) -> float:
     """Forward cost of rows that share a prompt."""
-    prompt = float(batch.prompt_lengths[batch.prompt_index[rows[0]]])
+    prompt = float(batch.context_length(rows[0]))
     return forward_cost(prompt, [float(batch.response_lengths[row]) for row in rows], hidden_size=hidden_size)

@@ -57,6 +57,7 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     algorithm = "dpo"
     args: DPOConfig
     row_kind = PAIRS
+    _step_pairs: StepPairs  # all pairs of the current step, for losses that sort them
 
     def __init__(
         self,
@@ -71,7 +72,6 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         self.set_up_reference(ref_model)
         if "bco_pair" in self.args.loss_type:
             self.reward_mean = RunningMean(self.args.device)
-        self._step_pairs: StepPairs | None = None
         self._pairs_per_chosen_token = 0.0
 
     def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
@@ -131,7 +131,6 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         }
         function = partial(row.function, **{key: values[key] for key in row.hyperparameters})
         if row.is_batch_loss:
-            assert self._step_pairs is not None
             return self._step_pairs.loss(function, pairs, pair_groups(batch))
         losses = function(pairs)
         if name == "sft":  # a mean over tokens, although the step's sum is divided by the number of pairs

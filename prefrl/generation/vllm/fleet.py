@@ -93,11 +93,17 @@ class Fleet:
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """Have all servers generate with these weights; see `VLLMGenerator.sync`."""
         self._weights, self._step = weights, version
-        self._align(reconnect=False)
+        self._align(weights, reconnect=False)
 
     def recover(self) -> None:
-        """Wait for all servers, and give the weights to those that lost them."""
-        self._align(reconnect=True)
+        """Wait for all servers, and give the weights to those that lost them.
+
+        Raises:
+            GenerationError: There are no weights yet.
+        """
+        if self._weights is None:
+            raise GenerationError("the servers cannot be recovered before they have weights: call sync first")
+        self._align(self._weights, reconnect=True)
 
     def invalidate(self) -> None:
         """Have the next `sync` send the weights to all servers."""
@@ -107,15 +113,14 @@ class Fleet:
         for url in self._urls:
             self._weight_sync.forget(url)
 
-    def _align(self, *, reconnect: bool) -> None:
+    def _align(self, weights: WeightSource, *, reconnect: bool) -> None:
         """Have all servers, and their weights; what fails on one process is raised on all.
 
         All processes take each step together: those that read nothing take part in what process 0 reads.
         """
-        assert self._weights is not None
         raise_shared(_error_of(self._connect) if reconnect or not self.infos else None)
         errors: list[Exception | None] = []
-        self._weights.lead(lambda: errors.append(_error_of(self._send_weights)))
+        weights.lead(lambda: errors.append(_error_of(lambda: self._send(weights))))
         raise_shared(errors[0] if errors else None)
 
     def _connect(self) -> None:
@@ -130,9 +135,8 @@ class Fleet:
         finally:
             self.stats.wait_s += time.monotonic() - started
 
-    def _send_weights(self) -> None:
+    def _send(self, weights: WeightSource) -> None:
         """Give this version to the servers that lack it. A server that dies in it is waited for."""
-        assert self._weights is not None
         self.is_sending = True
         try:
             for attempt in range(_MAX_SENDS):
@@ -140,7 +144,7 @@ class Fleet:
                 if not lacking:
                     return
                 try:
-                    self._weight_sync.send(lacking, self._weights, version=self.version)
+                    self._weight_sync.send(lacking, weights, version=self.version)
                 except WeightSyncError:
                     if attempt + 1 == _MAX_SENDS or not self._has_died(lacking):
                         raise

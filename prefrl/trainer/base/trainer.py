@@ -235,7 +235,7 @@ class BaseTrainer(Trainer, Generic[Ready]):
 
     def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """Tokens that a step adds to `num_tokens`: the tokens of all rows, each including its prompt."""
-        return sum(b.num_tokens + sum(b.prompt_lengths[i] for i in b.prompt_index) for b in batches)
+        return sum(b.num_tokens + sum(b.context_length(row) for row in range(b.num_rows)) for b in batches)
 
     def idle_batch(self) -> IdleBatch:
         """One token without a loss; its forward and backward pass gives every parameter a zero gradient."""
