@@ -98,7 +98,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
     def _is_warmup(self) -> bool:
         return bool(self.state.global_step < self.args.critic_warmup)
 
-    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+    def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """See `BaseTrainer`; covers the parameters of the policy and of the critic, as on other ranks."""
         scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=())
         return scores.logprobs.sum() + values.sum()
@@ -108,7 +108,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         scores, values = self.scorer.scores_and_values(
             model, batch, self.critic, want=self.objective.want, ref_hidden=batch.ref_hidden
         )
-        output = self.policy_loss(batch, scores)
+        output = self._policy_loss(batch, scores)
         value = critic_loss(self.args, batch, values)
         weight = 0.0 if self._is_warmup else 1.0
         return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)
@@ -147,14 +147,14 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         if self.args.should_save:
             self.critic.save(Path(output_dir or self.args.output_dir) / "critic", critic)
 
-    def save_update_state(self, folder: Path) -> None:
+    def _save_update_state(self, folder: Path) -> None:
         """See `OnlineTrainer`; also writes the critic if the backend's checkpoint does not contain it."""
-        super().save_update_state(folder)
+        super()._save_update_state(folder)
         save_left_out(self, self.critic, folder)
 
-    def load_update_state(self, folder: Path) -> None:
+    def _load_update_state(self, folder: Path) -> None:
         """See `OnlineTrainer`; also loads the critic, unless the backend has loaded it with the policy."""
-        super().load_update_state(folder)
+        super()._load_update_state(folder)
         load_left_out(self, self.critic, folder)
 
     def _load_best_model(self) -> None:

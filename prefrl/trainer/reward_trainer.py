@@ -80,9 +80,9 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
         """See `data.collate.reward_batch`."""
         return reward_batch(rows, padding_id=self.processing_class.pad_token_id)
 
-    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+    def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """See `BaseTrainer`; does not count the extra token at the end of each row."""
-        return super().tokens_seen(batches) - sum(batch.num_rows for batch in batches)
+        return super()._tokens_seen(batches) - sum(batch.num_rows for batch in batches)
 
     def num_items(self, batch: MarginBatch) -> Tensor:
         """Pairs."""
@@ -92,8 +92,8 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
         """[B] rewards of the rows."""
         return sequence_scores(model, batch, plan=self.args.forward_plan).squeeze(1)
 
-    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
-        """See `BaseTrainer.forward_sum`."""
+    def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """See `BaseTrainer._forward_sum`."""
         return self.rewards(model, batch).sum()
 
     def prepare_step(self, batches: list[MarginBatch]) -> list[MarginBatch]:

@@ -79,7 +79,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         DataError: A dataset cannot be used; the message names the row and the column.
     """
 
-    splits_rows = True
+    _splits_rows = True
     args: OfflineConfig
     row_kind: RowKind[Loaded]
     train_dataset: Any
@@ -125,11 +125,11 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             arguments = arguments_for_other(given, self.policy, arguments)
             given = self.load_policy(given, model_init_kwargs=arguments)
         if not options.precompute_ref_log_probs:
-            self.add_reference(options, given)
+            self._add_reference(options, given)
             return
         # Before training, the policy is its own reference: no copy is needed.
         if given is not None:
-            self.add_reference(options, given)
+            self._add_reference(options, given)
         score = self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
         weights = weights_fingerprint(self.policy) if self.reference is None else self.reference.fingerprint()
         self._precomputed_from = weights
@@ -196,7 +196,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
         All ranks must call it, even those without micro-batches.
         """
-        rows = type(batches[0]).concat(batches) if batches else self.idle_batch().select([])
+        rows = type(batches[0]).concat(batches) if batches else self._idle_batch().select([])
         largest = max((batch.num_forward_tokens for batch in batches), default=1)
         logprobs = score(rows, max_tokens=self.scorer.budget(largest))
         return list(torch.split(logprobs, [batch.num_tokens for batch in batches]))
@@ -333,34 +333,34 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         batches = self._prepared_step([] if item is None else [item])
         metrics: dict[str, Metric] = {}
         if not batches:  # other ranks may need this one to take part in a forward pass
-            self.forward_sum(model, self.idle_batch().to(self.args.device))
+            self._forward_sum(model, self._idle_batch().to(self.args.device))
         for batch in batches:
             with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
                 output = self.loss(model, batch.to(self.args.device))
             metrics = {"loss": Mean(output.total, count), **output.metrics}
         return metrics
 
-    def rows_of(self, item: Loaded | None) -> int:
+    def _rows_of(self, item: Loaded | None) -> int:
         """Rows in a micro-batch."""
         return 0 if item is None else len(set(item.group_index))
 
     # Checkpoints.
 
-    def save_update_state(self, folder: Path) -> None:
-        """See `BaseTrainer.save_update_state`; also writes the fingerprint of the reference and the reward mean."""
-        super().save_update_state(folder)
+    def _save_update_state(self, folder: Path) -> None:
+        """See `BaseTrainer._save_update_state`; also writes the fingerprint of the reference and the reward mean."""
+        super()._save_update_state(folder)
         if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
             (folder / _REFERENCE_FILE).write_text(json.dumps({"weights": fingerprint}), encoding="utf-8")
         if self.reward_mean is not None:
             self.reward_mean.save(folder / _REWARD_MEAN_FILE, writes=self.args.should_save)
 
-    def load_update_state(self, folder: Path) -> None:
-        """See `BaseTrainer.load_update_state`.
+    def _load_update_state(self, folder: Path) -> None:
+        """See `BaseTrainer._load_update_state`.
 
         Raises:
             ConfigError: The checkpoint was trained with a reference of other weights.
         """
-        super().load_update_state(folder)
+        super()._load_update_state(folder)
         path = folder / _REFERENCE_FILE
         if path.exists() and (fingerprint := self._reference_fingerprint()) is not None:
             check_same_reference(json.loads(path.read_text(encoding="utf-8"))["weights"], fingerprint)
@@ -369,7 +369,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     def _reference_fingerprint(self) -> str | None:
         """Fingerprint of the weights of a fixed reference; None if there is none."""
-        if self.reference is None or self.reference_moves:
+        if self.reference is None or self._reference_moves:
             return self._precomputed_from
         return self.reference.fingerprint()
 

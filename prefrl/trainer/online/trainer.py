@@ -86,7 +86,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     args: PolicyGradientConfig
     config_class: type[PolicyGradientConfig]
     learner_class: Callable[[Any, RewardRunner], Learner[Any, Any]] = PolicyGradient
-    id_columns = ("prompt_ids",)  # other columns belong to the rewards
+    _id_columns = ("prompt_ids",)  # other columns belong to the rewards
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
@@ -125,7 +125,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._check_dataset_size()
         for reward in self.rewards.models:
             distributed.prepare_frozen(self.accelerator, reward.model)
-        self.add_reference(args)
+        self._add_reference(args)
         self._set_up_sampling(args)
         self._set_up_learning(args)
 
@@ -140,7 +140,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             max_rows=args.completions_per_rank,
             autocast=self.accelerator.autocast,
         )
-        self.collector = Collector(
+        self._collector = Collector(
             self.rewards,
             self.processing_class,
             lambda: self.state,
@@ -150,9 +150,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.prompts = Prompts(
             args,
             dataset=self.train_dataset,
-            rows_of_generation=lambda number: self.train_sampler.rows_of_generation(number),
+            rows_of_generation=lambda number: self._train_sampler.rows_of_generation(number),
             generator=lambda: self.generator,
-            collector=self.collector,
+            collector=self._collector,
         )
 
     def _set_up_learning(self, args: PolicyGradientConfig) -> None:
@@ -170,16 +170,12 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
-    def num_items(self, batch: Ready) -> Tensor:
-        """See the objective."""
-        return self.objective.num_items(batch)
-
     def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
         """See the objective."""
         ref_hidden = batch.ref_hidden if isinstance(batch, ReadyBatch) else None
-        return self.policy_loss(batch, self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden))
+        return self._policy_loss(batch, self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden))
 
-    def policy_loss(self, batch: Ready, scores: TokenScores) -> LossOutput:
+    def _policy_loss(self, batch: Ready, scores: TokenScores) -> LossOutput:
         """See the objective; keeps the log-probs for the later visits of the batch."""
         if self.args.num_iterations > 1:
             self._fresh_logprobs.append(scores.logprobs.detach())
@@ -221,10 +217,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Prompts of this rank; see `GenerationBatchSampler`."""
         if self.train_dataset is None:
             raise ConfigError("train_dataset=None: training needs a dataset")
-        return EpochDataLoader(self.train_dataset, self.train_sampler, collate_fn=self.collate)
+        return EpochDataLoader(self.train_dataset, self._train_sampler, collate_fn=self.collate)
 
     @property
-    def train_sampler(self) -> GenerationBatchSampler:
+    def _train_sampler(self) -> GenerationBatchSampler:
         """Determines which prompts each generation batch has."""
         assert self.train_dataset is not None
         return GenerationBatchSampler(
@@ -296,12 +292,12 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._sync_generator()
         with self.account.phase("generation"):
             arriving = self._arriving(self._request())
-        step = OverlapStep(arriving, lambda: self.policy, self.idle_batch(), self.accelerator)
+        step = OverlapStep(arriving, lambda: self.policy, self._idle_batch(), self.accelerator)
         return [*(SyncStep() for _ in items[1:]), step], 1.0
 
     def _arriving(self, request: Request) -> Iterator[Minibatch[Ready]]:
         """A minibatch for each group, in the order in which the groups arrive."""
-        groups = self.collector.by_group(request)
+        groups = self._collector.by_group(request)
         parts = []
         while True:
             with self.account.phase("generation"):
@@ -315,10 +311,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
             merge(self.metrics["train"], minibatch.metrics)
             yield minibatch
         self._report(Collected.concat(parts))
-        (num_tokens,) = distributed.sum_over_ranks([self.tokens_seen([])], self.args.device)
+        (num_tokens,) = distributed.sum_over_ranks([self._tokens_seen([])], self.args.device)
         self.state.num_input_tokens_seen += int(num_tokens)
 
-    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+    def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """See `BaseTrainer`; counts all new rollouts, as in TRL, even those without a gradient."""
         count, self._num_sampled_tokens = self._num_sampled_tokens, 0
         return count
@@ -328,14 +324,14 @@ class OnlineTrainer(BaseTrainer[Ready]):
         last = self._generation_at(self.state.max_steps - 1)
         return self.prompts.request(self._generation_at(self.state.global_step), last=last)
 
-    def begin_training(self) -> None:
+    def _begin_training(self) -> None:
         """See `BaseTrainer`."""
-        super().begin_training()
+        super()._begin_training()
         # A new training run may count steps from 0 again, so step numbers no longer identify weight versions.
         self.prompts.prefetched.drop()
         self.generator.invalidate()
 
-    def end_training(self) -> None:
+    def _end_training(self) -> None:
         """See `BaseTrainer`."""
         self.prompts.prefetched.drop()
 
@@ -381,14 +377,14 @@ class OnlineTrainer(BaseTrainer[Ready]):
         sampling = self.args.sampling_params(evaluation=True)
         started = self.account.clock()
         # Even without prompts: other ranks may need this one to recover a server.
-        collected = self.collector.collect(ask(item, generator=self.generator, sampling=sampling, seeds=seeds))
+        collected = self._collector.collect(ask(item, generator=self.generator, sampling=sampling, seeds=seeds))
         if not item:
             return {}
         seconds = self.account.clock() - started
         times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
         return self._metrics_of(collected) | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
 
-    def rows_of(self, item: list[dict[str, Any]]) -> int:
+    def _rows_of(self, item: list[dict[str, Any]]) -> int:
         """Prompts in an item of the evaluation loader."""
         return len(item)
 
@@ -439,17 +435,17 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.generator.close()
         super().end()
 
-    def save_update_state(self, folder: Path) -> None:
+    def _save_update_state(self, folder: Path) -> None:
         """See `BaseTrainer`; also writes the rollout buffer, the curriculum and the state of learner and objective."""
-        super().save_update_state(folder)
+        super()._save_update_state(folder)
         self.buffer.save(folder / _rollouts_file(distributed.rank(), distributed.world_size()))
         if self.args.should_save:
             self.prompts.save(folder / "curriculum.safetensors")
             state = {"objective": self.objective.state_dict(), "learner": self.learner.state_dict()}
             (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
-    def load_update_state(self, folder: Path) -> None:
-        """Read what `save_update_state` wrote; with another number of processes, redistribute the rollouts."""
+    def _load_update_state(self, folder: Path) -> None:
+        """Read what `_save_update_state` wrote; with another number of processes, redistribute the rollouts."""
         rank, world_size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
         paths = [folder / _rollouts_file(number, num_files) for number in range(num_files)]
@@ -462,7 +458,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
         self.objective.load_state_dict(state["objective"])
         self.learner.load_state_dict(state["learner"])
-        super().load_update_state(folder)
+        super()._load_update_state(folder)
 
 
 def _rollouts_file(rank: int, world_size: int) -> str:

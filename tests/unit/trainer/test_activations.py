@@ -173,6 +173,6 @@ def test_options_that_change_nothing_are_refused(
 def test_the_option_is_what_moves_activations(tmp_path: Path) -> None:
     config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     trainer = SFTTrainer(tiny_model(), config, processing_class=tiny_tokenizer())
-    assert not isinstance(trainer.saved_activations(), OffloadActivations)
+    assert not isinstance(trainer._saved_activations(), OffloadActivations)
     trainer.args.activation_offloading = True  # the config refuses it on a CPU
-    assert isinstance(trainer.saved_activations(), OffloadActivations)
+    assert isinstance(trainer._saved_activations(), OffloadActivations)
