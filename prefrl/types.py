@@ -1,4 +1,7 @@
-"""The data types of prefrl: completions, rollouts, flat token batches and losses.
+"""The data types of prefrl: completions, rollouts, the stages of a flat batch, and losses.
+
+A batch is of the class of its stage: a field that a stage has is set in all its batches. What a single algorithm adds
+is a subclass beside that algorithm.
 
 Shape letters used in every file: N response tokens of a flat batch, B rows, P prompts, G completions of a prompt,
 K rewards, V vocabulary.
@@ -19,7 +22,20 @@ if TYPE_CHECKING:
 
     from prefrl.metrics import Metric
 
-__all__ = ["Completion", "FinishReason", "LossOutput", "Rollout", "TokenBatch"]
+__all__ = [
+    "Completion",
+    "FinishReason",
+    "IdleBatch",
+    "LabeledBatch",
+    "LossOutput",
+    "MarginBatch",
+    "ReadyBatch",
+    "ReferencedBatch",
+    "Rollout",
+    "SampledBatch",
+    "TokenBatch",
+    "Turn",
+]
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -31,19 +47,26 @@ class Completion:
     token_ids: list[int]
     finish_reason: FinishReason
     # Nats, under the distribution that the token was sampled from.
-    logprobs: list[float] | None
+    logprobs: list[float]
     # False for tokens of tools and environments, which the policy did not choose.
     trainable: list[bool]
     # Optimizer step of the weights that sampled each token.
     policy_versions: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request to the sampler and its answer. A trained row is always ids that were sent and ids that came back."""
+
+    sent_ids: list[int]
+    completion: Completion
+
+
 @dataclass(slots=True)
 class Rollout:
-    """One completion with its prompt, the dataset row that the prompt comes from, and its rewards."""
+    """What the policy did with one prompt, the dataset row that the prompt comes from, and its rewards."""
 
-    prompt_ids: list[int]
-    completion: Completion
+    turns: list[Turn]  # in order
     row: Mapping[str, Any]
     # Completions of one prompt share this number, which is unique over all ranks of a generation batch.
     group: int
@@ -54,14 +77,41 @@ class Rollout:
     advantage: float = float("nan")
     greedy_reward: float = float("nan")  # total of the greedy completion of the same prompt, if there is one
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The ids that were sent first."""
+        return self.turns[0].sent_ids
 
-@dataclass(frozen=True, eq=False)
+    @property
+    def sampled_ids(self) -> list[int]:
+        """All ids that were sampled."""
+        return [token for turn in self.turns for token in turn.completion.token_ids]
+
+    @property
+    def sampling_logprobs(self) -> list[float]:
+        """Nats, of `sampled_ids`."""
+        return [value for turn in self.turns for value in turn.completion.logprobs]
+
+    @property
+    def policy_versions(self) -> list[int]:
+        """Optimizer step of the weights that sampled each of `sampled_ids`."""
+        return [version for turn in self.turns for version in turn.completion.policy_versions]
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the last completion ended."""
+        return self.turns[-1].completion.finish_reason
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TokenBatch:
     """Rows of different lengths laid end to end, without padding; every prompt is stored once.
 
     Row b is prompt `prompt_index[b]` followed by its own response. Log-probs, losses and advantages exist for response
     tokens only, so every `[N]` tensor is aligned with `response_ids`. Lengths and indices are host integers, so
     reading them never waits for a device.
+
+    A subclass is a stage. Its tensors have one entry for each response token, and its tuples one for each row.
     """
 
     prompt_ids: Tensor  # [sum(prompt_lengths)] int64
@@ -71,25 +121,6 @@ class TokenBatch:
     response_lengths: tuple[int, ...]  # B entries, each >= 1
     trainable: Tensor  # [N] bool: tokens that have a loss
     group_index: tuple[int, ...]  # B entries: rows whose rewards are compared, or the two sides of a pair
-    # B entries: True for chosen or desirable rows, False for rejected or undesirable ones, None for rows without a
-    # label or loss, which are only used to estimate a KL divergence.
-    is_preferred: tuple[bool | None, ...] | None = None
-    margins: tuple[float, ...] | None = None  # B entries: by how much the chosen row of the pair is better
-    row_weights: tuple[float, ...] | None = None  # B entries: weight of each row's loss
-    advantages: Tensor | None = None  # [N] float32
-    sampling_logprobs: Tensor | None = None  # [N] nats, under the distribution that was sampled from
-    old_logprobs: Tensor | None = None  # [N] nats, of the policy before this generation's first update
-    ref_logprobs: Tensor | None = None  # [N] nats, of the reference model
-    ref_hidden: Tensor | None = None  # [N, h] the reference's last hidden states, to compute its full distribution
-    entropies: Tensor | None = None  # [N] nats, of the policy before this generation's first update
-    log_collision: Tensor | None = None  # [N] nats, log sum p^2 of that policy
-    values: Tensor | None = None  # [N] of the critic before this generation's first update
-    returns: Tensor | None = None  # [N] the critic's regression targets
-    # [N] factor on each token's policy loss, for losses of selected tokens or rows; the loss denominator is unchanged.
-    selection: Tensor | None = None
-    nll_weights: Tensor | None = None  # [N] weights of the negative log-likelihood of good responses; 0 elsewhere
-    selected: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat differently
-    is_idle: bool = False  # nothing to learn: only takes part in the forward and backward passes of other ranks
     # B entries: trainable tokens of each row, counted at construction; they determine shapes in the forward pass.
     trainable_counts: tuple[int, ...] = ()
 
@@ -130,6 +161,14 @@ class TokenBatch:
         """Where the tensors live."""
         return self.response_ids.device
 
+    def context(self, row: int) -> tuple[int, ...]:
+        """The prompts that a row's response follows, in order."""
+        return (self.prompt_index[row],)
+
+    def context_length(self, row: int) -> int:
+        """Number of tokens before a row's response."""
+        return sum(self.prompt_lengths[prompt] for prompt in self.context(row))
+
     @cached_property
     def row_index(self) -> Tensor:
         """[N] int64: the row of each response token."""
@@ -143,6 +182,13 @@ class TokenBatch:
         if self.num_trainable == self.num_tokens:
             return torch.arange(self.num_tokens, device=self.device)
         return torch.nonzero_static(self.trainable, size=self.num_trainable).squeeze(1)
+
+    @classmethod
+    def of(cls, batch: TokenBatch, **more: Any) -> Self:
+        """The same rows in this stage: the fields that both stages have, and those in `more`."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        shared = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name in names}
+        return cls(**{**shared, **more})
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields replaced."""
@@ -165,42 +211,9 @@ class TokenBatch:
         return {name: tensor for name, tensor in self.tensors().items() if name != "prompt_ids"}
 
     def per_row(self) -> dict[str, tuple[Any, ...]]:
-        """The tuples with one entry per row that are set, by name, except those that describe the layout."""
-        values = {name: getattr(self, name) for name in _PER_ROW}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def pairs(self) -> tuple[list[int], list[int]]:
-        """The chosen rows and, in the same order, the rejected rows of the same groups.
-
-        Raises:
-            ValueError: `is_preferred` is not set, or a group does not consist of one chosen and one rejected row.
-        """
-        if self.is_preferred is None:
-            raise ValueError("is_preferred=None: the batch does not say which rows are chosen")
-        sides: dict[bool | None, dict[int, int]] = {True: {}, False: {}, None: {}}
-        for row, (group, side) in enumerate(zip(self.group_index, self.is_preferred, strict=True)):
-            sides[side][group] = row
-        chosen, rejected = sides[True], sides[False]
-        if chosen.keys() != rejected.keys() or len(chosen) + len(rejected) != self.num_rows:
-            raise ValueError(f"groups {self.group_index} with is_preferred {self.is_preferred} are not pairs")
-        return list(chosen.values()), [rejected[group] for group in chosen]
-
-    @cached_property
-    def preferred(self) -> Tensor:
-        """[B] bool: whether a row is chosen or desirable.
-
-        Raises:
-            ValueError: `is_preferred` is not set.
-        """
-        if self.is_preferred is None:
-            raise ValueError("is_preferred=None: the batch does not say which rows are chosen")
-        return self.on_device([side is True for side in self.is_preferred])
-
-    @cached_property
-    def pair_index(self) -> tuple[Tensor, Tensor]:
-        """`pairs` as two [B / 2] int64 tensors on the batch's device."""
-        chosen, rejected = self.pairs()
-        return self.on_device(chosen), self.on_device(rejected)
+        """The tuples with one entry per row, by name, except those that describe the layout."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, tuple) and name not in _LAYOUT}
 
     def on_device(self, values: Sequence[float]) -> Tensor:
         """Host numbers as a tensor on the batch's device, without waiting for the device."""
@@ -215,7 +228,7 @@ class TokenBatch:
         bad = [row for row in rows if not 0 <= row < self.num_rows]
         if bad:
             raise IndexError(f"rows {bad} are outside 0..{self.num_rows - 1}")
-        prompts = list(dict.fromkeys(self.prompt_index[row] for row in rows))
+        prompts = list(dict.fromkeys(prompt for row in rows for prompt in self.context(row)))
         position = {prompt: i for i, prompt in enumerate(prompts)}
         return self.replace(
             prompt_ids=_take_segments(self.prompt_ids, self.prompt_lengths, prompts),
@@ -236,13 +249,6 @@ class TokenBatch:
         starts = range(0, self.num_rows, rows_per_chunk)
         costs = (self._cost(range(start, min(start + rows_per_chunk, self.num_rows))) for start in starts)
         return max(costs, default=1)
-
-    @classmethod
-    def idle(cls, token: int = 0) -> Self:
-        """A prompt and a response of one token each, without a loss: what ranks without rows run beside the others."""
-        ids = torch.tensor([token])
-        lengths = (1,)
-        return cls(ids, lengths, (0,), ids, lengths, trainable=torch.tensor([False]), group_index=(0,), is_idle=True)
 
     def split(self, token_budget: int, *, whole_groups: bool = False) -> list[Self]:
         """Split into batches of at most `token_budget` forward tokens, as few and as even as a greedy fit finds.
@@ -275,7 +281,7 @@ class TokenBatch:
 
     def _cost(self, rows: Sequence[int]) -> int:
         """Number of forward tokens of some rows."""
-        prompts = {self.prompt_index[row] for row in rows}
+        prompts = {prompt for row in rows for prompt in self.context(row)}
         return sum(self.prompt_lengths[p] for p in prompts) + sum(self.response_lengths[row] for row in rows)
 
     def _pieces(self, rows: Sequence[int], token_budget: int) -> list[tuple[int, list[int]]]:
@@ -294,16 +300,17 @@ class TokenBatch:
         """One batch of all rows, in order. Prompts are not merged; groups keep their numbers.
 
         Raises:
-            ValueError: There are no batches, or a tensor is set in some and missing in others.
+            ValueError: There are no batches, they are of different stages, or a tensor is set in some and missing in
+                others.
         """
         if not batches:
             raise ValueError("concat needs at least one batch")
+        stages = {type(batch).__name__ for batch in batches}
+        if len(stages) > 1:
+            raise ValueError(f"batches are of different stages: {sorted(stages)}")
         names = {frozenset(batch.tensors()) for batch in batches}
         if len(names) > 1:
             raise ValueError(f"batches carry different tensors: {sorted(map(sorted, names))}")
-        row_names = {frozenset(batch.per_row()) for batch in batches}
-        if len(row_names) > 1:
-            raise ValueError(f"batches carry different values for each row: {sorted(map(sorted, row_names))}")
         offsets = [sum(batch.num_prompts for batch in batches[:i]) for i in range(len(batches))]
         tensors = {name: torch.cat([batch.tensors()[name] for batch in batches]) for name in batches[0].tensors()}
         return batches[0].replace(
@@ -315,7 +322,103 @@ class TokenBatch:
         )
 
 
-_PER_ROW = ("group_index", "is_preferred", "margins", "row_weights", "trainable_counts")
+# Host values that `select` and `concat` renumber. Other tuples have one entry for each row.
+_LAYOUT = ("prompt_lengths", "prompt_index", "response_lengths")
+
+
+class IdleBatch(TokenBatch):
+    """Nothing to learn: rows that only take part in the forward and backward passes of other ranks."""
+
+    @classmethod
+    def of_token(cls, token: int = 0) -> Self:
+        """A prompt and a response of one token each, without a loss: what ranks without rows run beside the others."""
+        ids = torch.tensor([token])
+        return cls(
+            prompt_ids=ids,
+            prompt_lengths=(1,),
+            prompt_index=(0,),
+            response_ids=ids,
+            response_lengths=(1,),
+            trainable=torch.tensor([False]),
+            group_index=(0,),
+        )
+
+
+# Rows of a dataset with preferences.
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabeledBatch(TokenBatch):
+    """Rows of which it is known whether they are good."""
+
+    # B entries: True for chosen or desirable rows, False for rejected or undesirable ones, None for rows without a
+    # label or loss, which are only used to estimate a KL divergence.
+    is_preferred: tuple[bool | None, ...]
+    weights: tuple[float, ...]  # B entries: weight of each row's loss
+
+    def pairs(self) -> tuple[list[int], list[int]]:
+        """The chosen rows and, in the same order, the rejected rows of the same groups.
+
+        Raises:
+            ValueError: A group does not consist of one chosen and one rejected row.
+        """
+        sides: dict[bool | None, dict[int, int]] = {True: {}, False: {}, None: {}}
+        for row, (group, side) in enumerate(zip(self.group_index, self.is_preferred, strict=True)):
+            sides[side][group] = row
+        chosen, rejected = sides[True], sides[False]
+        if chosen.keys() != rejected.keys() or len(chosen) + len(rejected) != self.num_rows:
+            raise ValueError(f"groups {self.group_index} with is_preferred {self.is_preferred} are not pairs")
+        return list(chosen.values()), [rejected[group] for group in chosen]
+
+    @cached_property
+    def preferred(self) -> Tensor:
+        """[B] bool: whether a row is chosen or desirable."""
+        return self.on_device([side is True for side in self.is_preferred])
+
+    @cached_property
+    def pair_index(self) -> tuple[Tensor, Tensor]:
+        """`pairs` as two [B / 2] int64 tensors on the batch's device."""
+        chosen, rejected = self.pairs()
+        return self.on_device(chosen), self.on_device(rejected)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MarginBatch(LabeledBatch):
+    """Pairs of which it is known how much better the chosen side is."""
+
+    margins: tuple[float, ...]  # B entries: by how much the chosen row of the pair is better; 0 if it is not known
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReferencedBatch(LabeledBatch):
+    """Rows with a label whose log-probs are compared with the reference's."""
+
+    ref_logprobs: Tensor  # [N] nats, of the reference model
+
+
+# Rows that were sampled.
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampledBatch(TokenBatch):
+    """Completions."""
+
+    sampling_logprobs: Tensor  # [N] nats, under the distribution that was sampled from
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReadyBatch(SampledBatch):
+    """Completions with advantages, ready for a policy-gradient loss."""
+
+    advantages: Tensor  # [N] float32
+    # [N] factor on each token's policy loss, for losses of selected tokens or rows; the loss denominator is unchanged.
+    loss_scale: Tensor
+    # [N] nats, of the policy before this generation's first update. None: there was no update yet, so the log-probs of
+    # the training pass are the old ones.
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None  # [N] nats, of the reference model; None: the loss has no KL term
+    # [N, h] the reference's last hidden states; None: the KL term does not compare whole distributions.
+    ref_hidden: Tensor | None = None
 
 
 def _rows_by(index: Sequence[int]) -> list[list[int]]:

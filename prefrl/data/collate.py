@@ -12,7 +12,7 @@ import torch
 
 from prefrl.data.chat import common_length
 from prefrl.errors import DataError
-from prefrl.types import TokenBatch
+from prefrl.types import LabeledBatch, MarginBatch, ReferencedBatch, TokenBatch
 
 __all__ = ["flat_batch", "preference_batch", "reward_batch", "sft_batch", "unpaired_batch"]
 
@@ -87,7 +87,7 @@ def sft_batch(rows: Sequence[Row]) -> TokenBatch:
     return flat_batch(prompts, responses, trainable=flags)
 
 
-def preference_batch(rows: Sequence[Row]) -> TokenBatch:
+def preference_batch(rows: Sequence[Row]) -> LabeledBatch:
     """Make a batch of pairs: its rows 2k and 2k+1 are the chosen and the rejected side of pair k.
 
     The two sides share their prompt and form group k.
@@ -100,16 +100,15 @@ def preference_batch(rows: Sequence[Row]) -> TokenBatch:
     """
     sides = ("chosen", "rejected")
     has_ref = any(_has_column(rows, f"ref_{side}_logprobs") for side in sides)
-    return _batch_with_sides(
-        [
-            _read(row, index, f"{side}_ids", f"ref_{side}_logprobs" if has_ref else None, side == "chosen")
-            for index, row in enumerate(rows)
-            for side in sides
-        ]
-    )
+    sequences = [
+        _read(row, index, f"{side}_ids", f"ref_{side}_logprobs" if has_ref else None, side == "chosen")
+        for index, row in enumerate(rows)
+        for side in sides
+    ]
+    return _batch_with_sides(sequences, [1.0] * len(sequences))
 
 
-def unpaired_batch(rows: Sequence[Row]) -> TokenBatch:
+def unpaired_batch(rows: Sequence[Row]) -> LabeledBatch:
     """Make a batch of labeled completions, each followed by its KL completion, if it has one.
 
     A KL completion is the completion of another prompt, appended to this row's prompt. Group k is dataset row k. The
@@ -135,13 +134,11 @@ def unpaired_batch(rows: Sequence[Row]) -> TokenBatch:
         sequences.append(_read(row, index, "completion_ids", "ref_logprobs" if has_ref else None, label))
         if row.get("KL_completion_ids"):
             sequences.append(_read(row, index, "KL_completion_ids", "ref_KL_logprobs" if has_ref else None, None))
-    batch = _batch_with_sides(sequences)
-    if weights is None:
-        return batch
-    return batch.replace(row_weights=tuple(0.0 if s.side is None else weights[s.group] for s in sequences))
+    given = [1.0] * len(rows) if weights is None else weights
+    return _batch_with_sides(sequences, [0.0 if s.side is None else given[s.group] for s in sequences])
 
 
-def reward_batch(rows: Sequence[Row], *, padding_id: int) -> TokenBatch:
+def reward_batch(rows: Sequence[Row], *, padding_id: int) -> MarginBatch:
     """Make a batch of pairs of whole sequences for a model that scores a sequence at its last token.
 
     The rows are in the order of `preference_batch`. Padding tokens at the end of a sequence are removed, because
@@ -168,9 +165,11 @@ def reward_batch(rows: Sequence[Row], *, padding_id: int) -> TokenBatch:
         responses += [[*token_ids[shared:], padding_id] for token_ids in pair]
         groups += [index, index]
     flags = [[False] * (len(response) - 1) + [True] for response in responses]
-    return flat_batch(prompts, responses, trainable=flags, groups=groups).replace(
+    return MarginBatch.of(
+        flat_batch(prompts, responses, trainable=flags, groups=groups),
         is_preferred=(True, False) * len(rows),
-        margins=None if margins is None else tuple(margins[group] for group in groups),
+        weights=(1.0,) * len(groups),
+        margins=tuple(0.0 if margins is None else margins[group] for group in groups),
     )
 
 
@@ -193,14 +192,17 @@ def _read(row: Row, index: int, column: str, ref_column: str | None, side: bool 
     )
 
 
-def _batch_with_sides(sequences: Sequence[_Sequence]) -> TokenBatch:
-    scores = [s.ref_logprobs for s in sequences if s.ref_logprobs is not None]
-    return flat_batch(
+def _batch_with_sides(sequences: Sequence[_Sequence], weights: Sequence[float]) -> LabeledBatch:
+    """A `ReferencedBatch` if the sequences have the reference's log-probs."""
+    rows = flat_batch(
         [s.prompt for s in sequences], [s.response for s in sequences], groups=[s.group for s in sequences]
-    ).replace(
-        is_preferred=tuple(s.side for s in sequences),
-        ref_logprobs=torch.tensor(list(chain.from_iterable(scores)), dtype=torch.float32) if scores else None,
     )
+    batch = LabeledBatch.of(rows, is_preferred=tuple(s.side for s in sequences), weights=tuple(weights))
+    scores = [s.ref_logprobs for s in sequences if s.ref_logprobs is not None]
+    if not scores:
+        return batch
+    ref_logprobs = torch.tensor(list(chain.from_iterable(scores)), dtype=torch.float32)
+    return ReferencedBatch.of(batch, ref_logprobs=ref_logprobs)
 
 
 def _token_ids(row: Row, index: int, column: str) -> list[int]:

@@ -9,8 +9,8 @@ of one chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -30,6 +30,7 @@ from prefrl.losses.chunks import (
     slices_of,
 )
 from prefrl.losses.kl.full import ReferenceLogits, full_kl, reference_log_probs
+from prefrl.losses.scores import ScoreName, TokenScores, WantName
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,43 +38,19 @@ if TYPE_CHECKING:
 __all__ = [
     "KEPT_BYTES",
     "Head",
-    "TokenScores",
-    "WantName",
     "chunked_logprobs",
     "default_chunk_size",
     "module_logprobs",
     "num_chunks_of",
 ]
 
-# What can be computed beside log-probs: optional fields of TokenScores, and "entropy_gradient", which lets gradients
-# flow through the entropy. Most losses only log it, and its gradient costs most of a backward pass through the head.
-# The other field, `full_kl`, needs a reference.
-WantName = Literal["entropy", "entropy_gradient", "correct", "mean_logit", "log_collision", "hidden"]
-
 # Largest size in bytes of the probabilities kept for backward. It is small beside a model, and keeping them saves a
 # quarter of the head's work.
 KEPT_BYTES = 128 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Scores of each token, in float32, or in float64 if the hidden states are. A score that is not wanted is None.
-
-    p is the scored distribution: softmax(logits / temperature).
-    """
-
-    logprobs: Tensor  # [M] nats, gradient flows
-    entropy: Tensor | None = None  # [M] nats, -sum p log p, gradient flows if "entropy_gradient" is wanted
-    correct: Tensor | None = None  # [M] bool: the token is the most likely one
-    mean_logit: Tensor | None = None  # [M] mean over the vocabulary of the logits before temperature, constant
-    log_collision: Tensor | None = None  # [M] nats, log sum p^2, constant
-    hidden: Tensor | None = None  # [M, h] last hidden states that predict the token, gradient flows
-    full_kl: Tensor | None = None  # [M] nats, KL(p || reference's p) over the vocabulary, gradient flows
-
-    def to(self, device: torch.device) -> TokenScores:
-        """A copy on `device`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return TokenScores(**{name: value.to(device) for name, value in values.items() if value is not None})
+# The order in which a pass returns what it computes besides log-probs.
+_COLUMNS: tuple[ScoreName, ...] = ("entropy", "correct", "mean_logit", "log_collision", "full_kl")
 
 
 def default_chunk_size(device: torch.device) -> int:
@@ -137,10 +114,11 @@ def chunked_logprobs(
         product_dtype=product_dtype_of(hidden, head.weight),
     )
     wanted = _Wanted(frozenset(want), _ref_log_probs(reference, hidden, temperature))
-    *columns, divergence = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+    logprobs, *columns = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, plan, wanted
     )
-    return replace(TokenScores(*columns), hidden=hidden if "hidden" in want else None, full_kl=divergence)
+    found = dict(zip(_COLUMNS, columns, strict=True))
+    return TokenScores.of(logprobs, **found, hidden=hidden if "hidden" in want else None)
 
 
 def _mean_logit(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -187,29 +165,29 @@ def module_logprobs(
     _check(hidden, targets, temperature, want, chunk_size)
     ref_log_probs = _ref_log_probs(reference, hidden, temperature)
 
-    def score(rows: slice) -> tuple[Tensor | None, ...]:
+    def score(rows: slice) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         row_targets = targets[rows]
         logits = head_fn(hidden[rows])
         logits = logits.to(score_dtype(logits))
         log_probs = (logits / temperature).log_softmax(1)
         constant = log_probs.detach()
-        return (
-            log_probs.gather(1, row_targets[:, None]).squeeze(1),
+        columns = (
             _entropy(log_probs if "entropy_gradient" in want else constant) if "entropy" in want else None,
             logits.argmax(1) == row_targets if "correct" in want else None,
             logits.detach().mean(1) if "mean_logit" in want else None,
             _log_sum_of_squares(constant.exp()) if "log_collision" in want else None,
             None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows)),
         )
+        return log_probs.gather(1, row_targets[:, None]).squeeze(1), columns
 
     # Empty chunks call the head too, so that its parameters get a gradient of zeros.
     slices = slices_of(hidden.shape[0], chunk_size)
     slices += [slice(0, 0)] * (min_chunks - len(slices))
-    columns = zip(*(checkpoint(score, rows, use_reentrant=False) for rows in slices), strict=True)
-    logprobs, *wanted, divergence = (None if column[0] is None else torch.cat(column) for column in columns)
-    assert logprobs is not None
-    scores = TokenScores(logprobs, *wanted)
-    return replace(scores, hidden=hidden if "hidden" in want else None, full_kl=divergence)
+    parts = [checkpoint(score, rows, use_reentrant=False) for rows in slices]
+    columns = zip(*(found for _, found in parts), strict=True)
+    found = {n: None if of[0] is None else torch.cat(of) for n, of in zip(_COLUMNS, columns, strict=True)}
+    logprobs = torch.cat([logprobs for logprobs, _ in parts])
+    return TokenScores.of(logprobs, **found, hidden=hidden if "hidden" in want else None)
 
 
 def _entropy(log_probs: Tensor) -> Tensor:
@@ -367,10 +345,8 @@ class _Columns:
             return hidden.new_empty(hidden.shape[0], dtype=score_dtype(hidden)) if is_wanted else None
 
         want, has_reference = wanted.names, wanted.ref_log_probs is not None
-        logprobs = column(True)
-        assert logprobs is not None
         return cls(
-            logprobs=logprobs,
+            logprobs=hidden.new_empty(hidden.shape[0], dtype=score_dtype(hidden)),
             entropy=column("entropy" in want),
             expected_logits=column("entropy" in want),
             correct=torch.empty_like(targets, dtype=torch.bool) if "correct" in want else None,

@@ -41,7 +41,7 @@ from prefrl.optional import require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.logprobs import WantName
+    from prefrl.losses.scores import WantName
     from prefrl.models.scoring import ScoringRequest
     from prefrl.types import TokenBatch
 

@@ -30,7 +30,8 @@ from transformers.pytorch_utils import Conv1D
 from prefrl.distributed import is_sharded, shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.modes import eval_mode
-from prefrl.models.scoring import inner_model, is_classifier, output_head
+from prefrl.models.scoring import inner_model, is_classifier, needed_head
+from prefrl.types import IdleBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,15 +85,15 @@ def floor_flops(
     Returns:
         FLOPs.
     """
-    batches = [batch for batch in batches if not batch.is_idle]
+    batches = [batch for batch in batches if not isinstance(batch, IdleBatch)]
 
     def total(products: Products) -> float:
         return products.forward + trains * (products.backward + recomputed_share * products.recomputed)
 
     rows = [
-        (batch.prompt_lengths[prompt], length - 1)
+        (batch.context_length(row), length - 1)
         for batch in batches
-        for prompt, length in zip(batch.prompt_index, batch.response_lengths, strict=True)
+        for row, length in enumerate(batch.response_lengths)
     ]
     groups = [group for batch in batches for group in batch.group_index]
     prompts = [prompt for _, prompt in {(group, row[0]) for group, row in zip(groups, rows, strict=True)}]
@@ -240,8 +241,7 @@ def _traced(model: PreTrainedModel, *, with_adapter: bool) -> _Trace:
     for layer in _layers(model):
         handles.append(layer.register_forward_pre_hook(trace.note_start, with_kwargs=True))
         handles.append(layer.register_forward_hook(trace.note_end))
-    head = output_head(model)
-    assert head is not None
+    head = needed_head(model)
     ids = torch.zeros(1, _TRACED_TOKENS, dtype=torch.long, device=model.device)
     try:
         with eval_mode(model), torch.enable_grad():

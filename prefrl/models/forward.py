@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import fields
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from prefrl.distributed import is_main, team_size
 from prefrl.errors import ConfigError
-from prefrl.losses.logprobs import TokenScores, WantName
+from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import ForwardPlan, Plan, Verdict, lay_out, own_part
 from prefrl.models.scoring import ScoredTokens, inner_model, is_classifier, prepare_for_scoring, score_tokens
@@ -20,6 +19,7 @@ from prefrl.models.selfcheck import check_plans, fingerprint
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from prefrl.losses.kl.full import ReferenceLogits
     from prefrl.types import TokenBatch
 
 __all__ = ["Plan", "WantName", "choose_plan", "prepare_for_scoring", "token_logprobs", "verdict_of"]
@@ -37,7 +37,7 @@ def token_logprobs(
     temperature: float = 1.0,
     want: Collection[WantName] = (),
     plan: Plan = "auto",
-    reference_logits: Callable[[Tensor], Tensor] | None = None,
+    reference: ReferenceLogits | None = None,
 ) -> TokenScores:
     """Log softmax(logits / temperature) at every trainable response token, with gradients.
 
@@ -52,7 +52,7 @@ def token_logprobs(
         temperature: > 0, divides the logits.
         want: What to compute besides log-probs, by its name in `TokenScores`.
         plan: How the rows are laid out.
-        reference_logits: `Reference.logits`, for `full_kl` from the reference whose hidden states the batch carries.
+        reference: For `full_kl`: the reference's hidden states [N, h] of the batch's tokens, and `Reference.logits`.
     Returns:
         [N] float32 nats, and what is wanted, aligned with `batch.response_ids`; 0 or False where `batch.trainable` is
         False. Hidden states are [N, h] in the model's dtype. Connected to every parameter that the pass uses, even if
@@ -60,7 +60,7 @@ def token_logprobs(
     Raises:
         ConfigError: The requested plan does not work for this model, the model is not a causal language model, or its
             hidden states are wanted and cannot be read.
-        ValueError: The batch has no rows, or no `ref_hidden` that `reference_logits` could read.
+        ValueError: The batch has no rows.
     """
     if is_classifier(inner_model(model)):
         raise ConfigError(
@@ -75,7 +75,7 @@ def token_logprobs(
         temperature=temperature,
         want=want,
         own_logits=verdict.own_logits,
-        reference_logits=reference_logits,
+        reference=reference,
     )
     return _spread(scored, batch.num_tokens)
 
@@ -86,8 +86,7 @@ def _spread(scored: ScoredTokens, num_tokens: int) -> TokenScores:
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, scored.positions, values)
 
-    values = {field.name: getattr(scored.scores, field.name) for field in fields(TokenScores)}
-    return TokenScores(**{name: spread(tensor) for name, tensor in values.items() if tensor is not None})
+    return scored.scores.map(spread)
 
 
 def verdict_of(model: nn.Module) -> Verdict:

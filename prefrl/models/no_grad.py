@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from prefrl.distributed import missing_passes, release
-from prefrl.types import TokenBatch
+from prefrl.types import IdleBatch, TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,8 +39,8 @@ def score_pieces(
         Pieces, in any order, and their results, for `joined`. `group_index` of a piece holds the row numbers in
         `batch`. Without rows, the only piece is an idle row.
     """
-    idle = TokenBatch.idle().to(batch.device)
-    pieces = [batch.replace(group_index=tuple(range(batch.num_rows)))]
+    idle = IdleBatch.of_token().to(batch.device)
+    pieces: list[TokenBatch] = [batch.replace(group_index=tuple(range(batch.num_rows)))]
     if not batch.num_rows:
         pieces = [idle]
     elif max_tokens is not None:

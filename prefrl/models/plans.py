@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
     from prefrl.types import TokenBatch
 
-__all__ = ["ForwardPlan", "ModelInputs", "Plan", "Verdict", "lay_out", "own_part", "part_of"]
+__all__ = [
+    "FlatInputs",
+    "ForwardPlan",
+    "ModelInputs",
+    "PaddedInputs",
+    "Plan",
+    "Verdict",
+    "lay_out",
+    "own_part",
+    "part_of",
+]
 
 ForwardPlan = Literal["shared_prefix", "packed", "padded"]
 Plan = Literal["auto", "shared_prefix", "packed", "padded"]
@@ -33,16 +43,37 @@ class Verdict:
     fingerprint: tuple[object, ...]  # of the model that was checked
 
 
-@dataclass(frozen=True, eq=False)
-class ModelInputs:
-    """The model's inputs, and where in its output each response token is predicted."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FlatInputs:
+    """One flat row, and where in the model's output each response token is predicted."""
 
-    input_ids: Tensor  # [1, T] int64 of a flat row; padded: [B, width]
-    position_ids: Tensor | None  # [1, T] int64; padded: None, the model numbers positions itself
-    attention_mask: Tensor | None  # padded: [B, width] int64, 1 on tokens
-    predictors: Tensor  # [N] int64: position in the flattened input_ids whose output predicts each response token
-    layout: Layout | None  # of a flat row
-    start: int = 0  # offset of `input_ids` in the flat row; `predictors` are positions in the whole row
+    input_ids: Tensor  # [1, T] int64
+    position_ids: Tensor  # [1, T] int64
+    layout: Layout
+    predictors: Tensor  # [N] int64: position in the whole row whose output predicts each response token
+    start: int = 0  # offset of `input_ids` in the whole row
+
+    @property
+    def keywords(self) -> dict[str, Tensor]:
+        """The keyword arguments of the model's forward."""
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaddedInputs:
+    """Padded rows, whose positions the model numbers itself, and where each response token is predicted."""
+
+    input_ids: Tensor  # [B, width] int64
+    attention_mask: Tensor  # [B, width] int64, 1 on tokens
+    predictors: Tensor  # [N] int64: position in the flattened `input_ids` whose output predicts each response token
+
+    @property
+    def keywords(self) -> dict[str, Tensor]:
+        """The keyword arguments of the model's forward."""
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+
+
+ModelInputs = FlatInputs | PaddedInputs
 
 
 def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
@@ -66,18 +97,16 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
 
 def own_part(inputs: ModelInputs) -> ModelInputs:
     """The part that this process computes of inputs that all processes of its team have."""
-    if team_size() == 1 or inputs.layout is None:
+    if team_size() == 1 or not isinstance(inputs, FlatInputs):
         return inputs
     return part_of(inputs, place_in_team(), team_size())
 
 
-def part_of(inputs: ModelInputs, place: int, num_parts: int) -> ModelInputs:
+def part_of(inputs: FlatInputs, place: int, num_parts: int) -> FlatInputs:
     """The part of a flat row for one of `num_parts` processes. All parts have equally many tokens, in order.
 
     A padding sequence, which nothing reads, makes the number of tokens divisible.
     """
-    assert inputs.layout is not None
-    assert inputs.position_ids is not None
     padding = -inputs.input_ids.size(1) % num_parts
     width = (inputs.input_ids.size(1) + padding) // num_parts
     start = place * width
@@ -114,8 +143,8 @@ class _Source:
         self.response_starts = _starts(batch.response_lengths, sum(batch.prompt_lengths))
 
     def prompt(self, row: int) -> Tensor:
-        prompt = self.batch.prompt_index[row]
-        return _range(self.prompt_starts[prompt], self.batch.prompt_lengths[prompt])
+        starts, lengths = self.prompt_starts, self.batch.prompt_lengths
+        return torch.cat([_range(starts[prompt], lengths[prompt]) for prompt in self.batch.context(row)])
 
     def response(self, row: int) -> Tensor:
         """Positions of all tokens of a response but the last."""
@@ -134,7 +163,7 @@ def _range(start: int, length: int) -> Tensor:
     return torch.arange(start, start + length)
 
 
-def _flat(batch: TokenBatch, groups: list[list[int]]) -> ModelInputs:
+def _flat(batch: TokenBatch, groups: list[list[int]]) -> FlatInputs:
     """One flat row: for each group of rows, its prompt once and then their responses; a single row is one sequence."""
     source = _Source(batch)
     index: list[Tensor] = []
@@ -153,10 +182,9 @@ def _flat(batch: TokenBatch, groups: list[list[int]]) -> ModelInputs:
             predictors[row] = torch.cat([last_of_prompt, _range(start, length)])
         trees.append(_tree(len(prompt), branches))
         cursor += len(prompt) + sum(branches)
-    return ModelInputs(
+    return FlatInputs(
         input_ids=source.take(torch.cat(index))[None],
         position_ids=torch.cat(positions)[None].to(batch.device, non_blocking=True),
-        attention_mask=None,
         predictors=torch.cat([predictors[row] for row in range(batch.num_rows)]).to(batch.device, non_blocking=True),
         layout=Layout(tuple(trees)),
     )
@@ -168,19 +196,17 @@ def _tree(trunk: int, branches: list[int]) -> Tree:
     return Tree(trunk, tuple(length for length in branches if length > 0))
 
 
-def _padded(batch: TokenBatch) -> ModelInputs:
+def _padded(batch: TokenBatch) -> PaddedInputs:
     """[B, width]: each row's prompt and response, then token 0 up to the longest row."""
     source = _Source(batch)
     sequences = [torch.cat([source.prompt(row), source.response(row)]) for row in range(batch.num_rows)]
     padding = len(batch.prompt_ids) + len(batch.response_ids)
     index = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=padding)
     width = index.size(1)
-    firsts = [row * width + batch.prompt_lengths[prompt] - 1 for row, prompt in enumerate(batch.prompt_index)]
+    firsts = [row * width + batch.context_length(row) - 1 for row in range(batch.num_rows)]
     predictors = [_range(first, length) for first, length in zip(firsts, batch.response_lengths, strict=True)]
-    return ModelInputs(
+    return PaddedInputs(
         input_ids=source.take(index, padding=True),
-        position_ids=None,
         attention_mask=(index != padding).long().to(batch.device, non_blocking=True),
         predictors=torch.cat(predictors).to(batch.device, non_blocking=True),
-        layout=None,
     )

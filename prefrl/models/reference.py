@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,13 +17,13 @@ from torch.func import functional_call
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.losses.logprobs import TokenScores, WantName
+from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import joined, score_pieces
-from prefrl.models.scoring import head_logits, inner_model, output_head
+from prefrl.models.scoring import head_logits, inner_model, needed_head
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,8 +54,8 @@ class Reference(Protocol):
         """[m, V] logits before temperature, no gradient, from [m, h] hidden states returned by `scores`.
 
         It uses the head only, and may be called inside the policy's own forward and backward pass, as in
-        `token_logprobs(..., reference_logits=reference.logits)`. Hidden states that were stored before a `mix` do not
-        fit the head after it.
+        `token_logprobs(..., reference=ReferenceLogits(hidden, reference.logits))`. Hidden states that were stored
+        before a `mix` do not fit the head after it.
         """
         ...
 
@@ -153,8 +152,9 @@ def scores_in_pieces(
     """
     score = partial(token_logprobs, model, temperature=temperature, want=want, plan=plan)
     pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
-    columns = {field.name: [getattr(each, field.name) for each in scores] for field in fields(TokenScores)}
-    return TokenScores(**{name: joined(batch, pieces, of) for name, of in columns.items() if of[0] is not None})
+    names = list(scores[0].wanted)
+    logprobs = joined(batch, pieces, [each.logprobs for each in scores])
+    return TokenScores(logprobs, {n: joined(batch, pieces, [each.wanted[n] for each in scores]) for n in names})
 
 
 class _Base(ABC):
@@ -191,8 +191,7 @@ class _Base(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         inner = inner_model(self._model)
-        head = output_head(inner)
-        assert head is not None, "a model without a head does not score tokens"
+        head = needed_head(inner)
         with torch.no_grad(), eval_mode(head):
             return head_logits(inner, partial(self._head, head), hidden)
 
@@ -296,8 +295,7 @@ class _Swapped(_Base):
     @cached_property
     def _names_in_head(self) -> dict[str, str]:
         """The swapped weights that the head uses, shared ones included: name in the head -> name in the model."""
-        head = output_head(inner_model(self._model))
-        assert head is not None, "a model without a head does not score tokens"
+        head = needed_head(inner_model(self._model))
         names = {id(parameter): name for name, parameter in self._model.named_parameters() if name in self._weights}
         return {own: names[id(p)] for own, p in head.named_parameters() if id(p) in names}
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, get_args
 
 import torch
 from torch import nn
@@ -24,8 +24,10 @@ from transformers import PreTrainedModel
 from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
 from prefrl.errors import ConfigError
 from prefrl.losses.kl.full import ReferenceLogits
-from prefrl.losses.logprobs import Head, TokenScores, WantName, chunked_logprobs, module_logprobs, num_chunks_of
+from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
+from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
+from prefrl.models.plans import FlatInputs, PaddedInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +47,7 @@ __all__ = [
     "inside",
     "is_classifier",
     "logit_transform",
+    "needed_head",
     "output_head",
     "packed",
     "pad_token_id",
@@ -159,6 +162,18 @@ def output_head(model: PreTrainedModel) -> nn.Module | None:
     return head
 
 
+def needed_head(model: PreTrainedModel) -> nn.Module:
+    """`output_head` of a model that needs one.
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    head = output_head(model)
+    if head is None:
+        raise ConfigError(f"model is a {type(model).__name__}, whose scores do not come from a head of its own.")
+    return head
+
+
 def pad_token_id(model: PreTrainedModel) -> int | None:
     """The token that a classifier's own forward treats as padding when it looks for a row's last token."""
     token: int | None = model.config.get_text_config().pad_token_id
@@ -253,13 +268,12 @@ def score_tokens(
     temperature: float,
     want: Collection[WantName],
     own_logits: bool,
-    reference_logits: Callable[[Tensor], Tensor] | None = None,
+    reference: ReferenceLogits | None = None,
 ) -> ScoredTokens:
     """Score the trainable tokens of `batch`, laid out as `inputs`, with a causal language model.
 
     Raises:
         ConfigError: Hidden states are wanted, but the model's log-probs come from its own logits.
-        ValueError: `reference_logits` is given, but the batch has no `ref_hidden` for it.
     """
     if own_logits and "hidden" in want:
         raise ConfigError(
@@ -268,25 +282,12 @@ def score_tokens(
             'divergence over the whole vocabulary ("full") read hidden states: use another model for them.'
         )
     positions = batch.trainable_positions
-    reference = _reference_of(batch, reference_logits)
+    if reference is not None:
+        reference = replace(reference, hidden=reference.hidden[positions])
     readout = _TokenReadout(batch.response_ids[positions], temperature, want, reference)
     output = read_out(model, inputs, inputs.predictors[positions], readout, own_logits=own_logits)
     scores, _ = unpacked(output, {*want, *(() if reference is None else ("full_kl",))})
-    if reference_logits is not None and reference is None:
-        scores = replace(scores, full_kl=scores.logprobs)  # empty: there are no trainable tokens
     return ScoredTokens(scores, positions, output["compute_dtype"])
-
-
-def _reference_of(batch: TokenBatch, head: Callable[[Tensor], Tensor] | None) -> ReferenceLogits | None:
-    """The reference's logits at the batch's trainable tokens; None without a reference or in an idle batch."""
-    if head is None or (batch.ref_hidden is None and batch.num_trainable == 0):
-        return None
-    if batch.ref_hidden is None:
-        raise ValueError(
-            "ref_hidden=None: this divergence needs the reference's hidden states. Store those that "
-            'Reference.scores(batch, want=("hidden",)) returns.'
-        )
-    return ReferenceLogits(batch.ref_hidden[batch.trainable_positions], head)
 
 
 def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *, own_logits: bool) -> ScoredSequences:
@@ -302,7 +303,7 @@ def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *,
 
 def _with_own_padding(inputs: ModelInputs, token: int | None) -> ModelInputs:
     """Pad with the model's padding token, so that it finds the rows' ends. Models without one need no change."""
-    if token is None or inputs.attention_mask is None:
+    if token is None or not isinstance(inputs, PaddedInputs):
         return inputs
     return replace(inputs, input_ids=inputs.input_ids.masked_fill(inputs.attention_mask == 0, token))
 
@@ -316,16 +317,15 @@ def read_out(
     """
     width = inputs.input_ids.size(1)
     held, count = None, len(predictors)
-    if inputs.layout is not None and inputs.layout.num_parts > 1:
+    layout = inputs.layout if isinstance(inputs, FlatInputs) else None
+    if isinstance(inputs, FlatInputs) and inputs.layout.num_parts > 1:
         predictors = predictors - inputs.start
         held = ((predictors >= 0) & (predictors < width)).nonzero().squeeze(1)
         predictors = predictors[held]
-    request = ScoringRequest(predictors, held, width, inputs.layout, own_logits, readout)
-    extras = {"position_ids": inputs.position_ids, "attention_mask": inputs.attention_mask}
-    given = {name: tensor for name, tensor in extras.items() if tensor is not None}
+    request = ScoringRequest(predictors, held, width, layout, own_logits, readout)
     state: ScoringState | None = vars(inner_model(model)).get(_STATE)
     call = user_model(model).forward if state is not None and state.is_inside else model
-    output: dict[str, Any] = call(input_ids=inputs.input_ids, **given, prefrl_scoring=request)
+    output: dict[str, Any] = call(**inputs.keywords, prefrl_scoring=request)
     return output if held is None else {name: _of_all(found, held, count) for name, found in output.items()}
 
 
@@ -410,16 +410,14 @@ def packed(scores: TokenScores, **more: Tensor) -> dict[str, Tensor]:
     Backends put hooks on the tensors that a call returns, and ZeRO-3 requires that the backward pass reaches equally
     many of them on all ranks. One tensor that every loss reads ensures this, also on ranks without rows.
     """
-    values = {field.name: getattr(scores, field.name) for field in fields(TokenScores)} | more
-    hidden = values.pop("hidden")
-    columns = [tensor.to(scores.logprobs.dtype) for tensor in values.values() if tensor is not None]
-    output = {"packed": torch.stack(columns, 1)}
-    return output if hidden is None else {**output, "hidden": hidden}
+    columns = [*scores.without("hidden").wanted.values(), *more.values()]
+    output = {"packed": torch.stack([scores.logprobs, *(tensor.to(scores.logprobs.dtype) for tensor in columns)], 1)}
+    return {**output, "hidden": scores.hidden} if "hidden" in scores.wanted else output
 
 
 def unpacked(output: Mapping[str, Tensor], want: Collection[str], *more: str) -> tuple[TokenScores, list[Tensor]]:
     """Undo `packed`; `want` names the scores besides log-probs, `more` the tensors that were packed after them."""
-    names = [f.name for f in fields(TokenScores) if f.name in want and f.name != "hidden"]
+    names = [name for name in get_args(ScoreName) if name in want and name != "hidden"]
     columns = dict(zip(["logprobs", *names, *more], output["packed"].unbind(1), strict=True))
     rest = [columns.pop(name) for name in more]
     if "correct" in columns:
@@ -427,7 +425,7 @@ def unpacked(output: Mapping[str, Tensor], want: Collection[str], *more: str) ->
     constants = {"mean_logit", "log_collision", *([] if "entropy_gradient" in want else ["entropy"])}
     for name in constants & columns.keys():
         columns[name] = columns[name].detach()
-    return TokenScores(**columns, hidden=output.get("hidden")), rest
+    return TokenScores.of(**columns, hidden=output.get("hidden")), rest
 
 
 def head_logits(model: PreTrainedModel, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
 from prefrl.models.liger import liger_options_of, without_liger
 from prefrl.models.modes import eval_mode
-from prefrl.models.plans import Verdict, lay_out
+from prefrl.models.plans import FlatInputs, Verdict, lay_out
 from prefrl.models.scoring import (
     coarsest_dtype,
     inner_model,
     is_classifier,
+    needed_head,
     output_head,
     pad_token_id,
     score_sequences,
@@ -126,7 +127,7 @@ def _failure(probe: _Probe, plan: ForwardPlan) -> str | None:
     except Exception as error:  # whatever the cause, another plan will be used for this architecture
         return f"{type(error).__name__}: {error}"
     window = _sliding_window(inner_model(probe.model))
-    if inputs.layout is not None and window is not None and window not in inputs.layout.windows:
+    if isinstance(inputs, FlatInputs) and window is not None and window not in inputs.layout.windows:
         return f"its layers do not tell attention their sliding_window={window}"
     return mistake
 
@@ -263,8 +264,7 @@ class _SequenceProbe:
     @contextmanager
     def _head_inputs(self) -> Iterator[list[Tensor]]:
         """Collect the inputs of the score head inside, call by call."""
-        head = output_head(inner_model(self.model))
-        assert head is not None, "a classifier without a score head is not tried"
+        head = needed_head(inner_model(self.model))
         read: list[Tensor] = []
 
         def remember(module: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -98,7 +98,7 @@ def _policy_tokens(level: ImportanceLevel) -> PolicyTokens:
         row_index=row_index,
         num_rows=len(_LENGTHS),
         level=level,
-        selected=numbers[2] > 0.5,
+        cov_tokens=numbers[2] > 0.5,
     )
 
 
@@ -109,7 +109,7 @@ def _positions(row_index: Tensor, rows: Tensor) -> Tensor:
 
 def _policy_rows(tokens: PolicyTokens, rows: Tensor) -> PolicyTokens:
     positions = _positions(tokens.row_index, rows)
-    per_token = ("logprobs", "old_logprobs", "advantages", "trainable", "selected")
+    per_token = ("logprobs", "old_logprobs", "advantages", "trainable", "cov_tokens")
     return dataclasses.replace(
         tokens,
         **{name: getattr(tokens, name)[positions] for name in per_token},

@@ -227,7 +227,7 @@ class Recipe:
             num_rows=samples.num_rows,
             level=self.level,
         )
-        return tokens if self.selected is None else replace(tokens, selected=self.selected(tokens))
+        return tokens if self.selected is None else replace(tokens, cov_tokens=self.selected(tokens))
 
 
 def reduced(loss: Tensor, samples: Samples, *, reduction: Reduction, constant: float | None) -> Tensor:

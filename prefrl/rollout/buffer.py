@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -20,22 +20,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Minibatch", "RolloutBuffer"]
 
+Ready = TypeVar("Ready", bound=TokenBatch)
 
-@dataclass(frozen=True, slots=True)
-class Minibatch:
+
+@dataclass(frozen=True)
+class Minibatch(Generic[Ready]):
     """The data of one optimizer step on this rank."""
 
-    micro_batches: list[TokenBatch]  # rows without a gradient may be left out
+    micro_batches: list[Ready]  # rows without a gradient may be left out
     num_items: float  # counts all rows, including those left out
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the rows left out; values on the host
 
 
 @dataclass
-class RolloutBuffer:
-    """The minibatches of one generation batch, each visited `num_iterations` times, in the same order."""
+class RolloutBuffer(Generic[Ready]):
+    """The minibatches of one generation batch, each visited `num_iterations` times, in the same order.
+
+    Args:
+        num_iterations: Number of visits.
+        stage: The class of the micro-batches.
+    """
 
     num_iterations: int
-    minibatches: list[Minibatch] = field(default_factory=list)
+    stage: type[Ready]
+    minibatches: list[Minibatch[Ready]] = field(default_factory=list)
     position: int = 0  # number of minibatches returned since the buffer was filled
 
     @property
@@ -43,12 +51,12 @@ class RolloutBuffer:
         """Whether new rollouts are needed."""
         return self.position >= len(self.minibatches) * self.num_iterations
 
-    def fill(self, minibatches: Sequence[Minibatch]) -> None:
+    def fill(self, minibatches: Sequence[Minibatch[Ready]]) -> None:
         """Replace the content by the minibatches of a new generation batch."""
         self.minibatches = list(minibatches)
         self.position = 0
 
-    def next(self) -> Minibatch:
+    def next(self) -> Minibatch[Ready]:
         """The next minibatch.
 
         Raises:
@@ -60,19 +68,17 @@ class RolloutBuffer:
         self.position += 1
         return minibatch
 
-    def keep_old_logprobs(self, logprobs: Sequence[Tensor]) -> None:
-        """Store old log-probs in the minibatch that was returned last, for later iterations.
+    def change_visited(self, change: Callable[[Ready, Tensor], Ready], logprobs: Sequence[Tensor]) -> None:
+        """Change the minibatch that was returned last, for its later visits.
 
         Args:
-            logprobs: For each micro-batch, [N] nats, computed by the policy that sampled them. They stay on their
-                device.
+            change: Makes a micro-batch of one and its log-probs.
+            logprobs: For each micro-batch, [N] nats, as computed in this visit. They stay on their device.
         """
         index = (self.position - 1) % len(self.minibatches)
         minibatch = self.minibatches[index]
-        kept = [
-            batch.replace(old_logprobs=values) for batch, values in zip(minibatch.micro_batches, logprobs, strict=True)
-        ]
-        self.minibatches[index] = replace(minibatch, micro_batches=kept)
+        changed = [change(batch, values) for batch, values in zip(minibatch.micro_batches, logprobs, strict=True)]
+        self.minibatches[index] = replace(minibatch, micro_batches=changed)
 
     def save(self, path: Path) -> None:
         """Write the buffer to a safetensors file. Tensors are saved bit by bit, and nothing is pickled."""
@@ -89,7 +95,7 @@ class RolloutBuffer:
         save_file(tensors, path, metadata={"layout": json.dumps(layout), "state": json.dumps(state)})
 
     def load_dealt(
-        self, paths: Sequence[Path], *, cut: Callable[[TokenBatch], list[TokenBatch]], rank: int, world_size: int
+        self, paths: Sequence[Path], *, cut: Callable[[Ready], list[Ready]], rank: int, world_size: int
     ) -> None:
         """Read the files of a run with another number of ranks, and keep this rank's share.
 
@@ -112,7 +118,7 @@ class RolloutBuffer:
         self.minibatches = []
         for shares in zip(*parts, strict=True):
             batches = [batch for share in shares for batch in share.micro_batches]
-            micro_batches = cut(TokenBatch.concat(batches)) if batches else []
+            micro_batches = cut(self.stage.concat(batches)) if batches else []
             # Item counts are summed over ranks, so only one rank keeps them.
             num_items = sum(share.num_items for share in shares) if rank == 0 else 0.0
             metrics: dict[str, Metric] = {}
@@ -137,7 +143,7 @@ class RolloutBuffer:
             )
         self.minibatches = [
             Minibatch(
-                [_batch(host, tensors, f"{i}.{j}.") for j, host in enumerate(row["micro_batches"])],
+                [_batch(self.stage, host, tensors, f"{i}.{j}.") for j, host in enumerate(row["micro_batches"])],
                 row["num_items"],
                 {name: from_json(metric) for name, metric in row["metrics"].items()},
             )
@@ -147,12 +153,12 @@ class RolloutBuffer:
 
 
 def _host_values(batch: TokenBatch) -> dict[str, Any]:
-    """The fields that are set and not tensors, by name; JSON-serializable."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in batch.tensors()}
-    return {name: value for name, value in values.items() if value is not None}
+    """The fields that are tuples, by name; JSON-serializable."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, tuple)}
 
 
-def _batch(host: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> TokenBatch:
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in host.items()}
+def _batch(stage: type[Ready], host: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Ready:
+    values: dict[str, Any] = {name: tuple(value) for name, value in host.items()}
     values |= {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    return TokenBatch(**values)
+    return stage(**values)

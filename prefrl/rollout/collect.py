@@ -14,7 +14,7 @@ from prefrl.data.collate import flat_batch
 from prefrl.data.tokenize import completion_text
 from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
-from prefrl.types import Rollout, TokenBatch
+from prefrl.types import Rollout, SampledBatch, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from prefrl.rewards.runner import RewardRunner
     from prefrl.types import Completion
 
-__all__ = ["Collected", "Collector", "Request", "ask", "prompt_seed", "to_token_batch"]
+__all__ = ["Collected", "Collector", "Request", "ask", "prompt_seed", "sampled_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,8 @@ class Collector:
             for sample in completions:
                 text = completion_text(self.tokenizer, sample.token_ids, conversational=is_conversational)
                 group = request.groups[number]
-                rollouts.append(Rollout(row["prompt_ids"], sample, row, group, prompt=row["prompt"], text=text))
+                turn = Turn(row["prompt_ids"], sample)
+                rollouts.append(Rollout([turn], row, group, prompt=row["prompt"], text=text))
         with self.company():
             metrics, columns = _score(rollouts, self.rewards, self.trainer_state())
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
@@ -159,7 +160,7 @@ def _score(
     scores = rewards.score(
         [rollout.prompt for rollout in rollouts],
         [rollout.text for rollout in rollouts],
-        [rollout.completion.token_ids for rollout in rollouts],
+        [rollout.sampled_ids for rollout in rollouts],
         {name: [rollout.row[name] for rollout in rollouts] for name in names},
         trainer_state=trainer_state,
     )
@@ -181,25 +182,25 @@ def _nan_if_none(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def to_token_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
-    """The flat batch of some rollouts, with each group's prompt once.
+def sampled_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> SampledBatch:
+    """The flat batch of some rollouts, with each group's prompt once: a row for each turn.
 
     Args:
-        rollouts: B rollouts.
+        rollouts: Completed rollouts.
         mask_truncated: Whether to exclude completions cut off at the length limit from the loss.
     """
-    is_masked = [mask_truncated and rollout.completion.finish_reason == "length" for rollout in rollouts]
+    turns = [(turn, rollout.group) for rollout in rollouts for turn in rollout.turns]
+    completions = [turn.completion for turn, _ in turns]
     batch = flat_batch(
-        [rollout.prompt_ids for rollout in rollouts],
-        [rollout.completion.token_ids for rollout in rollouts],
+        [turn.sent_ids for turn, _ in turns],
+        [completion.token_ids for completion in completions],
         trainable=[
-            [False] * len(rollout.completion.token_ids) if masked else rollout.completion.trainable
-            for rollout, masked in zip(rollouts, is_masked, strict=True)
+            [False] * len(completion.token_ids)
+            if mask_truncated and completion.finish_reason == "length"
+            else completion.trainable
+            for completion in completions
         ],
-        groups=[rollout.group for rollout in rollouts],
+        groups=[group for _, group in turns],
     )
-    sampled = [rollout.completion.logprobs for rollout in rollouts]
-    logprobs = None
-    if all(row is not None for row in sampled):
-        logprobs = torch.tensor([value for row in sampled if row is not None for value in row], dtype=torch.float32)
-    return batch.replace(sampling_logprobs=logprobs)
+    logprobs = [value for completion in completions for value in completion.logprobs]
+    return SampledBatch.of(batch, sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from prefrl import distributed
 from prefrl.data.dealing import deal, forward_cost
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["share_out"]
 
+Batch = TypeVar("Batch", bound=TokenBatch)
 
-def share_out(batch: TokenBatch, *, hidden_size: int, equal_counts: bool, device: torch.device) -> TokenBatch:
+
+def share_out(batch: Batch, *, hidden_size: int, equal_counts: bool, device: torch.device) -> Batch:
     """This rank's share of the rows of all ranks, dealt in whole groups by cost. All ranks must call it.
 
     Args:
@@ -32,7 +34,7 @@ def share_out(batch: TokenBatch, *, hidden_size: int, equal_counts: bool, device
     dealt = deal([cost for _, cost in everyone], distributed.world_size(), equal_counts=equal_counts)
     groups = [[everyone[item][0] for item in part] for part in dealt]
     leaving = [batch.select([row for group in part for row in own.get(group, ())]) for part in groups]
-    batch = TokenBatch.concat(distributed.exchange(leaving, device))
+    batch = type(batch).concat(distributed.exchange(leaving, device))
     rows = _rows_of_groups(batch)
     return batch.select([row for group in groups[distributed.rank()] for row in rows[group]])
 
@@ -46,5 +48,5 @@ def _rows_of_groups(batch: TokenBatch) -> dict[int, list[int]]:
 
 def _cost(batch: TokenBatch, rows: list[int], hidden_size: int) -> float:
     """Forward cost of rows that share a prompt."""
-    prompt = float(batch.prompt_lengths[batch.prompt_index[rows[0]]])
+    prompt = float(batch.context_length(rows[0]))
     return forward_cost(prompt, [float(batch.response_lengths[row]) for row in rows], hidden_size=hidden_size)

@@ -25,8 +25,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     `reward` is the mean total reward, `reward_std` the mean over groups of the group's standard deviation (n-1),
     `frac_reward_zero_std` the share of groups whose totals are all equal. Rewards that are None are ignored.
     """
-    lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
-    ended = [n for n, r in zip(lengths, rollouts, strict=True) if r.completion.finish_reason != "length"]
+    lengths = [len(rollout.sampled_ids) for rollout in rollouts]
+    ended = [n for n, r in zip(lengths, rollouts, strict=True) if r.finish_reason != "length"]
     totals = [rollout.reward for rollout in rollouts if rollout.reward == rollout.reward]
     metrics: dict[str, Metric] = {
         "reward": Mean(sum(totals), len(totals)),
@@ -46,7 +46,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 def staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, Metric]:
     """Age, in optimizer steps, of the weights that sampled the tokens which are first trained on in step `step`."""
-    ages = [step - version for rollout in rollouts for version in rollout.completion.policy_versions]
+    ages = [step - version for rollout in rollouts for version in rollout.policy_versions]
     if not ages:
         return {}
     return {"sample/staleness_mean": Mean(sum(ages), len(ages)), "sample/staleness_max": Max(max(ages))}
@@ -117,10 +117,10 @@ def write_parquet(rollouts: Sequence[Rollout], folder: Path, *, step: int, extra
         "prompt": [_as_text(r.prompt) for r in rollouts],
         "completion": [_as_text(r.text) for r in rollouts],
         "prompt_ids": [r.prompt_ids for r in rollouts],
-        "completion_ids": [r.completion.token_ids for r in rollouts],
-        "logprobs": [r.completion.logprobs for r in rollouts],
-        "finish_reason": [r.completion.finish_reason for r in rollouts],
-        "policy_version": [max(r.completion.policy_versions, default=None) for r in rollouts],
+        "completion_ids": [r.sampled_ids for r in rollouts],
+        "logprobs": [r.sampling_logprobs for r in rollouts],
+        "finish_reason": [r.finish_reason for r in rollouts],
+        "policy_version": [max(r.policy_versions, default=None) for r in rollouts],
         **{name: [r.rewards[name] for r in rollouts] for name in names},
         "reward": [r.reward for r in rollouts],
         "advantage": [r.advantage for r in rollouts],

@@ -17,7 +17,7 @@ from prefrl.trainer.bco_density_ratio import DensityRatio
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["BCOTrainer"]
 
 
-class BCOTrainer(OfflineTrainer):
+class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     """Minimizes the mean over rows of -log sigmoid(+-(beta log r - delta)), + for desirable rows.
 
     r = policy / reference; delta is the running mean of all rewards beta log r so far. With `embedding_func`,
@@ -73,7 +73,7 @@ class BCOTrainer(OfflineTrainer):
         check_arguments(type(self), {"model": model, "ref_model": ref_model, "args": args})
         super().__init__(model, args, *data, **arguments)
         self.set_up_reference(ref_model)
-        self.reward_mean = RunningMean(self.args.device)
+        self._mean = self.reward_mean = RunningMean(self.args.device)
         if embedding_func is None:
             for name, unset in (("prompt_sample_size", 1024), ("min_density_ratio", 0.5), ("max_density_ratio", 10.0)):
                 check_no_effect(
@@ -100,27 +100,28 @@ class BCOTrainer(OfflineTrainer):
             self._density_ratio.fit(rows, sample_size=self.args.prompt_sample_size, seed=self.args.seed)
         return self._density_ratio.weigh(rows)
 
-    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+    def lay_out(self, rows: list[dict[str, Any]]) -> LabeledBatch:
         """See `data.collate.unpaired_batch`."""
         return unpaired_batch(rows)
 
-    def num_items(self, batch: TokenBatch) -> Tensor:
+    def num_items(self, batch: LabeledBatch) -> Tensor:
         """Rows."""
         return torch.tensor(float(batch.num_rows))
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
+        """See `OfflineTrainer`."""
+        return self.with_reference(batches)
+
+    def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
         """Weighted sum over rows."""
-        assert batch.ref_logprobs is not None
-        assert self.reward_mean is not None
         scores = self.score(model, batch, want=("entropy", "mean_logit"))
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
         is_desirable = batch.preferred
-        losses = bco(log_ratio, is_desirable, beta=self.args.beta, reward_shift=self.reward_mean.value)
-        if batch.row_weights is not None:
-            losses = losses * batch.on_device(batch.row_weights)
+        losses = bco(log_ratio, is_desirable, beta=self.args.beta, reward_shift=self._mean.value)
+        losses = losses * batch.on_device(batch.weights)
         rewards = self.args.beta * log_ratio.detach()
         if model.training:
-            self.reward_mean.add(rewards)
+            self._mean.add(rewards)
         metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
         return LossOutput(total=losses.sum(), metrics=metrics)

@@ -10,7 +10,7 @@ from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.metrics import Mean
 from prefrl.trainer.offline.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
 from prefrl.trainer.offline.trainer import OfflineTrainer
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import LabeledBatch, LossOutput
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +23,7 @@ __all__ = ["CPOTrainer"]
 _OF_MEANS = ("ipo", "simpo", "alphapo")
 
 
-class CPOTrainer(OfflineTrainer):
+class CPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
     """Minimizes the mean over pairs of -log sigmoid(beta (log pi(chosen) - log pi(rejected))), plus cpo_alpha * NLL.
 
     `loss_type` chooses another loss of the same log-probs. The NLL of the chosen responses is a mean over tokens.
@@ -37,12 +37,12 @@ class CPOTrainer(OfflineTrainer):
     args: CPOConfig
     row_kind = PAIRS
 
-    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """See `OfflineTrainer`; also counts pairs per chosen token over the step, which scales the NLL."""
+    def prepare_step(self, batches: list[LabeledBatch]) -> list[LabeledBatch]:
+        """See `OfflineTrainer`; counts pairs per chosen token over the step, which scales the NLL."""
         self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
-        return super().prepare_step(batches)
+        return batches
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def loss(self, model: nn.Module, batch: LabeledBatch) -> LossOutput:
         """Sum over pairs, with the NLL scaled so that it is a mean over tokens."""
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit"))
         rows = RowScores.of(scores.logprobs, batch)

@@ -22,20 +22,20 @@ from prefrl.trainer.offline.preference import (
 )
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.logprobs import TokenScores
+    from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.trainer.dpo_config import DPOConfig
 
 __all__ = ["DPOTrainer"]
 
 
-class DPOTrainer(OfflineTrainer):
+class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     """Minimizes the mean over pairs of -log sigmoid(beta (log r(chosen) - log r(rejected))), r = policy / reference.
 
     `loss_type` chooses other losses of the same log-ratios; several losses are added with their weights.
@@ -57,6 +57,7 @@ class DPOTrainer(OfflineTrainer):
     algorithm = "dpo"
     args: DPOConfig
     row_kind = PAIRS
+    _step_pairs: StepPairs  # all pairs of the current step, for losses that sort them
 
     def __init__(
         self,
@@ -71,19 +72,18 @@ class DPOTrainer(OfflineTrainer):
         self.set_up_reference(ref_model)
         if "bco_pair" in self.args.loss_type:
             self.reward_mean = RunningMean(self.args.device)
-        self._step_pairs: StepPairs | None = None
         self._pairs_per_chosen_token = 0.0
 
-    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+    def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """See `OfflineTrainer`; also computes what some losses need to know about all pairs of the step."""
-        batches = super().prepare_step(batches)
+        scored = self.with_reference(batches)
         if "sft" in self.args.loss_type:
-            self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
+            self._pairs_per_chosen_token = pairs_per_chosen_token(scored, self.args.device)
         if any(PAIR_LOSSES[name].is_batch_loss for name in self.args.loss_type):
-            self._step_pairs = self._all_pairs(batches)
-        return batches
+            self._step_pairs = self._all_pairs(scored)
+        return scored
 
-    def _all_pairs(self, batches: list[TokenBatch]) -> StepPairs:
+    def _all_pairs(self, batches: list[ReferencedBatch]) -> StepPairs:
         logprobs = self.logprobs_of_step(self.scorer.policy_logprobs, batches)
         parts = [
             self._pairs(self._rows(policy, batch), self._reference(batch))
@@ -91,11 +91,10 @@ class DPOTrainer(OfflineTrainer):
         ]
         return StepPairs(parts, [group for batch in batches for group in pair_groups(batch)])
 
-    def _rows(self, logprobs: Tensor, batch: TokenBatch) -> RowScores:
+    def _rows(self, logprobs: Tensor, batch: LabeledBatch) -> RowScores:
         return RowScores.of(logprobs, batch, ld_alpha=self.args.ld_alpha)
 
-    def _reference(self, batch: TokenBatch) -> RowScores:
-        assert batch.ref_logprobs is not None
+    def _reference(self, batch: ReferencedBatch) -> RowScores:
         return self._rows(batch.ref_logprobs, batch)
 
     def _pairs(self, policy: RowScores, reference: RowScores) -> Pairs:
@@ -103,7 +102,7 @@ class DPOTrainer(OfflineTrainer):
             policy, reference, divergence=self.args.f_divergence_type, alpha=self.args.f_alpha_divergence_coef
         )
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
         """Sum over pairs of the weighted losses."""
         weighting: list[WantName] = ["log_collision"] if self.args.use_weighting else []
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
@@ -121,7 +120,7 @@ class DPOTrainer(OfflineTrainer):
         metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
         return LossOutput(total=total, metrics=metrics)
 
-    def _sum(self, name: str, pairs: Pairs, scores: TokenScores, batch: TokenBatch) -> Tensor:
+    def _sum(self, name: str, pairs: Pairs, scores: TokenScores, batch: LabeledBatch) -> Tensor:
         """Scalar: one loss, summed over the micro-batch."""
         row = PAIR_LOSSES[name]
         values = {
@@ -132,17 +131,15 @@ class DPOTrainer(OfflineTrainer):
         }
         function = partial(row.function, **{key: values[key] for key in row.hyperparameters})
         if row.is_batch_loss:
-            assert self._step_pairs is not None
             return self._step_pairs.loss(function, pairs, pair_groups(batch))
         losses = function(pairs)
         if name == "sft":  # a mean over tokens, although the step's sum is divided by the number of pairs
             losses = losses * self._pairs_per_chosen_token
-        if scores.log_collision is not None:
+        if self.args.use_weighting:
             losses = losses * self._pair_weights(scores, batch)
         return losses.sum()
 
-    def _pair_weights(self, scores: TokenScores, batch: TokenBatch) -> Tensor:
-        assert scores.log_collision is not None
+    def _pair_weights(self, scores: TokenScores, batch: LabeledBatch) -> Tensor:
         layout = (batch.trainable, batch.row_index, batch.num_rows)
         weights = wpo_weights(scores.logprobs, scores.log_collision, *layout)
         chosen, rejected = batch.pair_index

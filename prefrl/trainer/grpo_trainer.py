@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 
 __all__ = ["GRPOTrainer"]
 
 
-class GRPOTrainer(OnlineTrainer):
+class GRPOTrainer(OnlineTrainer[PolicyBatch]):
     """Minimizes -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta * KL(pi || ref) over sampled tokens.
 
     r = exp(log pi - log pi_old); A = (reward - mean of its group) / (standard deviation + 1e-4); KL is Schulman's k3.

@@ -16,7 +16,7 @@ from prefrl.metrics import Mean
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,7 +30,7 @@ __all__ = ["KTOTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class KTOTrainer(OfflineTrainer):
+class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     """Minimizes the mean over rows of weight * (1 - sigmoid(+-beta (log r - KL))), + for desirable rows.
 
     r = policy / reference; KL = max(0, mean of log r over mismatched rows, prompts with the completion of another
@@ -81,37 +81,35 @@ class KTOTrainer(OfflineTrainer):
         """Tokenize, and add to each row the completion of another prompt for the KL estimate."""
         return prepare_unpaired(dataset, tokenizer, self.args, with_mismatched=self._estimates_kl)
 
-    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+    def lay_out(self, rows: list[dict[str, Any]]) -> LabeledBatch:
         """See `data.collate.unpaired_batch`."""
         return unpaired_batch(rows)
 
-    def num_items(self, batch: TokenBatch) -> Tensor:
+    def num_items(self, batch: LabeledBatch) -> Tensor:
         """Rows with a label."""
         return torch.tensor(float(len(sided_rows(batch))))
 
-    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+    def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """See `OfflineTrainer`; also estimates the KL of the step, and leaves its rows out of the training pass."""
-        batches = super().prepare_step(batches)
+        scored = self.with_reference(batches)
         if self._estimates_kl:
-            self._kl = self._estimated_kl(batches)
-        return [batch.select(sided_rows(batch)) for batch in batches]
+            self._kl = self._estimated_kl(scored)
+        return [batch.select(sided_rows(batch)) for batch in scored]
 
-    def _estimated_kl(self, batches: list[TokenBatch]) -> float:
+    def _estimated_kl(self, batches: list[ReferencedBatch]) -> float:
         """max(0, mean over mismatched rows of all ranks of log policy - log reference), in nats."""
         unsided = [(batch, sorted(set(range(batch.num_rows)) - set(sided_rows(batch)))) for batch in batches]
         parts = [batch.select(rows) for batch, rows in unsided if rows]
         log_ratio = torch.zeros((), device=self.args.device)
         for batch, logprobs in zip(parts, self.logprobs_of_step(self.scorer.policy_logprobs, parts), strict=True):
-            assert batch.ref_logprobs is not None
             log_ratio += ((logprobs - batch.ref_logprobs) * batch.trainable).sum().to(log_ratio.device)
         count = sum(batch.num_rows for batch in parts)
         # float() waits for the device, once per step.
         total, all_rows = distributed.sum_over_ranks([float(log_ratio), count], self.args.device)
         return max(0.0, total / max(all_rows, 1.0))
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
         """Weighted sum over rows."""
-        assert batch.ref_logprobs is not None
         scores = self.score(model, batch, want=("entropy", "mean_logit"))
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +13,17 @@ from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.trainer.offline.preference import RowScores, make_pairs, preference_metrics
 from prefrl.trainer.online.learner import Learned
-from prefrl.types import LossOutput
+from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.logprobs import TokenScores, WantName
+    from prefrl.losses.scores import TokenScores, WantName
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
-    from prefrl.trainer.base.scorer import Annotation
+    from prefrl.trainer.base.scorer import ScoreNeed, Scores
     from prefrl.trainer.online_dpo_config import OnlineDPOConfig
-    from prefrl.types import Rollout, TokenBatch
+    from prefrl.types import Rollout, SampledBatch
 
 __all__ = ["PairLearner", "PairObjective"]
 
@@ -32,30 +32,43 @@ class PairObjective:
     """The pairwise loss, summed over pairs."""
 
     want: tuple[WantName, ...] = ("entropy", "correct", "mean_logit")
-    learns_from_zero_advantage = True
+    stage = ReferencedBatch
 
     def __init__(self, args: OnlineDPOConfig) -> None:
         self.args = args
 
-    def num_items(self, batch: TokenBatch) -> Tensor:
+    def num_items(self, batch: LabeledBatch) -> Tensor:
         """Pairs."""
         return torch.tensor(batch.num_rows / 2)
 
-    def needs(self, *, is_first: bool) -> frozenset[Annotation]:
-        """The reference log-probs. The loss does not compare with the policy that sampled."""
-        return frozenset({"ref_logprobs"})
+    def has_gradient(self, batch: LabeledBatch) -> list[bool]:
+        """Every pair has one."""
+        return [True] * batch.num_rows
 
-    def prepared(self, batch: TokenBatch, *, num_items: float) -> TokenBatch:
+    def prepared(self, batch: LabeledBatch, *, num_items: float) -> LabeledBatch:
         """The batch unchanged: no pair depends on others."""
         return batch
 
-    def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
+    def metrics_without_pass(self, batch: LabeledBatch) -> dict[str, Metric]:
         """Empty, because every pair has a gradient."""
         return {}
 
-    def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
-        """The sum over a micro-batch of whole pairs; `old_logprobs` is not used."""
-        assert batch.ref_logprobs is not None
+    def ready(
+        self,
+        batch: LabeledBatch,
+        score: Callable[[LabeledBatch, Collection[ScoreNeed]], Scores],
+        *,
+        is_first: bool,
+    ) -> ReferencedBatch:
+        """See `Objective`. The loss compares with the reference, not with the policy that sampled."""
+        return ReferencedBatch.of(batch, ref_logprobs=score(batch, {"ref_logprobs"}).ref_logprobs)
+
+    def visited(self, batch: ReferencedBatch, logprobs: Tensor) -> ReferencedBatch:
+        """The batch unchanged: the loss does not compare with the policy that sampled."""
+        return batch
+
+    def __call__(self, batch: ReferencedBatch, scores: TokenScores) -> LossOutput:
+        """The sum over a micro-batch of whole pairs."""
         policy, reference = RowScores.of(scores.logprobs, batch), RowScores.of(batch.ref_logprobs, batch)
         pairs = make_pairs(policy, reference, divergence="reverse_kl", alpha=0.0)
         row = PAIR_LOSSES[self.args.loss_type]
@@ -83,7 +96,7 @@ class PairLearner:
         rewards: Not used, because pairs compare total rewards.
     """
 
-    needs: frozenset[Annotation] = frozenset()
+    needs: frozenset[ScoreNeed] = frozenset()
 
     def __init__(self, args: OnlineDPOConfig, rewards: RewardRunner) -> None:
         self.args = args
@@ -91,8 +104,15 @@ class PairLearner:
         self.moments = RunningMoments() if args.shaping_params.normalize else None
 
     def advantages(
-        self, batch: TokenBatch, rollouts: Sequence[Rollout], *, num_parts: int, step: int, over_ranks: bool
-    ) -> Learned:
+        self,
+        batch: SampledBatch,
+        scores: Scores,
+        rollouts: Sequence[Rollout],
+        *,
+        num_parts: int,
+        step: int,
+        over_ranks: bool,
+    ) -> Learned[LabeledBatch]:
         """See `Learner`; the advantage is +1 for chosen rows, -1 for rejected rows and 0 for all others."""
         totals = self._shaped(rollouts, over_ranks=over_ranks)
         size = -(-len(rollouts) // num_parts)
@@ -108,11 +128,12 @@ class PairLearner:
                         part += [best, worst]
             parts.append(part)
         sides = {1.0: True, -1.0: False, 0.0: None}
-        batch = batch.replace(is_preferred=tuple(sides[advantage] for advantage in advantages))
-        return Learned(batch, parts, advantages)
+        labels = tuple(sides[advantage] for advantage in advantages)
+        labeled = LabeledBatch.of(batch, is_preferred=labels, weights=tuple(abs(value) for value in advantages))
+        return Learned(labeled, parts, advantages)
 
     def _shaped(self, rollouts: Sequence[Rollout], *, over_ranks: bool) -> list[float]:
-        mine = [(rollout.reward, rollout.completion.finish_reason) for rollout in rollouts]
+        mine = [(rollout.reward, rollout.finish_reason) for rollout in rollouts]
         everyone, start = distributed.gather_rows(mine, over_ranks=over_ranks)
         rewards, reasons = zip(*everyone, strict=True)
         totals = torch.tensor(rewards, dtype=torch.float64)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.online_dpo_config import OnlineDPOConfig
 from prefrl.trainer.online_dpo_pairs import PairLearner
-
-if TYPE_CHECKING:
-    from prefrl.types import TokenBatch
+from prefrl.types import ReferencedBatch
 
 __all__ = ["OnlineDPOTrainer"]
 
 
-class OnlineDPOTrainer(OnlineTrainer):
+class OnlineDPOTrainer(OnlineTrainer[ReferencedBatch]):
     """Minimizes -log sigmoid(beta * (log-ratio of the better - log-ratio of the worse completion)).
 
     Log-ratios are log pi - log pi_ref; the better completion of a prompt is the one with the higher reward. A judge
@@ -29,7 +25,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     args: OnlineDPOConfig
     learner_class = PairLearner
 
-    def cut(self, batch: TokenBatch, rows_per_micro_batch: int) -> list[TokenBatch]:
+    def cut(self, batch: ReferencedBatch, rows_per_micro_batch: int) -> list[ReferencedBatch]:
         """See `BaseTrainer`; never splits a pair."""
         if self.args.max_tokens_per_micro_batch is not None:
             return batch.split(self.args.max_tokens_per_micro_batch, whole_groups=True)

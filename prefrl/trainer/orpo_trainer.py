@@ -8,7 +8,7 @@ from prefrl.losses.preference.reference_free import odds_ratio
 from prefrl.metrics import Mean
 from prefrl.trainer.offline.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
 from prefrl.trainer.offline.trainer import OfflineTrainer
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import LabeledBatch, LossOutput
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ORPOTrainer"]
 
 
-class ORPOTrainer(OfflineTrainer):
+class ORPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
     """Minimizes the token-mean NLL of the chosen responses plus beta * the mean odds-ratio term over pairs.
 
     Datasets: preference rows, as for DPO. There is no reference model.
@@ -30,12 +30,12 @@ class ORPOTrainer(OfflineTrainer):
     args: ORPOConfig
     row_kind = PAIRS
 
-    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """See `OfflineTrainer`; also counts pairs per chosen token over the step, which scales the NLL."""
+    def prepare_step(self, batches: list[LabeledBatch]) -> list[LabeledBatch]:
+        """See `OfflineTrainer`; counts pairs per chosen token over the step, which scales the NLL."""
         self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
-        return super().prepare_step(batches)
+        return batches
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def loss(self, model: nn.Module, batch: LabeledBatch) -> LossOutput:
         """Sum over pairs, with the NLL scaled so that it is a mean over tokens."""
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit"))
         rows = RowScores.of(scores.logprobs, batch)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from prefrl.trainer.online.policy_batch import CriticBatch
     from prefrl.trainer.online.trainer import OnlineTrainer
     from prefrl.trainer.ppo_config import PPOConfig
-    from prefrl.types import TokenBatch
 
 __all__ = [
     "add_critic_group",
@@ -81,7 +81,7 @@ def refuse_reward_model(given: object, reward_funcs: object) -> None:
         raise ConfigError("value_model is also in reward_funcs: training it would change the reward. Give a copy.")
 
 
-def critic_loss(args: PPOConfig, batch: TokenBatch, values: Tensor) -> LossOutput:
+def critic_loss(args: PPOConfig, batch: CriticBatch, values: Tensor) -> LossOutput:
     """vf_coef * value loss, with the same token weights as the policy loss.
 
     Args:
@@ -89,8 +89,6 @@ def critic_loss(args: PPOConfig, batch: TokenBatch, values: Tensor) -> LossOutpu
         batch: Rows with old values and returns.
         values: [N], gradient flows.
     """
-    assert batch.values is not None
-    assert batch.returns is not None
     token = value_loss(values, batch.values, batch.returns, cliprange_value=args.cliprange_value)
     reduction = POLICY_LOSSES[args.loss_type].reduction
     weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction)
@@ -132,7 +130,7 @@ def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
     return policy, {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def save_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
+def save_left_out(trainer: OnlineTrainer[CriticBatch], critic: Critic, folder: Path) -> None:
     """Write the critic into a checkpoint that does not contain it yet. All ranks must call it."""
     if not _is_left_out(trainer) or not distributed.keeps_checkpoints_partitioned(trainer.accelerator):
         return
@@ -142,13 +140,13 @@ def save_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
         critic.save(folder / "critic", state)
 
 
-def load_left_out(trainer: OnlineTrainer, critic: Critic, folder: Path) -> None:
+def load_left_out(trainer: OnlineTrainer[CriticBatch], critic: Critic, folder: Path) -> None:
     """Read the critic of a checkpoint, unless the backend has loaded it with the policy. All ranks must call it."""
     if _is_left_out(trainer):
         critic.load(folder / "critic")
 
 
-def _is_left_out(trainer: OnlineTrainer) -> bool:
+def _is_left_out(trainer: OnlineTrainer[CriticBatch]) -> bool:
     """Whether the backend does not load the critic: HuggingFace does not know it, and FSDP2 may save only adapters."""
     if trainer.is_fsdp_enabled:
         return is_peft_model(trainer.policy)

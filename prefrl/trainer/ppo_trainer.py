@@ -13,6 +13,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.critic import Critic
 from prefrl.trainer.base.trainer import Optimizers
+from prefrl.trainer.online.policy_batch import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.ppo_critic import (
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["PPOTrainer"]
 
 
-class PPOTrainer(OnlineTrainer):
+class PPOTrainer(OnlineTrainer[CriticBatch]):
     """Minimizes the clipped surrogate with advantages from a critic, plus vf_coef * value loss of the critic.
 
     A_t = sum over s >= t of (gamma lam)^(s - t) (r_s + gamma V_(s+1) - V_s), normalized over the tokens of the batch;
@@ -97,15 +98,17 @@ class PPOTrainer(OnlineTrainer):
     def _is_warmup(self) -> bool:
         return bool(self.state.global_step < self.args.critic_warmup)
 
-    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+    def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """See `BaseTrainer`; covers the parameters of the policy and of the critic, as on other ranks."""
         scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=())
         return scores.logprobs.sum() + values.sum()
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def loss(self, model: nn.Module, batch: CriticBatch) -> LossOutput:
         """The policy's loss, multiplied by 0 in the steps of `critic_warmup`, plus the critic's loss."""
-        scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=self.objective.want)
-        output = self.objective(batch, scores, self.old_logprobs(batch, scores))
+        scores, values = self.scorer.scores_and_values(
+            model, batch, self.critic, want=self.objective.want, ref_hidden=batch.ref_hidden
+        )
+        output = self._policy_loss(batch, scores)
         value = critic_loss(self.args, batch, values)
         weight = 0.0 if self._is_warmup else 1.0
         return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)
@@ -144,14 +147,14 @@ class PPOTrainer(OnlineTrainer):
         if self.args.should_save:
             self.critic.save(Path(output_dir or self.args.output_dir) / "critic", critic)
 
-    def save_update_state(self, folder: Path) -> None:
+    def _save_update_state(self, folder: Path) -> None:
         """See `OnlineTrainer`; also writes the critic if the backend's checkpoint does not contain it."""
-        super().save_update_state(folder)
+        super()._save_update_state(folder)
         save_left_out(self, self.critic, folder)
 
-    def load_update_state(self, folder: Path) -> None:
+    def _load_update_state(self, folder: Path) -> None:
         """See `OnlineTrainer`; also loads the critic, unless the backend has loaded it with the policy."""
-        super().load_update_state(folder)
+        super()._load_update_state(folder)
         load_left_out(self, self.critic, folder)
 
     def _load_best_model(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
 
 __all__ = ["ReinforcePlusPlusTrainer"]
 
 
-class ReinforcePlusPlusTrainer(OnlineTrainer):
+class ReinforcePlusPlusTrainer(OnlineTrainer[PolicyBatch]):
     """Minimizes -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over tokens.
 
     A_t = sum over s >= t of gamma^(s - t) r_s, normalized over the tokens of the batch; r_s is

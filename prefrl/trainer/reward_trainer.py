@@ -15,7 +15,7 @@ from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.load import load_reward_model
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import LossOutput, MarginBatch, TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["RewardTrainer"]
 
 
-class RewardTrainer(OfflineTrainer):
+class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
     """Minimizes the mean over pairs of -log sigmoid(reward(chosen) - reward(rejected) - margin).
 
     The model is a sequence classifier with one label, whose score at the last token of a text is the reward. A causal
@@ -76,15 +76,15 @@ class RewardTrainer(OfflineTrainer):
             num_proc=self.args.dataset_num_proc,
         )
 
-    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+    def lay_out(self, rows: list[dict[str, Any]]) -> MarginBatch:
         """See `data.collate.reward_batch`."""
         return reward_batch(rows, padding_id=self.processing_class.pad_token_id)
 
-    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+    def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """See `BaseTrainer`; does not count the extra token at the end of each row."""
-        return super().tokens_seen(batches) - sum(batch.num_rows for batch in batches)
+        return super()._tokens_seen(batches) - sum(batch.num_rows for batch in batches)
 
-    def num_items(self, batch: TokenBatch) -> Tensor:
+    def num_items(self, batch: MarginBatch) -> Tensor:
         """Pairs."""
         return torch.tensor(batch.num_rows / 2)
 
@@ -92,17 +92,20 @@ class RewardTrainer(OfflineTrainer):
         """[B] rewards of the rows."""
         return sequence_scores(model, batch, plan=self.args.forward_plan).squeeze(1)
 
-    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
-        """See `BaseTrainer.forward_sum`."""
+    def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """See `BaseTrainer._forward_sum`."""
         return self.rewards(model, batch).sum()
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def prepare_step(self, batches: list[MarginBatch]) -> list[MarginBatch]:
+        """The batches unchanged: the loss reads nothing else."""
+        return batches
+
+    def loss(self, model: nn.Module, batch: MarginBatch) -> LossOutput:
         """Sum over pairs."""
         rewards = self.rewards(model, batch)
         rows, other_rows = batch.pair_index
         chosen, rejected = rewards[rows], rewards[other_rows]
-        margins = None if batch.margins is None else batch.on_device(batch.margins)[rows]
-        total = bradley_terry(chosen, rejected, margins).sum()
+        total = bradley_terry(chosen, rejected, batch.on_device(batch.margins)[rows]).sum()
         if self.args.center_rewards_coefficient is not None:
             total = total + self.args.center_rewards_coefficient * centering(chosen, rejected).sum()
         rewards, difference = rewards.detach(), (chosen - rejected).detach()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.rloo_config import RLOOConfig
 
 __all__ = ["RLOOTrainer"]
 
 
-class RLOOTrainer(OnlineTrainer):
+class RLOOTrainer(OnlineTrainer[PolicyBatch]):
     """Minimizes -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over completions.
 
     r is the ratio of the probabilities of the whole completion; A = R - mean of R over the prompt's other completions;

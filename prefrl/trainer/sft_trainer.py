@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["SFTTrainer"]
 
 
-class SFTTrainer(OfflineTrainer):
+class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
     """Minimizes the mean of -log pi(token), or of its DFT variant, over all trained tokens.
 
     Args:
@@ -89,14 +89,16 @@ class SFTTrainer(OfflineTrainer):
         """Trained tokens."""
         return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction="token", constant=None)
 
+    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """The batches unchanged: the loss reads nothing else."""
+        return batches
+
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Sum of the token losses."""
         scores = self.score(model, batch, want=("entropy", "correct"))
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="token")
         total = (weights * SUPERVISED_LOSSES[self.args.loss_type](scores.logprobs)).sum()
         count = weights.sum()
-        assert scores.entropy is not None
-        assert scores.correct is not None
         metrics: dict[str, Metric] = {
             "entropy": Mean((scores.entropy.detach() * weights).sum(), count),
             "mean_token_accuracy": Mean((scores.correct * weights).sum(), count),

@@ -14,7 +14,7 @@ from prefrl import distributed
 from prefrl.errors import RewardError
 from prefrl.rollout.collect import Collected
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.types import Completion, Rollout
+from prefrl.types import Completion, Rollout, Turn
 from tests.contract.cases import (
     ArrivingGenerator,
     Job,
@@ -97,7 +97,7 @@ def test_columns_that_one_process_alone_logged_are_empty_for_the_others(
 ) -> None:
     def collected(group: int, **columns: list[str]) -> Collected:
         completion = Completion([5], "stop", [-1.0], [True], [0])
-        return Collected([Rollout([7], completion, {}, group, prompt="p", text="t")], logged_columns=columns)
+        return Collected([Rollout([Turn([7], completion)], {}, group, prompt="p", text="t")], logged_columns=columns)
 
     trainer = online(tmp_path, log_completions=True)
     parts = [collected(0, first=["a"]), collected(1, second=["b"])]
@@ -118,7 +118,7 @@ def test_overlap_trains_on_a_group_before_the_next_is_read(tmp_path: Path) -> No
     trainer = online(tmp_path, generation_mode="overlap", max_steps=1)
     events: list[str] = []
     pending = trainer.generator.start
-    micro_step = trainer.micro_step
+    micro_step = trainer._micro_step
 
     def start(*args: Any, **kwargs: Any) -> Any:
         groups = pending(*args, **kwargs)
@@ -137,7 +137,7 @@ def test_overlap_trains_on_a_group_before_the_next_is_read(tmp_path: Path) -> No
         return micro_step(*args, **kwargs)
 
     trainer.generator.start = start  # type: ignore[method-assign]
-    trainer.micro_step = watched  # type: ignore[method-assign]
+    trainer._micro_step = watched  # type: ignore[method-assign]
     trainer.train()
     assert events == ["arrives", "trained"] * 4
 

@@ -55,7 +55,7 @@ def logs(trainer: OnlineTrainer) -> list[dict[str, float]]:
 
 def surprisal(rollouts: list[Rollout]) -> float:
     """Mean of -log p over sampled tokens, under the distribution that they were sampled from."""
-    values = [-logprob for rollout in rollouts for logprob in rollout.completion.logprobs or []]
+    values = [-logprob for rollout in rollouts for logprob in rollout.sampling_logprobs]
     return sum(values) / len(values)
 
 
@@ -83,7 +83,7 @@ def test_ratios_and_tokens_are_counted_over_all_completions(tmp_path: Path) -> N
             assert some[name] == pytest.approx(all_of_them[name], rel=1e-4, abs=1e-6), name
     assert logs(left_out)[1]["clip_ratio/region_mean"] > 0.01
     # A generation batch is counted once, however often it is learned from.
-    sizes = [sum(len(r.prompt_ids) + len(r.completion.token_ids) for r in rollouts) for rollouts in batches]
+    sizes = [sum(len(r.prompt_ids) + len(r.sampled_ids) for r in rollouts) for rollouts in batches]
     seen = [entry["num_tokens"] for entry in logs(left_out)]
     assert seen == [sizes[0], sizes[0], sum(sizes), sum(sizes)]
 
@@ -93,11 +93,10 @@ def test_the_entropy_of_completions_that_are_not_run_is_estimated_by_their_token
     total = 0.0
     for batch in (batch for minibatch in trainer.buffer.minibatches for batch in minibatch.micro_batches):
         entropy = token_logprobs(trainer.policy, batch, want=("entropy",)).entropy
-        assert entropy is not None
         total += float(entropy.detach().sum())
     not_run = [rollout for rollout in rollouts if rollout.advantage == 0]
-    total += surprisal(not_run) * sum(len(r.completion.token_ids) for r in not_run)
-    count = sum(len(r.completion.token_ids) for r in rollouts)
+    total += surprisal(not_run) * sum(len(r.sampled_ids) for r in not_run)
+    count = sum(len(r.sampled_ids) for r in rollouts)
     assert logs(trainer)[0]["entropy"] == pytest.approx(total / count, rel=1e-5)
 
 

@@ -13,8 +13,9 @@ from prefrl.errors import ConfigError
 from prefrl.losses import logprobs
 from prefrl.models.forward import token_logprobs
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.scorer import Annotation
+from prefrl.trainer.base.scorer import ScoreNeed, Scores
 from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import TokenBatch
 from tests.contract.cases import dataset_of, make_trainer, ragged_reward
@@ -22,33 +23,32 @@ from tests.contract.cases import dataset_of, make_trainer, ragged_reward
 BETA = 0.3
 
 
-def online(algorithm: str, tmp_path: Path, **options: Any) -> OnlineTrainer:
+def online(algorithm: str, tmp_path: Path, **options: Any) -> OnlineTrainer[PolicyBatch]:
     trainer = make_trainer(algorithm, tmp_path, **options)
     assert isinstance(trainer, OnlineTrainer)
     return trainer
 
 
-def first_batch(trainer: OnlineTrainer) -> TokenBatch:
+def first_batch(trainer: OnlineTrainer[PolicyBatch]) -> PolicyBatch:
     items, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
-    return TokenBatch.concat(items[-1].micro_batches)
+    return PolicyBatch.concat(items[-1].micro_batches)
 
 
-def far_reference(trainer: OnlineTrainer) -> None:
+def far_reference(trainer: OnlineTrainer[PolicyBatch]) -> None:
     """A reference that finds every token less likely, by another amount each: k1 of the n-th token is n / 10."""
 
-    annotate = trainer.scorer.annotate
+    needed = trainer.scorer.needed
 
-    def annotated(batch: TokenBatch, needs: Collection[Annotation], *, rows_per_pass: int) -> TokenBatch:
-        batch = annotate(batch, set(needs) - {"ref_logprobs"}, rows_per_pass=rows_per_pass)
-        if batch.ref_logprobs is not None:
-            return batch
-        assert batch.old_logprobs is not None
-        return batch.replace(ref_logprobs=batch.old_logprobs - torch.arange(batch.num_tokens) / 10)
+    def with_reference(batch: TokenBatch, needs: Collection[ScoreNeed], *, rows_per_pass: int) -> Scores:
+        scores = needed(batch, {*needs, "old_logprobs"} - {"ref_logprobs"}, rows_per_pass=rows_per_pass)
+        if "ref_logprobs" not in needs:
+            return scores
+        return Scores({**scores.found, "ref_logprobs": scores.old_logprobs - torch.arange(batch.num_tokens) / 10})
 
-    trainer.scorer.annotate = annotated  # type: ignore[method-assign]
+    trainer.scorer.needed = with_reference  # type: ignore[method-assign]
 
 
-def rewards_of(trainer: OnlineTrainer, batch: TokenBatch) -> list[float]:
+def rewards_of(trainer: OnlineTrainer[PolicyBatch], batch: TokenBatch) -> list[float]:
     texts = [trainer.processing_class.decode(ids, skip_special_tokens=True) for ids in rows(batch.response_ids, batch)]
     return ragged_reward(texts)
 
@@ -69,7 +69,6 @@ def test_a_divergence_in_the_reward_lowers_it_before_completions_are_compared(tm
     pairs = zip(rewards_of(trainer, batch), divergences(batch), strict=True)
     totals = torch.tensor([reward - BETA * float(kl.sum()) for reward, kl in pairs]).view(-1, 4)
     expected = (totals - (totals.sum(1, keepdim=True) - totals) / 3).flatten()
-    assert batch.advantages is not None
     torch.testing.assert_close(batch.advantages, expected[batch.row_index], atol=1e-4, rtol=1e-4)
 
 
@@ -84,11 +83,10 @@ def test_a_divergence_in_the_reward_of_a_token_counts_for_those_before_it(tmp_pa
             to_go = -BETA * float(kl[n]) + (reward if n == len(kl) - 1 else 0.0) + 0.5 * to_go
             values.append(to_go)
         expected += values[::-1]
-    assert batch.advantages is not None
     torch.testing.assert_close(batch.advantages, torch.tensor(expected), atol=1e-4, rtol=1e-4)
 
 
-def total_with(trainer: OnlineTrainer, batch: TokenBatch, **options: Any) -> float:
+def total_with(trainer: OnlineTrainer[PolicyBatch], batch: TokenBatch, **options: Any) -> float:
     before = {name: getattr(trainer.args, name) for name in options}
     for name, value in options.items():
         setattr(trainer.args, name, value)
@@ -102,7 +100,6 @@ def test_the_entropy_bonus_lowers_the_loss(tmp_path: Path) -> None:
     trainer = online("grpo", tmp_path, entropy_coef=0.2, beta=0.0, mask_truncated_completions=True)
     batch = first_batch(trainer)
     entropy = token_logprobs(trainer.policy, batch, want=("entropy",)).entropy
-    assert entropy is not None
     expected = -0.2 * float(entropy[batch.trainable].sum())
     added = total_with(trainer, batch) - total_with(trainer, batch, entropy_coef=0.0)
     assert added == pytest.approx(expected, rel=1e-4)
@@ -160,14 +157,11 @@ def test_likelihood_of_good_completions_is_a_mean_over_their_own_tokens(tmp_path
 def test_tokens_that_are_not_selected_have_no_policy_loss(tmp_path: Path) -> None:
     trainer = online("grpo", tmp_path, top_entropy_quantile=0.25, beta=0.0)
     batch = first_batch(trainer)
-    assert batch.selection is not None
     entropy = token_logprobs(trainer.policy, batch, want=("entropy",)).entropy
-    assert entropy is not None
-    assert batch.selection.sum() == round(0.25 * batch.num_trainable)
-    assert entropy[batch.selection == 1].min() >= entropy[batch.selection == 0].max() - 1e-3
-    assert batch.advantages is not None
+    assert batch.loss_scale.sum() == round(0.25 * batch.num_trainable)
+    assert entropy[batch.loss_scale == 1].min() >= entropy[batch.loss_scale == 0].max() - 1e-3
     # At ratio one the loss of a token is minus its advantage.
-    expected = -(batch.advantages * batch.selection).sum()
+    expected = -(batch.advantages * batch.loss_scale).sum()
     assert total_with(trainer, batch) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
 
 

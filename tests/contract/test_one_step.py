@@ -103,7 +103,7 @@ def test_kl_term_adds_beta_times_k3_of_each_token(tmp_path: Path) -> None:
 
 def test_an_on_policy_step_scores_once(tmp_path: Path) -> None:
     trainer = grpo(tmp_path, max_steps=3, beta=0.0)
-    token_logprobs(trainer.policy, trainer.idle_batch())  # the first-use check
+    token_logprobs(trainer.policy, trainer._idle_batch())  # the first-use check
     tokens = count_forwards(trainer)
     trainer.train()
     assert len(tokens) == 3

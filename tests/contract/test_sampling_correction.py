@@ -28,7 +28,6 @@ class OtherSampler(ArrivingGenerator):
 
 
 def shifted(completion: Completion) -> Completion:
-    assert completion.logprobs is not None
     logprobs = [value + OFFSETS[i % len(OFFSETS)] for i, value in enumerate(completion.logprobs)]
     return Completion(
         completion.token_ids, completion.finish_reason, logprobs, completion.trainable, completion.policy_versions

@@ -89,7 +89,7 @@ def prefrl_values(case: PeerCase) -> dict[str, Any]:
         rows.advantages,
         *layout,
         level=case.level,
-        selected=_selected(case, rows),
+        cov_tokens=_selected(case, rows),
     )
     result = loss.function(tokens, loss.params(**case.hyperparameters))
     per_token = result.loss

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from prefrl.data.collate import flat_batch
-from prefrl.types import TokenBatch
+from prefrl.types import MarginBatch, TokenBatch
 
 ids = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 budgets = st.integers(1, 30)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FullBatch(MarginBatch):
+    """A stage with values of rows, of tokens, and values that a batch may lack."""
+
+    token_values: Tensor  # [N]
+    vectors: Tensor | None = None  # [N, 2]
+
+
 def with_row_values(batch, sides):
-    """The batch with values in every optional field that tell row from row and token from token."""
+    """The batch in a stage with values that tell row from row and token from token."""
     rows = range(batch.num_rows)
-    return batch.replace(
+    return FullBatch.of(
+        batch,
         is_preferred=tuple(sides),
         margins=tuple(float(row) for row in rows),
-        row_weights=tuple(row + 0.5 for row in rows),
-        ref_logprobs=-torch.arange(batch.num_tokens, dtype=torch.float32),
+        weights=tuple(row + 0.5 for row in rows),
+        token_values=-torch.arange(batch.num_tokens, dtype=torch.float32),
+        vectors=torch.arange(2 * batch.num_tokens).view(-1, 2),
     )
 
 
@@ -66,9 +79,9 @@ def by_number(rows):
 @given(batches())
 def test_every_field_of_a_row_is_a_row_or_a_token_value(batch):
     (first, *_) = rows_of(batch)
-    per_row = {"group_index", "is_preferred", "margins", "row_weights", "trainable_counts"}
+    per_row = {"group_index", "is_preferred", "margins", "weights", "trainable_counts"}
     assert first.keys() == {"prompt", "tokens"} | per_row
-    assert len(first["tokens"]) == 3  # ids, flags, reference log-probs
+    assert len(first["tokens"]) == 4  # ids, flags, values, vectors
 
 
 @given(batches())
@@ -78,7 +91,7 @@ def test_trainable_tokens_are_counted_and_found(batch):
     assert batch.trainable_positions.tolist() == [i for i, flag in enumerate(batch.trainable.tolist()) if flag]
     turned = batch.replace(trainable=~batch.trainable)
     assert turned.num_trainable == batch.num_tokens - batch.num_trainable
-    assert batch.to("cpu").replace(margins=None).trainable_counts == batch.trainable_counts
+    assert batch.to("cpu").replace(vectors=None).trainable_counts == batch.trainable_counts
 
 
 @given(batches(), st.data())
@@ -114,7 +127,9 @@ def test_a_budget_for_all_tokens_gives_the_batch_itself(batch, whole_groups):
 
 @given(batches(), st.integers(1, 4))
 def test_chunks_concatenate_to_the_batch_with_all_values(batch, size):
-    assert rows_of(TokenBatch.concat(batch.chunks(size))) == rows_of(batch)
+    joined = FullBatch.concat(batch.chunks(size))
+    assert type(joined) is FullBatch
+    assert rows_of(joined) == rows_of(batch)
 
 
 @given(batches(), st.integers(1, 4))
@@ -123,14 +138,28 @@ def test_the_largest_chunk_is_known_before_chunks_are_made(batch, size):
     assert batch.select([]).largest_chunk(size) == 1
 
 
-@given(batches(), st.sampled_from(["is_preferred", "margins", "row_weights", "ref_logprobs"]))
-def test_batches_with_and_without_a_field_are_not_joined(batch, name):
-    with pytest.raises(ValueError, match="carry different"):
-        TokenBatch.concat([batch, batch.replace(**{name: None})])
-    without = batch.replace(**{name: None})
-    joined = TokenBatch.concat([without, without])
-    assert getattr(joined, name) is None
+@given(batches())
+def test_batches_with_and_without_a_field_are_not_joined(batch):
+    without = batch.replace(vectors=None)
+    with pytest.raises(ValueError, match="carry different tensors"):
+        FullBatch.concat([batch, without])
+    joined = FullBatch.concat([without, without])
+    assert joined.vectors is None
     assert rows_of(joined) == rows_of(without) * 2
+
+
+@given(batches())
+def test_a_stage_keeps_what_both_have_and_is_not_joined_with_another(batch):
+    plain = TokenBatch.of(batch)
+    assert type(plain) is TokenBatch
+    assert plain.trainable_counts == batch.trainable_counts
+    assert [row.keys() for row in rows_of(plain)] == [{"prompt", "tokens", "group_index", "trainable_counts"}] * (
+        batch.num_rows
+    )
+    with pytest.raises(ValueError, match="different stages: \\['FullBatch', 'TokenBatch'\\]"):
+        TokenBatch.concat([plain, batch])
+    with pytest.raises(TypeError, match="token_values"):
+        FullBatch.of(plain, is_preferred=batch.is_preferred, weights=batch.weights, margins=batch.margins)
 
 
 def check_pairs(batch):
@@ -160,9 +189,7 @@ def test_a_batch_with_an_odd_side_has_no_pairs(batch, data):
     others = [other for other in range(batch.num_rows) if other != row]
     turned = list(batch.is_preferred)
     turned[row] = data.draw(st.sampled_from([not turned[row], None]))
-    wrong = [batch.select(others), batch.replace(is_preferred=tuple(turned)), TokenBatch.concat([batch, batch])]
+    wrong = [batch.select(others), batch.replace(is_preferred=tuple(turned)), FullBatch.concat([batch, batch])]
     for case in wrong:
         with pytest.raises(ValueError, match="are not pairs"):
             case.pairs()
-    with pytest.raises(ValueError, match="does not say"):
-        batch.replace(is_preferred=None).pairs()

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Generic, get_args, get_type_hints
 
 import grimp
 import pytest
@@ -113,12 +113,16 @@ def test_each_algorithm_has_one_docs_page_and_the_site_lists_it() -> None:
     assert not missing
 
 
+def _bases(cls: type) -> list[type]:
+    return [base for base in cls.__bases__ if base is not Generic]
+
+
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) -> None:
     trainer = row.load_trainer()
-    assert trainer.__bases__ in ((OfflineTrainer,), (OnlineTrainer,))
-    assert OfflineTrainer.__bases__ == OnlineTrainer.__bases__ == (BaseTrainer,)
-    assert BaseTrainer.__bases__ == (Trainer,)
+    assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
+    assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
+    assert _bases(BaseTrainer) == [Trainer]
     assert trainer.algorithm == row.name
     assert len(inspect.getsource(trainer).splitlines()) <= MAX_LEAF_LINES
 

@@ -93,11 +93,17 @@ class Fleet:
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """Make all servers generate with these weights; see `VLLMGenerator.sync`."""
         self._weights, self._step = weights, version
-        self._align(reconnect=False)
+        self._align(weights, reconnect=False)
 
     def recover(self) -> None:
-        """Wait for all servers, and send the weights to those that lost them."""
-        self._align(reconnect=True)
+        """Wait for all servers, and send the weights to those that lost them.
+
+        Raises:
+            GenerationError: There are no weights yet.
+        """
+        if self._weights is None:
+            raise GenerationError("the servers cannot be recovered before they have weights: call sync first")
+        self._align(self._weights, reconnect=True)
 
     def invalidate(self) -> None:
         """Make the next `sync` send the weights to all servers."""
@@ -107,15 +113,14 @@ class Fleet:
         for url in self._urls:
             self._weight_sync.forget(url)
 
-    def _align(self, *, reconnect: bool) -> None:
+    def _align(self, weights: WeightSource, *, reconnect: bool) -> None:
         """Connect to all servers and bring their weights up to date. An error on one process is raised on all.
 
         All processes take each step together: while process 0 reads the weights, the others help to gather them.
         """
-        assert self._weights is not None
         raise_shared(_error_of(self._connect) if reconnect or not self.infos else None)
         errors: list[Exception | None] = []
-        self._weights.lead(lambda: errors.append(_error_of(self._send_weights)))
+        weights.lead(lambda: errors.append(_error_of(lambda: self._send(weights))))
         raise_shared(errors[0] if errors else None)
 
     def _connect(self) -> None:
@@ -130,9 +135,8 @@ class Fleet:
         finally:
             self.stats.wait_s += time.monotonic() - started
 
-    def _send_weights(self) -> None:
+    def _send(self, weights: WeightSource) -> None:
         """Send this version to the servers that lack it. If a server dies meanwhile, wait for it and send again."""
-        assert self._weights is not None
         self.is_sending = True
         try:
             for attempt in range(_MAX_SENDS):
@@ -140,7 +144,7 @@ class Fleet:
                 if not lacking:
                     return
                 try:
-                    self._weight_sync.send(lacking, self._weights, version=self.version)
+                    self._weight_sync.send(lacking, weights, version=self.version)
                 except WeightSyncError:
                     if attempt + 1 == _MAX_SENDS or not self._has_died(lacking):
                         raise

@@ -340,10 +340,10 @@ class ClipCovParams(ClipParams, CovarianceBand):
 
 
 def clip_cov(tokens: PolicyTokens, params: ClipCovParams) -> TokenLoss:
-    """`clipped_surrogate`, with loss 0 for those selected tokens that it does not clip.
+    """`clipped_surrogate`, with loss 0 for those of `cov_tokens` that it does not clip.
 
     Args:
-        tokens: The tokens, with `selected`: see `policy_covariance.select_clip_cov`.
+        tokens: The tokens, with `cov_tokens`: see `covariance.select_clip_cov`.
         params: The bounds, as in `clipped_surrogate`.
 
     Returns:
@@ -355,7 +355,7 @@ def clip_cov(tokens: PolicyTokens, params: ClipCovParams) -> TokenLoss:
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (Clip-Cov)
     """
     surrogate = clipped_surrogate(tokens, params)
-    is_dropped = _selected(tokens) & (surrogate.stats["clip_ratio/region"] == 0)
+    is_dropped = _cov_tokens(tokens) & (surrogate.stats["clip_ratio/region"] == 0)
     loss = surrogate.loss.masked_fill(is_dropped, 0.0)
     return TokenLoss(loss, surrogate.stats | {"clip_cov/selected": is_dropped.float()})
 
@@ -371,7 +371,7 @@ def kl_cov(tokens: PolicyTokens, params: KlCovParams) -> TokenLoss:
     """The unclipped surrogate -r A, plus a penalty on selected tokens: -r A + coef |log r|.
 
     Args:
-        tokens: The tokens, with `selected`: see `policy_covariance.select_kl_cov`.
+        tokens: The tokens, with `cov_tokens`: see `covariance.select_kl_cov`.
         params: The weight of the penalty.
 
     Returns:
@@ -382,7 +382,7 @@ def kl_cov(tokens: PolicyTokens, params: KlCovParams) -> TokenLoss:
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (KL-Cov)
     """
-    log_ratio, is_selected = tokens.log_ratio, _selected(tokens)
+    log_ratio, is_selected = tokens.log_ratio, _cov_tokens(tokens)
     surrogate = -log_ratio.clamp(max=MAX_LOG_RATIO).exp() * tokens.advantages
     penalty = (params.coef * log_ratio.abs()).where(is_selected, 0.0)
     return TokenLoss(surrogate + penalty, {"kl_cov/selected": is_selected.float()})
@@ -401,10 +401,10 @@ def _weighted_nll(tokens: PolicyTokens, weights: Tensor) -> Tensor:
     return -(weights * tokens.advantages) * tokens.trainable_logprobs
 
 
-def _selected(tokens: PolicyTokens) -> Tensor:
-    if tokens.selected is None:
-        raise ValueError("selected=None: clip_cov and kl_cov need the selection of the generation batch")
-    return tokens.selected
+def _cov_tokens(tokens: PolicyTokens) -> Tensor:
+    if tokens.cov_tokens is None:
+        raise ValueError("cov_tokens=None: clip_cov and kl_cov need the selection of the generation batch")
+    return tokens.cov_tokens
 
 
 P = TypeVar("P", bound=PolicyLossParams)

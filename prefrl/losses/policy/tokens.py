@@ -43,11 +43,11 @@ class PolicyTokens:
     row_index: Tensor  # [N] int64: row of each token, in 0 .. B-1
     num_rows: int
     level: ImportanceLevel = "token"
-    selected: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat apart
+    cov_tokens: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat apart
 
     def __post_init__(self) -> None:
         """Check shapes, detach the constants, and set advantages to 0 where there is no loss."""
-        optional = {} if self.selected is None else {"selected": self.selected}
+        optional = {} if self.cov_tokens is None else {"cov_tokens": self.cov_tokens}
         check_same_shape(
             logprobs=self.logprobs,
             old_logprobs=self.old_logprobs,

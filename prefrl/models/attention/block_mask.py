@@ -17,6 +17,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from prefrl.models.attention.layout import Segment
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -86,8 +88,11 @@ class Intervals:
 
 def intervals(layout: Layout, total: int, window: int | None) -> Intervals:
     """The intervals of the layout's tokens, on the host. Padding up to `total` is treated as one more sequence."""
-    segments = [(s.start, s.length, s.trunk_start, s.trunk_start + s.trunk_length) for s in layout.segments()]
-    used = sum(length for _, length, _, _ in segments)
+    segments = []
+    for segment in layout.segments:
+        trunk = layout.segments[segment.ancestors[0]] if segment.ancestors else Segment(segment.start, 0, ())
+        segments.append((segment.start, segment.length, trunk.start, trunk.stop))
+    used = sum(layout.lengths)
     segments.append((used, total - used, used, used))
     start, length, trunk_start, trunk_stop = torch.tensor(segments).unbind(1)
     start, trunk_start, trunk_stop = (x.repeat_interleave(length) for x in (start, trunk_start, trunk_stop))

@@ -7,8 +7,9 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 __all__ = ["Layout", "Segment", "Tree"]
@@ -31,12 +32,16 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A trunk or a branch: consecutive tokens of the flat row, and the trunk that they see before themselves."""
+    """A trunk or a branch: consecutive tokens of the flat row, and what they see before themselves."""
 
     start: int
     length: int
-    trunk_start: int
-    trunk_length: int  # 0 for a trunk itself
+    ancestors: tuple[int, ...]  # numbers of the segments that it continues, in order: none for a trunk, else its trunk
+
+    @property
+    def stop(self) -> int:
+        """One past its last token."""
+        return self.start + self.length
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,19 +61,24 @@ class Layout:
 
     @property
     def longest(self) -> int:
-        """Maximum number of keys that a query can see: a trunk and its longest branch."""
-        return max(tree.trunk + max(tree.branches, default=0) for tree in self.trees)
+        """Maximum number of keys that a query can see: a segment with its ancestors."""
+        return max(self.num_before(segment) + segment.length for segment in self.segments)
 
-    def segments(self) -> Iterator[Segment]:
+    @cached_property
+    def segments(self) -> list[Segment]:
         """All segments, in flat order."""
+        segments: list[Segment] = []
         start = 0
         for tree in self.trees:
-            trunk_start = start
-            yield Segment(start, tree.trunk, trunk_start, 0)
-            start += tree.trunk
-            for length in tree.branches:
-                yield Segment(start, length, trunk_start, tree.trunk)
+            trunk = len(segments)
+            for length in tree.lengths:
+                segments.append(Segment(start, length, () if len(segments) == trunk else (trunk,)))
                 start += length
+        return segments
+
+    def num_before(self, segment: Segment) -> int:
+        """Number of tokens of its ancestors."""
+        return sum(self.segments[number].length for number in segment.ancestors)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """The result of `make`, computed at the first call with `key` and cached for other layers and the backward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,14 +42,16 @@ def attend(
         return [_sdpa(*piece, scale=scaling, dropout=dropout).transpose(1, 2) for piece in pieces]
 
     outputs: list[Tensor] = []
-    segments = zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
-    for tree in layout.trees:
-        q, trunk_key, trunk_value = next(segments)
-        outputs += attend_to(q, trunk_key, trunk_value)
-        for _ in tree.branches:
-            q, own_key, own_value = next(segments)
-            outputs += attend_to(q, torch.cat([trunk_key, own_key], 2), torch.cat([trunk_value, own_value], 2))
+    queries, keys, values = (torch.split(x, lengths, dim=2) for x in (query, key, value))
+    for number, segment in enumerate(layout.segments):
+        seen = [*segment.ancestors, number]
+        outputs += attend_to(queries[number], _joined(keys, seen), _joined(values, seen))
     return torch.cat(outputs, dim=1)
+
+
+def _joined(parts: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
+    """[1, heads, tokens, D] of some segments, one after another."""
+    return parts[numbers[0]] if len(numbers) == 1 else torch.cat([parts[number] for number in numbers], 2)
 
 
 _Piece = tuple["Tensor", "Tensor", "Tensor", "Tensor | None"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -60,27 +60,26 @@ class Sequences:
 
     def to(self, device: torch.device) -> Sequences:
         """A copy with all tensors on `device`, sent without waiting."""
-        query_offsets, key_offsets, keys = (
-            None if x is None else x.to(device, non_blocking=True)
-            for x in (self.query_offsets, self.key_offsets, self.keys)
+        return replace(
+            self,
+            query_offsets=self.query_offsets.to(device, non_blocking=True),
+            key_offsets=self.key_offsets.to(device, non_blocking=True),
+            keys=None if self.keys is None else self.keys.to(device, non_blocking=True),
         )
-        assert query_offsets is not None
-        assert key_offsets is not None
-        return Sequences(query_offsets, key_offsets, self.longest_query, self.longest_key, keys)
 
 
 def sequences(layout: Layout, window: int | None) -> Sequences:
     """The layout in the form that these kernels need, on the host. Only trunk keys inside the window are copied."""
     query_lengths, key_lengths, keys = [], [], []
-    for segment in layout.segments():
+    for segment in layout.segments:
         if segment.length == 0:
             continue
-        reach = segment.trunk_length if window is None else min(segment.trunk_length, window - 1)
-        trunk_stop = segment.trunk_start + segment.trunk_length
+        seen = [*(layout.segments[ancestor] for ancestor in segment.ancestors), segment]
+        num_before = layout.num_before(segment)
+        reach = num_before if window is None else min(num_before, window - 1)
         query_lengths.append(segment.length)
         key_lengths.append(reach + segment.length)
-        keys.append(torch.arange(trunk_stop - reach, trunk_stop))
-        keys.append(torch.arange(segment.start, segment.start + segment.length))
+        keys.append(torch.cat([torch.arange(part.start, part.stop) for part in seen])[num_before - reach :])
     has_copies = sum(key_lengths) > sum(query_lengths)
     return Sequences(
         query_offsets=_offsets(query_lengths),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from prefrl import distributed
+from prefrl.losses.kl.full import ReferenceLogits
 from prefrl.models.forward import token_logprobs
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import in_pieces
@@ -20,23 +21,75 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.logprobs import TokenScores, WantName
+    from prefrl.losses.scores import TokenScores, WantName
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
     from prefrl.trainer.base.config import BaseConfig
     from prefrl.trainer.base.step_account import StepAccount
     from prefrl.types import TokenBatch
 
-__all__ = ["Annotation", "Scorer"]
+__all__ = ["ScoreNeed", "Scorer", "Scores"]
 
-# Fields of a batch that no-grad passes fill.
-Annotation = Literal["old_logprobs", "entropies", "log_collision", "values", "ref_logprobs", "ref_hidden"]
+# What is found out about the tokens of a batch before the first update from it.
+ScoreNeed = Literal["old_logprobs", "entropies", "log_collision", "values", "ref_logprobs", "ref_hidden"]
 
-_OF_REFERENCE: frozenset[Annotation] = frozenset({"ref_logprobs", "ref_hidden"})
+_PolicyScore = Literal["entropy", "log_collision"]
+_OF_POLICY: dict[ScoreNeed, _PolicyScore] = {"entropies": "entropy", "log_collision": "log_collision"}
+_OF_REFERENCE: frozenset[ScoreNeed] = frozenset({"ref_logprobs", "ref_hidden"})
 
 # A no-grad pass keeps the activations of one layer at a time, so it may hold this many times more tokens than a
 # training pass, which keeps those of all layers.
 _NO_GRAD_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What passes without gradients found out about the tokens of a batch. Only what was needed can be read.
+
+    Raises:
+        ValueError: A score is read that was not needed.
+    """
+
+    found: Mapping[ScoreNeed, Tensor]
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """[N] nats, of the policy before the first update."""
+        return self._read("old_logprobs")
+
+    @property
+    def entropies(self) -> Tensor:
+        """[N] nats, of that policy."""
+        return self._read("entropies")
+
+    @property
+    def log_collision(self) -> Tensor:
+        """[N] nats, log sum p^2 of that policy."""
+        return self._read("log_collision")
+
+    @property
+    def values(self) -> Tensor:
+        """[N] of the critic before the first update."""
+        return self._read("values")
+
+    @property
+    def ref_logprobs(self) -> Tensor:
+        """[N] nats, of the reference."""
+        return self._read("ref_logprobs")
+
+    @property
+    def ref_hidden(self) -> Tensor:
+        """[N, h] the reference's last hidden states, to compute its full distribution."""
+        return self._read("ref_hidden")
+
+    def get(self, name: ScoreNeed) -> Tensor | None:
+        """A score; None if it was not needed."""
+        return self.found.get(name)
+
+    def _read(self, name: ScoreNeed) -> Tensor:
+        if name not in self.found:
+            raise ValueError(f"{name} was not computed, only {sorted(self.found)}. Name it among the needs.")
+        return self.found[name]
 
 
 @dataclass
@@ -52,75 +105,95 @@ class Scorer:
 
     # With gradients.
 
-    def scores(self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName]) -> TokenScores:
-        """[N] scores of the response tokens under `model`: the policy, with or without the backend's wrapper."""
+    def scores(
+        self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName], *, ref_hidden: Tensor | None = None
+    ) -> TokenScores:
+        """[N] scores of the response tokens under `model`: the policy, with or without the backend's wrapper.
+
+        Args:
+            model: Runs in its current mode.
+            batch: At least one row.
+            want: What to compute besides log-probs.
+            ref_hidden: [N, h] the reference's hidden states, for `full_kl`.
+        """
+        reference = None
+        if self.reference is not None and ref_hidden is not None:
+            reference = ReferenceLogits(ref_hidden, self.reference.logits)
         return token_logprobs(
             model,
             batch,
             temperature=self.args.scoring_temperature,
             want=want,
             plan=self.args.forward_plan,
-            reference_logits=None if self.reference is None or batch.ref_hidden is None else self.reference.logits,
+            reference=reference,
         )
 
     def scores_and_values(
-        self, model: nn.Module, batch: TokenBatch, critic: Critic, want: Sequence[WantName]
+        self,
+        model: nn.Module,
+        batch: TokenBatch,
+        critic: Critic,
+        want: Sequence[WantName],
+        *,
+        ref_hidden: Tensor | None = None,
     ) -> tuple[TokenScores, Tensor]:
         """[N] scores of the policy and [N] values of the critic, in one forward call of the model."""
 
         def task() -> dict[str, Tensor]:
-            scores = self.scores(model, batch, (*want, *critic.wants))
-            values = critic.values(batch, hidden=scores.hidden)
-            return packed(replace(scores, hidden=None), values=values)
+            scores = self.scores(model, batch, (*want, *critic.wants), ref_hidden=ref_hidden)
+            values = critic.values(batch, hidden=scores.wanted.get("hidden"))
+            return packed(scores.without("hidden"), values=values)
 
-        full_kl = () if self.reference is None or batch.ref_hidden is None else ("full_kl",)
+        full_kl = () if self.reference is None or ref_hidden is None else ("full_kl",)
         scores, (values,) = unpacked(inside(model, task), {*want, *full_kl}, "values")
         return scores, values
 
     # Without gradients. All ranks must call these, even those without rows.
 
-    def annotate(self, batch: TokenBatch, needs: Collection[Annotation], *, rows_per_pass: int) -> TokenBatch:
-        """Fill the fields in `needs` that the batch lacks: at most one pass of the policy and one of the reference.
+    def needed(self, batch: TokenBatch, needs: Collection[ScoreNeed], *, rows_per_pass: int) -> Scores:
+        """The scores that `needs` names: at most one pass of the policy and one of the reference.
 
         Args:
             batch: The rows to score, on the host.
-            needs: Fields to fill. Those of the policy are computed with its current weights, without dropout.
+            needs: Those of the policy are computed with its current weights, without dropout.
             rows_per_pass: Rows in a training pass; see `budget`.
         """
-        missing = {name for name in needs if getattr(batch, name) is None}
         max_tokens = self.budget(batch.largest_chunk(rows_per_pass))
-        if missing - _OF_REFERENCE:
-            batch = self._with_policy(batch, missing - _OF_REFERENCE, max_tokens=max_tokens)
-        if missing & _OF_REFERENCE:
-            want: tuple[WantName, ...] = ("hidden",) if "ref_hidden" in missing else ()
+        found: dict[ScoreNeed, Tensor] = {}
+        if set(needs) - _OF_REFERENCE:
+            found |= self._of_policy(batch, needs, max_tokens=max_tokens)
+        if set(needs) & _OF_REFERENCE:
+            want: tuple[WantName, ...] = ("hidden",) if "ref_hidden" in needs else ()
             scores = self.of_reference(batch, max_tokens=max_tokens, want=want)
-            batch = batch.replace(ref_logprobs=scores.logprobs, ref_hidden=scores.hidden)
-        return batch
+            found["ref_logprobs"] = scores.logprobs
+            if want:
+                found["ref_hidden"] = scores.hidden
+        return Scores(found)
 
-    def _with_policy(self, batch: TokenBatch, fields: Collection[Annotation], *, max_tokens: int) -> TokenBatch:
-        want: list[WantName] = ["entropy"] if "entropies" in fields else []
-        if "values" in fields:
-            assert self.critic is not None
-            return self._with_values(batch, self.critic, want, max_tokens=max_tokens)
-        want += ["log_collision"] if "log_collision" in fields else []
-        scores = self.of_policy(batch, max_tokens=max_tokens, want=want)
-        found = {"old_logprobs": scores.logprobs, "entropies": scores.entropy, "log_collision": scores.log_collision}
-        return batch.replace(**{name: found[name] for name in fields})
+    def _of_policy(
+        self, batch: TokenBatch, needs: Collection[ScoreNeed], *, max_tokens: int
+    ) -> dict[ScoreNeed, Tensor]:
+        wanted = {need: score for need, score in _OF_POLICY.items() if need in needs}
+        if "values" in needs:
+            return self._with_values(batch, wanted, max_tokens=max_tokens)
+        scores = self.of_policy(batch, max_tokens=max_tokens, want=list(wanted.values()))
+        return {"old_logprobs": scores.logprobs, **{need: scores.wanted[want] for need, want in wanted.items()}}
 
     def _with_values(
-        self, batch: TokenBatch, critic: Critic, want: Sequence[WantName], *, max_tokens: int
-    ) -> TokenBatch:
-        """Old log-probs and values from a single pass, because the critic may read the policy's hidden states."""
-        policy = self.policy()
+        self, batch: TokenBatch, wanted: Mapping[ScoreNeed, _PolicyScore], *, max_tokens: int
+    ) -> dict[ScoreNeed, Tensor]:
+        """Scores of the policy and values from one pass, because the critic may read the policy's hidden states."""
+        assert self.critic is not None
+        policy, critic = self.policy(), self.critic
 
         def score(piece: TokenBatch) -> Tensor:
-            scores, values = self.scores_and_values(policy, piece, critic, want)
-            return torch.stack([scores.logprobs, values, *([] if scores.entropy is None else [scores.entropy])], 1)
+            scores, values = self.scores_and_values(policy, piece, critic, list(wanted.values()))
+            return torch.stack([scores.logprobs, values, *(scores.wanted[name] for name in wanted.values())], 1)
 
         with self.account.scoring("old_policy", batch), eval_mode(policy), self.accelerator.autocast():
             columns = in_pieces(policy, score, batch.to(self.args.device), max_tokens=max_tokens).to(batch.device)
-        logprobs, values, *entropies = columns.unbind(1)
-        return batch.replace(old_logprobs=logprobs, values=values, entropies=entropies[0] if entropies else None)
+        names: list[ScoreNeed] = ["old_logprobs", "values", *wanted]
+        return dict(zip(names, columns.unbind(1), strict=True))
 
     def of_reference(
         self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()

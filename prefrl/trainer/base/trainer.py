@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast
 
 import torch
 from transformers import Trainer
@@ -33,7 +33,7 @@ from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.sync_reference import SyncReference
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import IdleBatch, LossOutput, TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
     from transformers.trainer_utils import TrainOutput
 
-    from prefrl.losses.logprobs import TokenScores
+    from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
     from prefrl.trainer.base.config import BaseConfig
@@ -54,10 +54,14 @@ __all__ = ["BaseTrainer"]
 Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
 
 
-class BaseTrainer(Trainer):
+# The stage of the batches that a trainer's loss reads.
+Ready = TypeVar("Ready", bound=TokenBatch)
+
+
+class BaseTrainer(Trainer, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
-    A leaf implements `loss`, which returns a sum, and `num_items`, which counts what the sum is over. This class
+    A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
     divides by the count of the whole optimizer step over all ranks, so micro-batch size, gradient accumulation, world
     size and layout change the update by rounding only.
 
@@ -68,11 +72,11 @@ class BaseTrainer(Trainer):
     # HuggingFace must not divide the loss by the accumulation steps: it is divided here, by the step's item count.
     loss_is_scaled_for_ga = True
     algorithm: str  # name in the registry
-    splits_rows = False  # whether processes can share the tokens of a row
-    id_columns: tuple[str, ...] = ID_COLUMNS  # columns of token ids in prepared datasets
+    _splits_rows = False  # whether processes can share the tokens of a row
+    _id_columns: tuple[str, ...] = ID_COLUMNS  # columns of token ids in prepared datasets
 
     args: BaseConfig
-    reference_moves = False
+    _reference_moves = False
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
@@ -91,7 +95,7 @@ class BaseTrainer(Trainer):
         distributed.tell_deepspeed()
         name = type(self).__name__
         self._parallelism = distributed.set_up_parallelism(
-            args.parallelism_config, trainer=name, splits_rows=self.splits_rows
+            args.parallelism_config, trainer=name, splits_rows=self._splits_rows
         )
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
         model = self.load_policy(
@@ -128,7 +132,7 @@ class BaseTrainer(Trainer):
         distributed.keep_outputs_exact(self.accelerator)
         self.model.add_model_tags(["prefrl", self.algorithm])
         self.add_callback(EndOfOptimizerPhase(self.account))
-        self.add_callback(NewTraining(begin=self.begin_training, end=self.end_training))
+        self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
         if args.log_flops:
             self.account.flops = StepFlops(self.policy, model_cost(self.policy))
             with self.accelerator.autocast():  # now, so that the self-check is not counted as part of a step
@@ -155,12 +159,8 @@ class BaseTrainer(Trainer):
     # What a subclass implements.
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
+    def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
         """The SUM of the loss over a micro-batch, and metrics. Runs the model through `self.score`."""
-
-    @abstractmethod
-    def num_items(self, batch: TokenBatch) -> Tensor:
-        """Scalar: what `loss` sums over, so that sum / (items of the whole step) is the loss."""
 
     @abstractmethod
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
@@ -171,7 +171,7 @@ class BaseTrainer(Trainer):
         """Turn dataset rows into one item of the data loader; `rows` may be empty."""
 
     @abstractmethod
-    def micro_batches_of_step(self, items: list[Any]) -> tuple[list[TokenBatch], float]:
+    def micro_batches_of_step(self, items: list[Any]) -> tuple[list[Ready], float]:
         """The micro-batches of one optimizer step on this rank and their item count, made from the loader's items."""
 
     def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
@@ -183,7 +183,7 @@ class BaseTrainer(Trainer):
         add_kernels(self.args, self.policy)
         return super()._inner_training_loop(*args, **kwargs)
 
-    def add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
+    def _add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
         """Create the reference that the options ask for, and move it during training if they say so."""
         reference = kept_reference(self.args, options, self.model, given, accelerator=self.accelerator)
         self.scorer.reference = reference
@@ -192,19 +192,19 @@ class BaseTrainer(Trainer):
         if self.account.flops is not None:
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
             self.account.flops.reference = cost
-            self.scorer.reference_logprobs(self.idle_batch())  # runs the self-check now, as for the policy
+            self.scorer.reference_logprobs(self._idle_batch())  # runs the self-check now, as for the policy
         if options.sync_ref_model:
             alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
             self.add_callback(SyncReference(reference, alpha=alpha, steps=steps))
-            self.reference_moves = True
+            self._reference_moves = True
 
-    def begin_training(self) -> None:
+    def _begin_training(self) -> None:
         """Called on all ranks before the first step of a training run."""
         if distributed.num_processes() > 1:  # the self-check makes several passes; FSDP2 must run them outside a step
             verdict_of(self.policy)
             distributed.release(self.policy)
 
-    def end_training(self) -> None:
+    def _end_training(self) -> None:
         """Called on all ranks after the last step of a training run."""
 
     # One optimizer step.
@@ -222,7 +222,7 @@ class BaseTrainer(Trainer):
         if not items:
             return [], 0.0
         micro_batches, count = self.micro_batches_of_step(items)
-        seen = self.tokens_seen(micro_batches)
+        seen = self._tokens_seen(micro_batches)
         run = sum(batch.num_forward_tokens for batch in micro_batches)
         total_count, num_tokens, num_run = distributed.sum_over_ranks([count, seen, run], device)
         # HuggingFace's state is saved in checkpoints, so the count continues after a resume.
@@ -230,27 +230,27 @@ class BaseTrainer(Trainer):
         # ZeRO and FSDP gather weights in every forward pass, so all ranks must run the same number of passes.
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
-        micro_batches += [self.idle_batch()] * (int(num_forwards) - len(micro_batches))
-        return [*(SyncStep() for _ in items[1:]), SyncStep(micro_batches)], total_count
+        idle = [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
+        return [*(SyncStep() for _ in items[1:]), SyncStep([*micro_batches, *idle])], total_count
 
-    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+    def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """Tokens that a step adds to `num_tokens`: the tokens of all rows, each including its prompt."""
-        return sum(b.num_tokens + sum(b.prompt_lengths[i] for i in b.prompt_index) for b in batches)
+        return sum(b.num_tokens + sum(b.context_length(row) for row in range(b.num_rows)) for b in batches)
 
-    def idle_batch(self) -> TokenBatch:
+    def _idle_batch(self) -> IdleBatch:
         """One token without a loss; its forward and backward pass gives every parameter a zero gradient."""
-        return TokenBatch.idle(self.processing_class.pad_token_id)
+        return IdleBatch.of_token(self.processing_class.pad_token_id)
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """Forward and backward pass of all micro-batches of the step; the last one synchronizes gradients."""
-        loss = inputs.run(model, self.micro_step, num_items_in_batch).to(self.args.device)
+        loss = inputs.run(model, self._micro_step, num_items_in_batch).to(self.args.device)
         if inputs.micro_batches:
             self.account.switch("optimizer")
         return loss
 
-    def micro_step(
+    def _micro_step(
         self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
     ) -> Tensor:
         """Forward and backward pass of one micro-batch; the last one of a step synchronizes gradients over ranks."""
@@ -267,7 +267,7 @@ class BaseTrainer(Trainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: TokenBatch,
+        inputs: Ready | IdleBatch,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | float | None = None,
     ) -> Any:
@@ -281,26 +281,26 @@ class BaseTrainer(Trainer):
                 "compute_loss needs num_items_in_batch, and returns only the loss: return_outputs must be False"
             )
         with self.account.phase("forward"):
-            if inputs.is_idle:
-                return self.forward_sum(model, inputs) * 0.0
-            with self.saved_activations():
+            if isinstance(inputs, IdleBatch):
+                return self._forward_sum(model, inputs) * 0.0
+            with self._saved_activations():
                 output = self.loss(model, inputs)
         merge(self.metrics["train"], output.metrics)
         # Data-parallel backends average gradients over ranks, but items are counted over all of them.
         return output.total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
 
-    def saved_activations(self) -> AbstractContextManager[None]:
+    def _saved_activations(self) -> AbstractContextManager[None]:
         """Context of a forward pass that stores its activations on the host if `activation_offloading` is set."""
         return OffloadActivations(self.args.device.type) if self.args.activation_offloading else nullcontext()
 
-    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+    def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """Scalar that depends on every parameter of the forward pass, so that each gets a gradient."""
         return self.score(model, batch, want=()).logprobs.sum()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs.to(self.args.device) if isinstance(inputs, TokenBatch) else super()._prepare_inputs(inputs)
 
-    def cut(self, batch: TokenBatch, rows_per_micro_batch: int) -> list[TokenBatch]:
+    def cut(self, batch: Ready, rows_per_micro_batch: int) -> list[Ready]:
         """Cut a batch into micro-batches, by tokens if `max_tokens_per_micro_batch` is set, otherwise by rows."""
         if self.args.max_tokens_per_micro_batch is not None:
             return batch.split(self.args.max_tokens_per_micro_batch)
@@ -322,7 +322,7 @@ class BaseTrainer(Trainer):
         if isinstance(dataset, Mapping):
             return {name: self._prepared(part, tokenizer, training=training) for name, part in dataset.items()}
         prepared = self.prepare_dataset(dataset, tokenizer, training=training)
-        return check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=self.id_columns)
+        return check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=self._id_columns)
 
     def evaluate(
         self,
@@ -363,7 +363,7 @@ class BaseTrainer(Trainer):
         with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model):
             for item in dataloader:
                 merge(self.metrics["eval"], self.evaluation_step(model, item))
-                num_rows += self.rows_of(item)
+                num_rows += self._rows_of(item)
         distributed.release(model)
         (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
         values = {f"{metric_key_prefix}_{name}": value for name, value in self._drain("eval").items()}
@@ -374,7 +374,7 @@ class BaseTrainer(Trainer):
         """Metrics of one item of the evaluation loader."""
 
     @abstractmethod
-    def rows_of(self, item: Any) -> int:
+    def _rows_of(self, item: Any) -> int:
         """Dataset rows in an item of the evaluation loader."""
 
     # Metrics.
@@ -427,26 +427,26 @@ class BaseTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         # The main process creates the folder, but other processes may get here first.
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        self.save_update_state(Path(output_dir))
+        self._save_update_state(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.load_update_state(Path(checkpoint))
+            self._load_update_state(Path(checkpoint))
 
-    def save_update_state(self, folder: Path) -> None:
+    def _save_update_state(self, folder: Path) -> None:
         """Write all other state that the next update depends on. All ranks must call it.
 
         HuggingFace saves the model, optimizer, scheduler and random states.
         """
         if self.args.should_save:
             distributed.sign_checkpoint(self.accelerator, folder)
-        if self.reference_moves and self.reference is not None:
+        if self._reference_moves and self.reference is not None:
             save_reference(self.reference, folder, writes=self.args.should_save)
 
-    def load_update_state(self, folder: Path) -> None:
-        """Read what `save_update_state` wrote. All ranks must call it."""
-        if self.reference_moves and self.reference is not None:
+    def _load_update_state(self, folder: Path) -> None:
+        """Read what `_save_update_state` wrote. All ranks must call it."""
+        if self._reference_moves and self.reference is not None:
             load_reference(self.reference, folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -460,16 +460,16 @@ class BaseTrainer(Trainer):
         if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
             self._save(folder, whole_state(self.policy, keep=self.args.should_save))
         if self.args.should_save:
-            self.write_card(Path(folder))
+            self._write_card(Path(folder))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called before a push to the hub."""
         if self.is_world_process_zero():
-            self.write_card(Path(self.args.output_dir))
+            self._write_card(Path(self.args.output_dir))
 
-    def write_card(self, folder: Path) -> None:
+    def _write_card(self, folder: Path) -> None:
         """Write README.md, the model card, into `folder`."""
         base, history = str(self.policy.config.name_or_path), self.state.log_history
         write_model_card(folder, algorithm=self.algorithm, base_model=base, log_history=history)

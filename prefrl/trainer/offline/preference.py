@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from prefrl.losses.logprobs import TokenScores
+    from prefrl.losses.scores import TokenScores
     from prefrl.trainer.offline.config import OfflineConfig
-    from prefrl.types import TokenBatch
+    from prefrl.types import LabeledBatch, TokenBatch
 
 __all__ = [
     "PAIRS",
@@ -39,13 +39,16 @@ __all__ = [
 ]
 
 
+Loaded = TypeVar("Loaded", bound="TokenBatch")
+
+
 @dataclass(frozen=True)
-class RowKind:
+class RowKind(Generic[Loaded]):
     """How dataset rows become batches; trainers that learn from the same kind of rows share one."""
 
     prepare: Callable[[Dataset, PreTrainedTokenizerBase, OfflineConfig], Dataset]
-    lay_out: Callable[[Sequence[dict[str, Any]]], TokenBatch]
-    num_items: Callable[[TokenBatch], Tensor]
+    lay_out: Callable[[Sequence[dict[str, Any]]], Loaded]
+    num_items: Callable[[Loaded], Tensor]
 
 
 def _prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig) -> Dataset:
@@ -84,13 +87,13 @@ def prepare_unpaired(
 class RowScores:
     """The log-probs of a micro-batch, summed over each row."""
 
-    batch: TokenBatch
+    batch: LabeledBatch
     sums: Tensor  # [B] nats, summed log-probs of a row's trained tokens; gradient flows
     logps: Tensor  # [B] nats, compared by losses: the sums, or with `ld_alpha` sums that weight the excess tokens less
     lengths: Tensor  # [B] float32, number of trained tokens
 
     @classmethod
-    def of(cls, logprobs: Tensor, batch: TokenBatch, *, ld_alpha: float | None = None) -> RowScores:
+    def of(cls, logprobs: Tensor, batch: LabeledBatch, *, ld_alpha: float | None = None) -> RowScores:
         """Scores from [N] log-probs; `ld_alpha` is the weight of tokens beyond the length of a pair's shorter side."""
         layout = (batch.trainable, batch.row_index, batch.num_rows)
         lengths = trainable_per_row(*layout)
@@ -107,7 +110,7 @@ class RowScores:
 
 
 def make_pairs(rows: RowScores, reference: RowScores, *, divergence: Divergence, alpha: float) -> Pairs:
-    """The pairs of a micro-batch, in the order of `TokenBatch.pairs`."""
+    """The pairs of a micro-batch, in the order of `LabeledBatch.pairs`."""
     chosen, rejected = rows.batch.pair_index
     return Pairs(
         chosen_logps=rows.logps[chosen],
@@ -121,18 +124,17 @@ def make_pairs(rows: RowScores, reference: RowScores, *, divergence: Divergence,
     )
 
 
-def pair_groups(batch: TokenBatch) -> list[int]:
-    """The group numbers of the pairs, in the order of `TokenBatch.pairs`."""
+def pair_groups(batch: LabeledBatch) -> list[int]:
+    """The group numbers of the pairs, in the order of `LabeledBatch.pairs`."""
     return [batch.group_index[row] for row in batch.pairs()[0]]
 
 
-def sided_rows(batch: TokenBatch) -> list[int]:
+def sided_rows(batch: LabeledBatch) -> list[int]:
     """The rows that have a label: all except those that only serve to estimate a KL divergence."""
-    assert batch.is_preferred is not None
     return [row for row, side in enumerate(batch.is_preferred) if side is not None]
 
 
-def pairs_per_chosen_token(batches: Sequence[TokenBatch], device: torch.device) -> float:
+def pairs_per_chosen_token(batches: Sequence[LabeledBatch], device: torch.device) -> float:
     """(pairs of a step) / (trained tokens of their chosen responses), over all ranks. All ranks must call it.
 
     A sum over tokens, multiplied by this and divided by the number of pairs, is a mean over tokens.
@@ -146,17 +148,17 @@ def pairs_per_chosen_token(batches: Sequence[TokenBatch], device: torch.device) 
     return pairs / max(tokens, 1.0)
 
 
-def preference_metrics(batch: TokenBatch, scores: TokenScores, *, logps: Tensor, rewards: Tensor) -> dict[str, Metric]:
+def preference_metrics(
+    batch: LabeledBatch, scores: TokenScores, *, logps: Tensor, rewards: Tensor
+) -> dict[str, Metric]:
     """TRL's metrics of chosen and rejected rows, and of pairs if the batch has them.
 
     Args:
-        batch: Rows with `is_preferred` set.
+        batch: The rows.
         scores: With entropy and mean logit. For pairs also `correct`: whether each token is the most likely one.
         logps: [B] nats.
         rewards: [B] implicit rewards.
     """
-    assert scores.entropy is not None
-    assert scores.mean_logit is not None
     logps, rewards = logps.detach(), rewards.detach()
     is_chosen = batch.preferred
     metrics: dict[str, Metric] = {
@@ -170,7 +172,7 @@ def preference_metrics(batch: TokenBatch, scores: TokenScores, *, logps: Tensor,
     metrics["rewards/margins"] = Difference(
         (rewards * is_chosen).sum(), is_chosen.sum(), (rewards * ~is_chosen).sum(), (~is_chosen).sum()
     )
-    if scores.correct is not None:  # only for pairs
+    if "correct" in scores.wanted:  # only for pairs
         tokens = is_chosen[batch.row_index] & batch.trainable
         metrics["mean_token_accuracy"] = Mean((scores.correct & tokens).sum(), tokens.sum())
         chosen, rejected = batch.pair_index

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, cast
 
 import datasets
 import torch
@@ -22,10 +23,10 @@ from prefrl.models.modes import disable_dropout
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
-from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
+from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.offline.precompute import check_same_reference, precompute_reference
 from prefrl.trainer.offline.running_mean import RunningMean
-from prefrl.types import TokenBatch
+from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -54,12 +55,16 @@ class TrainerArguments(TypedDict, total=False):
     quantization_config: BitsAndBytesConfig | None  # load the model, given by name, quantized; needs an adapter
 
 
-class OfflineTrainer(BaseTrainer):
+# The stage of the batches that the data loader gives.
+Loaded = TypeVar("Loaded", bound=TokenBatch)
+
+
+class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     """Trains on the rows of a fixed dataset, with one normalized update for each optimizer step.
 
-    A leaf implements `loss`. It sets `row_kind`, or implements `prepare_dataset`, `lay_out` and `num_items` itself. It
-    extends `prepare_step` if its loss depends on the whole step, and calls `set_up_reference` in its constructor if
-    its loss needs a reference.
+    A leaf implements `loss` and `prepare_step`, which makes the batches that the loss reads of those that were loaded.
+    It sets `row_kind`, or implements `prepare_dataset`, `lay_out` and `num_items` itself. If its loss needs a
+    reference, it calls `set_up_reference` in its constructor.
 
     Args:
         model: Name, path or instance; trained in place.
@@ -73,9 +78,9 @@ class OfflineTrainer(BaseTrainer):
         DataError: A dataset cannot be used; the message names the row and the column.
     """
 
-    splits_rows = True
+    _splits_rows = True
     args: OfflineConfig
-    row_kind: RowKind
+    row_kind: RowKind[Loaded]
     train_dataset: Any
     eval_dataset: Any
 
@@ -119,11 +124,11 @@ class OfflineTrainer(BaseTrainer):
             arguments = arguments_for_other(given, self.policy, arguments)
             given = self.load_policy(given, model_init_kwargs=arguments)
         if not options.precompute_ref_log_probs:
-            self.add_reference(options, given)
+            self._add_reference(options, given)
             return
         # Before training, the policy is its own reference: no copy is needed.
         if given is not None:
-            self.add_reference(options, given)
+            self._add_reference(options, given)
         score = self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
         weights = weights_fingerprint(self.policy) if self.reference is None else self.reference.fingerprint()
         self._precomputed_from = weights
@@ -154,32 +159,44 @@ class OfflineTrainer(BaseTrainer):
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else self.policy.dtype
 
-    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """The micro-batches of a step with the data that their losses need besides the policy: reference log-probs.
+    @abstractmethod
+    def prepare_step(self, batches: list[Loaded]) -> list[Ready]:
+        """The micro-batches of a step with what their losses read besides the policy.
 
         Called once for each step on every rank, before the first forward pass, even if there are no batches.
         """
+
+    def _prepared_step(self, batches: list[Loaded]) -> list[Ready]:
         if self.reward_mean is not None:
             self.reward_mean.fold()
+        return self.prepare_step(batches)
+
+    def with_reference(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
+        """The micro-batches of a step with the reference's log-probs. All ranks must call it.
+
+        Raises:
+            ConfigError: There is no reference model, and the batches do not have its log-probs.
+        """
         if self.reference is not None:
             # Move the batches to the device now, so that the scores can stay there.
             batches = [batch.to(self.args.device) for batch in batches]
             parts = self.logprobs_of_step(self.scorer.reference_logprobs, batches)
-            return [batch.replace(ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
-        if self._precomputed_from is not None and any(batch.ref_logprobs is None for batch in batches):
+            return [ReferencedBatch.of(batch, ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
+        scored = [batch for batch in batches if isinstance(batch, ReferencedBatch)]
+        if len(scored) < len(batches):
             raise ConfigError(
                 "precompute_ref_log_probs=True: the reference model was not kept, so a dataset given to evaluate() "
                 "cannot be scored. Give it to the constructor as eval_dataset, or set "
                 "precompute_ref_log_probs=False."
             )
-        return batches
+        return scored
 
     def logprobs_of_step(self, score: Callable[..., Tensor], batches: Sequence[TokenBatch]) -> list[Tensor]:
         """[N] log-probs of each micro-batch of a step by `Scorer.reference_logprobs` or `Scorer.policy_logprobs`.
 
         All ranks must call it, even those without micro-batches.
         """
-        rows = TokenBatch.concat(batches) if batches else self.idle_batch().select([])
+        rows = type(batches[0]).concat(batches) if batches else self._idle_batch().select([])
         largest = max((batch.num_forward_tokens for batch in batches), default=1)
         logprobs = score(rows, max_tokens=self.scorer.budget(largest))
         return list(torch.split(logprobs, [batch.num_tokens for batch in batches]))
@@ -190,15 +207,15 @@ class OfflineTrainer(BaseTrainer):
         """Check and tokenize a dataset."""
         return self.row_kind.prepare(dataset, tokenizer, self.args)
 
-    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
+    def lay_out(self, rows: list[dict[str, Any]]) -> Loaded:
         """The flat batch of some rows of a prepared dataset."""
         return self.row_kind.lay_out(rows)
 
-    def num_items(self, batch: TokenBatch) -> Tensor:
-        """See `BaseTrainer.num_items`."""
+    def num_items(self, batch: Loaded) -> Tensor:
+        """Scalar: what `loss` sums over, so that sum / (items of the whole step) is the loss."""
         return self.row_kind.num_items(batch)
 
-    def collate(self, rows: list[dict[str, Any]]) -> TokenBatch | None:
+    def collate(self, rows: list[dict[str, Any]]) -> Loaded | None:
         """The flat batch of some rows; None if there are none."""
         return self.lay_out(rows) if rows else None
 
@@ -301,48 +318,49 @@ class OfflineTrainer(BaseTrainer):
 
     # One step.
 
-    def micro_batches_of_step(self, items: list[TokenBatch | None]) -> tuple[list[TokenBatch], float]:
+    def micro_batches_of_step(self, items: list[Loaded | None]) -> tuple[list[Ready], float]:
         """The loader's micro-batches; with a token budget, they are joined and cut again by tokens."""
         batches = numbered_apart([batch for batch in items if batch is not None])
         count = sum(float(self.num_items(batch)) for batch in batches)
         if batches and self.args.max_tokens_per_micro_batch is not None:
-            batches = TokenBatch.concat(batches).split(self.args.max_tokens_per_micro_batch, whole_groups=True)
-        return self.prepare_step(batches), count
+            whole = type(batches[0]).concat(batches)
+            batches = whole.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
+        return self._prepared_step(batches), count
 
-    def evaluation_step(self, model: nn.Module, item: TokenBatch | None) -> dict[str, Metric]:
+    def evaluation_step(self, model: nn.Module, item: Loaded | None) -> dict[str, Metric]:
         """The loss and its metrics on one micro-batch."""
-        batches = self.prepare_step([] if item is None else [item])
+        count = 0.0 if item is None else float(self.num_items(item))
+        batches = self._prepared_step([] if item is None else [item])
         metrics: dict[str, Metric] = {}
         if not batches:  # other ranks may need this one to take part in a forward pass
-            self.forward_sum(model, self.idle_batch().to(self.args.device))
+            self._forward_sum(model, self._idle_batch().to(self.args.device))
         for batch in batches:
-            count = float(self.num_items(batch))
             with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
                 output = self.loss(model, batch.to(self.args.device))
             metrics = {"loss": Mean(output.total, count), **output.metrics}
         return metrics
 
-    def rows_of(self, item: TokenBatch | None) -> int:
+    def _rows_of(self, item: Loaded | None) -> int:
         """Rows in a micro-batch."""
         return 0 if item is None else len(set(item.group_index))
 
     # Checkpoints.
 
-    def save_update_state(self, folder: Path) -> None:
-        """See `BaseTrainer.save_update_state`; also writes the fingerprint of the reference and the reward mean."""
-        super().save_update_state(folder)
+    def _save_update_state(self, folder: Path) -> None:
+        """See `BaseTrainer._save_update_state`; also writes the fingerprint of the reference and the reward mean."""
+        super()._save_update_state(folder)
         if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
             (folder / _REFERENCE_FILE).write_text(json.dumps({"weights": fingerprint}), encoding="utf-8")
         if self.reward_mean is not None:
             self.reward_mean.save(folder / _REWARD_MEAN_FILE, writes=self.args.should_save)
 
-    def load_update_state(self, folder: Path) -> None:
-        """See `BaseTrainer.load_update_state`.
+    def _load_update_state(self, folder: Path) -> None:
+        """See `BaseTrainer._load_update_state`.
 
         Raises:
             ConfigError: The checkpoint was trained with a reference of other weights.
         """
-        super().load_update_state(folder)
+        super()._load_update_state(folder)
         path = folder / _REFERENCE_FILE
         if path.exists() and (fingerprint := self._reference_fingerprint()) is not None:
             check_same_reference(json.loads(path.read_text(encoding="utf-8"))["weights"], fingerprint)
@@ -351,12 +369,12 @@ class OfflineTrainer(BaseTrainer):
 
     def _reference_fingerprint(self) -> str | None:
         """Fingerprint of the weights of a fixed reference; None if there is none."""
-        if self.reference is None or self.reference_moves:
+        if self.reference is None or self._reference_moves:
             return self._precomputed_from
         return self.reference.fingerprint()
 
 
-def numbered_apart(batches: list[TokenBatch]) -> list[TokenBatch]:
+def numbered_apart(batches: list[Loaded]) -> list[Loaded]:
     """The batches with groups renumbered 0, 1, ... through all batches, so that no two batches share a number."""
     numbered = []
     first = 0

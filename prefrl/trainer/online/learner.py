@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from prefrl.losses.logprobs import TokenScores, WantName
+    from prefrl.losses.scores import TokenScores, WantName
     from prefrl.metrics import Metric
-    from prefrl.trainer.base.scorer import Annotation
-    from prefrl.types import LossOutput, Rollout, TokenBatch
+    from prefrl.trainer.base.scorer import ScoreNeed, Scores
+    from prefrl.types import LossOutput, Rollout, SampledBatch
 
 __all__ = ["Learned", "Learner", "Objective"]
 
+Row = TypeVar("Row", bound=TokenBatch)  # the rows that a learner makes
+Ready = TypeVar("Ready", bound=TokenBatch)  # these rows with everything that their loss reads
 
-@dataclass(frozen=True, slots=True)
-class Learned:
+
+@dataclass(frozen=True)
+class Learned(Generic[Row]):
     """A generation batch with advantages, and the rows that each optimizer step trains on."""
 
-    batch: TokenBatch  # B rows, one for each rollout
+    batch: Row  # B rows, one for each rollout
     parts: list[list[int]]  # rows of each optimizer step, in order; a row may occur several times, or never
     advantages: list[float]  # [B] mean advantage over the row's tokens, for the table of completions
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
-class Objective(Protocol):
+class Objective(Protocol[Row, Ready]):
     """The loss of a micro-batch, and the state that adapts during training."""
+
+    @property
+    def stage(self) -> type[Ready]:
+        """The class of the batches that the loss reads."""
+        ...
 
     @property
     def want(self) -> tuple[WantName, ...]:
         """What a training pass computes in addition to log-probs."""
         ...
 
-    @property
-    def learns_from_zero_advantage(self) -> bool:
-        """Whether a row with zero advantage still has a gradient."""
-        ...
-
-    def needs(self, *, is_first: bool) -> Collection[Annotation]:
-        """The fields of a minibatch that the loss reads in addition to advantages.
-
-        Args:
-            is_first: Whether the policy is still the one that sampled, so that its fresh log-probs are the old ones.
-        """
-        ...
-
-    def num_items(self, batch: TokenBatch) -> Tensor:
+    def num_items(self, batch: Row) -> Tensor:
         """Scalar: the number of items that the loss sums over."""
         ...
 
-    def prepared(self, batch: TokenBatch, *, num_items: float) -> TokenBatch:
+    def has_gradient(self, batch: Row) -> list[bool]:
+        """[B] whether a row changes the weights, if it has trainable tokens."""
+        ...
+
+    def prepared(self, batch: Row, *, num_items: float) -> Row:
         """Add the fields that depend on all rows of a minibatch. All ranks must call it.
 
         Args:
@@ -62,17 +63,35 @@ class Objective(Protocol):
         """
         ...
 
-    def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
+    def metrics_without_pass(self, batch: Row) -> dict[str, Metric]:
         """Metrics of rows without a gradient, which are left out of the forward pass; on the host."""
         ...
 
-    def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
+    def ready(self, batch: Row, score: Callable[[Row, Collection[ScoreNeed]], Scores], *, is_first: bool) -> Ready:
+        """Add the scores that the loss reads. All ranks must call it, even those without rows.
+
+        Args:
+            batch: The rows of a minibatch that have a gradient.
+            score: Runs the passes that some scores need.
+            is_first: Whether the policy is still the one that sampled, so that its fresh log-probs are the old ones.
+        """
+        ...
+
+    def __call__(self, batch: Ready, scores: TokenScores) -> LossOutput:
         """The SUM of the loss over a micro-batch.
 
         Args:
-            batch: The rows, with advantages.
+            batch: The rows.
             scores: Scores from a training pass, including those that `want` names.
-            old_logprobs: [N] nats, log-probs of the policy before the first update from this generation batch.
+        """
+        ...
+
+    def visited(self, batch: Ready, logprobs: Tensor) -> Ready:
+        """The micro-batch for its later visits, after the first one.
+
+        Args:
+            batch: The rows.
+            logprobs: [N] nats, from the training pass of the first visit.
         """
         ...
 
@@ -89,26 +108,34 @@ class Objective(Protocol):
         ...
 
 
-class Learner(Protocol):
+class Learner(Protocol[Row, Ready]):
     """Turns scored rollouts into rows with advantages, and holds their loss."""
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> Objective[Row, Ready]:
         """The loss."""
         ...
 
     @property
-    def needs(self) -> Collection[Annotation]:
+    def needs(self) -> Collection[ScoreNeed]:
         """The scores that `advantages` reads, computed before the first update from the rollouts."""
         ...
 
     def advantages(
-        self, batch: TokenBatch, rollouts: Sequence[Rollout], *, num_parts: int, step: int, over_ranks: bool
-    ) -> Learned:
+        self,
+        batch: SampledBatch,
+        scores: Scores,
+        rollouts: Sequence[Rollout],
+        *,
+        num_parts: int,
+        step: int,
+        over_ranks: bool,
+    ) -> Learned[Row]:
         """Compute advantages, and divide the rows among optimizer steps.
 
         Args:
-            batch: The rows of the rollouts, with the fields that `needs` names.
+            batch: The rows of the rollouts.
+            scores: The scores that `needs` names.
             rollouts: The rollouts of this rank: whole groups, with rewards and totals.
             num_parts: Number of optimizer steps in one pass over them.
             step: The first optimizer step that learns from them.

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
 from prefrl import distributed
-from prefrl.losses.reduce import row_sums
 from prefrl.rollout.buffer import Minibatch
 from prefrl.rollout.share import share_out
+from prefrl.trainer.online.learner import Ready, Row
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.scorer import Scorer
+    from prefrl.trainer.base.scorer import ScoreNeed, Scorer, Scores
     from prefrl.trainer.online.config import OnlineConfig
     from prefrl.trainer.online.learner import Learned, Objective
-    from prefrl.types import TokenBatch
 
 __all__ = ["MinibatchMaker"]
 
 
 @dataclass
-class MinibatchMaker:
+class MinibatchMaker(Generic[Row, Ready]):
     """Makes the minibatches that an objective learns from.
 
     Args:
         args: Options.
-        objective: Determines the scores that are needed and which rows have a gradient.
+        objective: Determines which rows have a gradient, and adds the scores that the loss reads.
         scorer: Computes these scores.
         cut: Cuts a minibatch into micro-batches.
         hidden_size: The policy's hidden size, which the cost of a row depends on.
     """
 
     args: OnlineConfig
-    objective: Objective
+    objective: Objective[Row, Ready]
     scorer: Scorer
-    cut: Callable[[TokenBatch], list[TokenBatch]]
+    cut: Callable[[Ready], list[Ready]]
     hidden_size: int
 
-    def of(self, learned: Learned, *, over_ranks: bool = True) -> list[Minibatch]:
+    def of(self, learned: Learned[Row], *, over_ranks: bool = True) -> list[Minibatch[Ready]]:
         """One minibatch for each optimizer step in a pass over the rows.
 
         Args:
@@ -50,11 +49,8 @@ class MinibatchMaker:
             for i, rows in enumerate(learned.parts)
         ]
 
-    def _minibatch(self, batch: TokenBatch, rows: Sequence[int], *, is_first: bool, over_ranks: bool) -> Minibatch:
+    def _minibatch(self, batch: Row, rows: Sequence[int], *, is_first: bool, over_ranks: bool) -> Minibatch[Ready]:
         batch = batch.select(rows)
-        if is_first:
-            # The policy is still the one that sampled. Its fresh log-probs serve as old ones: ratios are exactly 1.
-            batch = batch.replace(old_logprobs=None)
         num_items = float(self.objective.num_items(batch))
         batch, rest = self._with_gradient(self.objective.prepared(batch, num_items=num_items))
         metrics = self.objective.metrics_without_pass(rest)
@@ -68,20 +64,14 @@ class MinibatchMaker:
             )
         # Score before cutting, so that a prompt is computed once for its whole group. Later minibatches are scored
         # now, too: by the time the policy learns from them, earlier minibatches have updated it.
-        batch = self.scorer.annotate(
-            batch,
-            self.objective.needs(is_first=is_first),
-            rows_per_pass=self.args.per_device_train_batch_size,
-        )
-        return Minibatch(self.cut(batch), num_items, metrics)
+        return Minibatch(self.cut(self.objective.ready(batch, self._score, is_first=is_first)), num_items, metrics)
 
-    def _with_gradient(self, batch: TokenBatch) -> tuple[TokenBatch, TokenBatch]:
+    def _score(self, batch: Row, needs: Collection[ScoreNeed]) -> Scores:
+        return self.scorer.needed(batch, needs, rows_per_pass=self.args.per_device_train_batch_size)
+
+    def _with_gradient(self, batch: Row) -> tuple[Row, Row]:
         """Split the rows with trainable tokens into those whose loss has a gradient, and those whose loss has none."""
-        acts = [True] * batch.num_rows
-        if not self.objective.learns_from_zero_advantage:
-            assert batch.advantages is not None
-            sums = row_sums(batch.advantages.abs(), batch.trainable, batch.row_index, batch.num_rows)
-            acts = (sums > 0).tolist()
+        acts = self.objective.has_gradient(batch)
         rows: dict[bool, list[int]] = {True: [], False: []}
         for row, (count, has_gradient) in enumerate(zip(batch.trainable_counts, acts, strict=True)):
             if count > 0:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from prefrl.rollout.buffer import Minibatch
     from prefrl.trainer.base.steps import MicroStep
-    from prefrl.types import TokenBatch
+    from prefrl.types import IdleBatch, TokenBatch
 
 __all__ = ["OverlapStep"]
 
@@ -34,9 +34,9 @@ class OverlapStep:
         accelerator: HuggingFace's accelerator.
     """
 
-    arriving: Iterator[Minibatch]
+    arriving: Iterator[Minibatch[Any]]
     policy: Callable[[], nn.Module]
-    idle: TokenBatch
+    idle: IdleBatch
     accelerator: Any
     micro_batches: list[TokenBatch] = field(default_factory=list)
 

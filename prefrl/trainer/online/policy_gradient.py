@@ -29,18 +29,19 @@ from prefrl.rollout.prefix import contested_prefix_lengths
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.rollout.selection import row_counts
 from prefrl.trainer.online.learner import Learned
+from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.policy_objective import PolicyObjective, token_mean
 from prefrl.trainer.online.sampling_correction import correct_sampling
-from prefrl.trainer.online.token_selection import selected_tokens
+from prefrl.trainer.online.token_selection import cov_tokens, high_entropy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
-    from prefrl.trainer.base.scorer import Annotation
+    from prefrl.trainer.base.scorer import ScoreNeed, Scores
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
-    from prefrl.types import Rollout, TokenBatch
+    from prefrl.types import Rollout, SampledBatch
 
 __all__ = ["PolicyGradient"]
 
@@ -88,11 +89,13 @@ class PolicyGradient:
             self.balancer = RewardBalancer(args.reward_balance, args.balance_params, reward_weights=rewards.weights)
 
     @property
-    def needs(self) -> frozenset[Annotation]:
+    def needs(self) -> frozenset[ScoreNeed]:
         """See `Learner`."""
         if not self.args.needs_scores_first:
             return frozenset()
-        needs: set[Annotation] = {"old_logprobs", *self.objective.needs(is_first=True)}
+        needs: set[ScoreNeed] = {"old_logprobs", *self.objective.reference_needs}
+        if self._kl_in_reward:
+            needs.add("ref_logprobs")
         if self.args.top_entropy_quantile < 1:
             needs.add("entropies")
         if "log_collision" in self.estimator.needs:
@@ -102,24 +105,44 @@ class PolicyGradient:
         return frozenset(needs)
 
     def advantages(
-        self, batch: TokenBatch, rollouts: Sequence[Rollout], *, num_parts: int, step: int, over_ranks: bool
-    ) -> Learned:
+        self,
+        batch: SampledBatch,
+        scores: Scores,
+        rollouts: Sequence[Rollout],
+        *,
+        num_parts: int,
+        step: int,
+        over_ranks: bool,
+    ) -> Learned[PolicyBatch]:
         """See `Learner`."""
         metrics: dict[str, Metric] = {}
-        if self._kl_in_reward:
-            kl = self._kl_of_tokens(batch)
-            self.objective.observe_kl(kl, batch)
-            metrics["kl"] = token_mean(kl, batch)
-        rows = self._gathered(rollouts, batch, over_ranks=over_ranks)
+        kl = self._kl_of_tokens(batch, scores, metrics)
+        rows = self._gathered(rollouts, batch, kl, over_ranks=over_ranks)
         totals = self._shaped(rows)
         mine = slice(rows.start, rows.start + len(rollouts))
         counts = self._counts(rows, totals, step=step)
-        batch = self._with_advantages(batch, rows, totals, counts > 0, metrics, over_ranks=over_ranks)
-        batch = self._with_selection(batch, rollouts, totals[mine], step=step)
-        if self.args.loss_params.positive_nll_coef is not None:
-            is_good = torch.tensor([rollout.reward for rollout in rollouts]) > 0
-            batch = batch.replace(nll_weights=(batch.trainable & is_good[batch.row_index]).float())
-        return Learned(batch, self._parts(counts[mine].tolist(), num_parts), _row_means(batch), metrics)
+        is_kept = counts > 0
+        critic: dict[str, Tensor] = {}
+        if self.estimator.level == "row":
+            values = self._of_rows(rows, totals, is_kept, metrics)[mine].float()[batch.row_index]
+        else:
+            result = self._of_tokens(batch, scores, kl, rows.groups[mine], totals[mine])
+            values = result.values.float()
+            if result.returns is not None:
+                critic = {"values": scores.values, "returns": result.returns.float()}
+        values = self._scaled(values, batch, (~totals.isnan() & is_kept)[mine], over_ranks=over_ranks)
+        ready = self.objective.stage.of(
+            batch,
+            advantages=values,
+            loss_scale=self._loss_scale(batch, scores, rollouts, totals[mine].tolist(), step=step),
+            cov_tokens=cov_tokens(self.args, batch, scores, values, rollouts, step=step),
+            nll_weights=self._nll_weights(batch, rollouts),
+            old_logprobs=scores.get("old_logprobs"),
+            entropies=scores.get("entropies"),
+            **{name: scores.get(name) for name in self.objective.reference_needs},
+            **critic,
+        )
+        return Learned(ready, self._parts(counts[mine].tolist(), num_parts), _row_means(ready), metrics)
 
     def _parts(self, repeats: list[int], num_parts: int) -> list[list[int]]:
         size = -(-len(repeats) // num_parts)
@@ -143,14 +166,14 @@ class PolicyGradient:
 
     # Rewards.
 
-    def _gathered(self, rollouts: Sequence[Rollout], batch: TokenBatch, *, over_ranks: bool) -> _Rows:
-        penalties = self._kl_of_rows(batch).tolist() if self._takes_kl_from_rows else [0.0] * len(rollouts)
+    def _gathered(self, rollouts: Sequence[Rollout], batch: SampledBatch, kl: Tensor, *, over_ranks: bool) -> _Rows:
+        penalties = self._kl_of_rows(batch, kl).tolist() if self._takes_kl_from_rows else [0.0] * len(rollouts)
         mine = [
             (
                 [float("nan") if value is None else value for value in rollout.rewards.values()],
                 rollout.group,
                 length,
-                rollout.completion.finish_reason,
+                rollout.finish_reason,
                 penalty,
                 rollout.greedy_reward,
             )
@@ -176,16 +199,18 @@ class PolicyGradient:
     def _kl_in_reward(self) -> bool:
         return self.args.kl_in == "reward" and self.args.beta > 0
 
-    def _kl_of_tokens(self, batch: TokenBatch) -> Tensor:
-        """[N] nats, estimated KL(policy || reference)."""
-        assert batch.old_logprobs is not None
-        assert batch.ref_logprobs is not None
-        return KL_ESTIMATORS[self.args.kl_estimator].function(batch.old_logprobs, batch.ref_logprobs)
+    def _kl_of_tokens(self, batch: SampledBatch, scores: Scores, metrics: dict[str, Metric]) -> Tensor:
+        """[N] nats, estimated KL(policy || reference) that the reward contains; adds its metric."""
+        if not self._kl_in_reward:
+            return torch.zeros(batch.num_tokens)
+        kl = KL_ESTIMATORS[self.args.kl_estimator].function(scores.old_logprobs, scores.ref_logprobs)
+        self.objective.observe_kl(kl, batch)
+        metrics["kl"] = token_mean(kl, batch)
+        return kl
 
-    def _kl_of_rows(self, batch: TokenBatch) -> Tensor:
+    def _kl_of_rows(self, batch: SampledBatch, kl: Tensor) -> Tensor:
         """[B] beta * KL, which is subtracted from the reward of each row."""
-        per_row = row_sums(self._kl_of_tokens(batch), batch.trainable, batch.row_index, batch.num_rows)
-        return self.objective.beta * per_row
+        return self.objective.beta * row_sums(kl, batch.trainable, batch.row_index, batch.num_rows)
 
     def _shaped(self, rows: _Rows) -> Tensor:
         """[B] total rewards after shaping, minus the KL penalties of rows."""
@@ -208,33 +233,15 @@ class PolicyGradient:
 
     # Advantages.
 
-    def _with_advantages(
-        self,
-        batch: TokenBatch,
-        rows: _Rows,
-        totals: Tensor,
-        is_kept: Tensor,
-        metrics: dict[str, Metric],
-        *,
-        over_ranks: bool,
-    ) -> TokenBatch:
-        mine = slice(rows.start, rows.start + batch.num_rows)
-        if self.estimator.level == "row":
-            result = self._of_rows(rows, totals, is_kept, metrics)
-            per_row = torch.zeros(len(totals), dtype=result.values.dtype).masked_scatter(is_kept, result.values)[mine]
-            values, returns = per_row.float()[batch.row_index], None
-        else:
-            result = self._of_tokens(batch, rows.groups[mine], totals[mine])
-            values, returns = result.values.float(), None if result.returns is None else result.returns.float()
+    def _scaled(self, values: Tensor, batch: SampledBatch, has_signal: Tensor, *, over_ranks: bool) -> Tensor:
+        """[N] advantages, whitened and clipped as the options say; `has_signal` is [B]."""
         if self.args.normalize_advantages and self.estimator.whitened:
-            has_reward = ~totals[mine].isnan()
-            mask = batch.trainable & (has_reward & is_kept[mine])[batch.row_index]
-            values = self._whitened(values, mask, over_ranks=over_ranks)
+            values = self._whitened(values, batch.trainable & has_signal[batch.row_index], over_ranks=over_ranks)
         clip_range = self.args.advantage_params.clip_range
         if clip_range is not None:
             low, high = clip_range
             values = clip_advantages(values, low=low, high=high)
-        return batch.replace(advantages=values, returns=returns)
+        return values
 
     def _whitened(self, values: Tensor, mask: Tensor, *, over_ranks: bool) -> Tensor:
         """[N] values with mean 0 and standard deviation 1 over the tokens of all ranks."""
@@ -246,7 +253,8 @@ class PolicyGradient:
             values, mask, mean=found.mean, std=found.std, shift_mean=True, advantage_epsilon=ADVANTAGE_EPSILON
         )
 
-    def _of_rows(self, rows: _Rows, totals: Tensor, is_kept: Tensor, metrics: dict[str, Metric]) -> Advantages:
+    def _of_rows(self, rows: _Rows, totals: Tensor, is_kept: Tensor, metrics: dict[str, Metric]) -> Tensor:
+        """[B] advantages of the rows of all ranks; 0 for those that are not kept."""
         # Shaping collapses the K rewards into one total; without it, pass all K.
         is_shaped = self.args.shaping_params.has_effect or self._takes_kl_from_rows
         scored = ScoredRows(
@@ -261,8 +269,8 @@ class PolicyGradient:
         else:
             result = self._balanced(scored, self.balancer, metrics)
         if self.args.normalize_advantages and not self.estimator.whitened:
-            return normalize_rows(result, advantage_epsilon=ADVANTAGE_EPSILON)
-        return result
+            result = normalize_rows(result, advantage_epsilon=ADVANTAGE_EPSILON)
+        return torch.zeros(len(totals), dtype=result.values.dtype).masked_scatter(is_kept, result.values)
 
     def _balanced(self, scored: ScoredRows, balancer: RewardBalancer, metrics: dict[str, Metric]) -> Advantages:
         """Computes the advantages of each reward, [B, K], and combines them so that one backward pass is enough."""
@@ -282,10 +290,10 @@ class PolicyGradient:
             metrics[f"reward_balance/{name}"] = Mean(float(weight), 1)
         return replace(each[0], values=(advantages.double() @ weights).to(advantages.dtype), totals=scored.totals())
 
-    def _of_tokens(self, batch: TokenBatch, groups: Tensor, totals: Tensor) -> Advantages:
-        rewards = torch.zeros(batch.num_tokens)
-        if self._kl_in_reward:
-            rewards -= self.objective.beta * self._kl_of_tokens(batch)
+    def _of_tokens(
+        self, batch: SampledBatch, scores: Scores, kl: Tensor, groups: Tensor, totals: Tensor
+    ) -> Advantages:
+        rewards = torch.zeros(batch.num_tokens) - self.objective.beta * kl
         last = [0] * batch.num_rows
         for token, row in zip(batch.trainable_positions.tolist(), _rows_of(batch), strict=True):
             last[row] = token
@@ -297,48 +305,55 @@ class PolicyGradient:
             row_index=batch.row_index,
             num_rows=batch.num_rows,
             groups=groups,
-            values=batch.values,
-            logprobs=batch.old_logprobs,
-            log_collision=batch.log_collision,
-            log_ratio=self._log_weights(batch),
+            values=scores.get("values"),
+            logprobs=scores.old_logprobs,
+            log_collision=scores.get("log_collision"),
+            log_ratio=self._log_weights(batch, scores),
         )
         return self.estimator.function(scored, self.args.advantage_params)
 
-    def _log_weights(self, batch: TokenBatch) -> Tensor | None:
+    def _log_weights(self, batch: SampledBatch, scores: Scores) -> Tensor | None:
         """[N] log importance weights of the tokens, if sampling is corrected and the estimator uses them."""
         if not self.args.corrects_sampling or "log_collision" not in self.estimator.needs:
             return None
-        assert batch.old_logprobs is not None
-        return correct_sampling(self.args, batch, batch.old_logprobs).weights.log()
+        return correct_sampling(self.args, batch, scores.old_logprobs).weights.log()
 
-    # Selection of the tokens that have a policy loss.
+    # The tokens that have a policy loss, and those whose likelihood is raised.
 
-    def _with_selection(
-        self, batch: TokenBatch, rollouts: Sequence[Rollout], totals: Tensor, *, step: int
-    ) -> TokenBatch:
-        changes = selected_tokens(self.args, batch, rollouts, step=step)
+    def _loss_scale(
+        self, batch: SampledBatch, scores: Scores, rollouts: Sequence[Rollout], totals: Sequence[float], *, step: int
+    ) -> Tensor:
+        """[N] factor on the policy loss: 0 for tokens that are not selected."""
+        scale = torch.ones(batch.num_tokens)
+        if self.args.top_entropy_quantile < 1:
+            scale = high_entropy(self.args, batch, scores.entropies, rollouts, step=step)
         min_tokens = self.args.loss_params.min_filter_prefix_tokens
         if min_tokens is not None:
             lengths = contested_prefix_lengths(
-                [rollout.completion.token_ids for rollout in rollouts],
-                totals.tolist(),
+                [rollout.sampled_ids for rollout in rollouts],
+                totals,
                 [rollout.group for rollout in rollouts],
                 min_tokens=min_tokens,
             )
             places = torch.cat([torch.arange(length) for length in batch.response_lengths])
-            is_own = (places >= torch.tensor(lengths)[batch.row_index]).float()
-            changes["selection"] = is_own * changes["selection"] if "selection" in changes else is_own
-        return batch.replace(**changes)
+            scale = (places >= torch.tensor(lengths)[batch.row_index]).float() * scale
+        return scale
+
+    def _nll_weights(self, batch: SampledBatch, rollouts: Sequence[Rollout]) -> Tensor:
+        """[N] 1 at the trainable tokens of good responses; `PolicyObjective.prepared` scales it."""
+        if self.args.loss_params.positive_nll_coef is None:
+            return torch.zeros(batch.num_tokens)
+        is_good = torch.tensor([rollout.reward for rollout in rollouts]) > 0
+        return (batch.trainable & is_good[batch.row_index]).float()
 
 
-def _row_means(batch: TokenBatch) -> list[float]:
+def _row_means(batch: PolicyBatch) -> list[float]:
     """[B] mean advantage of each row's trainable tokens."""
-    assert batch.advantages is not None
     sums = row_sums(batch.advantages, batch.trainable, batch.row_index, batch.num_rows)
     return [total / max(count, 1) for total, count in zip(sums.tolist(), batch.trainable_counts, strict=True)]
 
 
-def _rows_of(batch: TokenBatch) -> list[int]:
+def _rows_of(batch: SampledBatch) -> list[int]:
     """[M] row of each trainable token."""
     rows: list[int] = batch.row_index[batch.trainable_positions].tolist()
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,17 +14,18 @@ from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
 from prefrl.losses.policy.tokens import PolicyTokens
-from prefrl.losses.reduce import item_count, token_weights
+from prefrl.losses.reduce import item_count, row_sums, token_weights
 from prefrl.metrics import Max, Mean, Metric, Min, host
 from prefrl.trainer.online.controllers import AdaptiveEntropy, AdaptiveKL
+from prefrl.trainer.online.policy_batch import CriticBatch, PolicyBatch
 from prefrl.trainer.online.sampling_correction import correct_sampling
 from prefrl.types import LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.logprobs import TokenScores, WantName
-    from prefrl.trainer.base.scorer import Annotation
+    from prefrl.losses.scores import TokenScores, WantName
+    from prefrl.trainer.base.scorer import ScoreNeed, Scores
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
     from prefrl.types import TokenBatch
 
@@ -47,7 +48,12 @@ class PolicyObjective:
             AdaptiveEntropy(args.entropy_coef, args.entropy_params) if args.use_adaptive_entropy else None
         )
         # Sums of this optimizer step: KL, its tokens, its rows; entropy, its tokens.
-        self._observed: Tensor | None = None
+        self._observed = torch.zeros(5, dtype=torch.float64)
+
+    @property
+    def stage(self) -> type[PolicyBatch]:
+        """See `Objective`."""
+        return CriticBatch if self._has_critic else PolicyBatch
 
     @property
     def beta(self) -> float:
@@ -65,50 +71,77 @@ class PolicyObjective:
         # With weight 0 the gradient would be all zeros, at full cost, so do not ask for it.
         return ("entropy", "entropy_gradient") if self._entropy_weight != 0 else ("entropy",)
 
-    def needs(self, *, is_first: bool) -> frozenset[Annotation]:
-        """See `Objective`."""
-        needs: set[Annotation] = set() if is_first else {"old_logprobs"}
-        if self.args.beta > 0:
-            needs.add("ref_logprobs")
-            if self.args.kl_estimator == "full":  # compares the whole distributions of policy and reference
-                needs.add("ref_hidden")
-        return frozenset(needs)
+    @property
+    def reference_needs(self) -> frozenset[ScoreNeed]:
+        """The scores of the reference that the loss reads."""
+        if not self._has_kl:
+            return frozenset()
+        if self.args.kl_estimator == "full":  # compares the whole distributions of policy and reference
+            return frozenset({"ref_logprobs", "ref_hidden"})
+        return frozenset({"ref_logprobs"})
 
     @property
-    def learns_from_zero_advantage(self) -> bool:
-        """Whether a row with zero advantage still has a gradient."""
-        args = self.args
-        has_kl = args.beta > 0 and args.kl_in == "loss"
-        has_entropy = args.entropy_coef > 0 or args.use_adaptive_entropy
-        has_critic = "values" in ADVANTAGES[args.estimator].needs
-        has_term = has_kl or has_entropy or has_critic or args.loss_params.positive_nll_coef is not None
-        return has_term or args.loss_type == "kl_cov"
+    def _has_kl(self) -> bool:
+        return self.args.beta > 0 and self.args.kl_in == "loss"
 
-    def num_items(self, batch: TokenBatch) -> Tensor:
+    @property
+    def _has_critic(self) -> bool:
+        return "values" in ADVANTAGES[self.args.estimator].needs
+
+    def has_gradient(self, batch: PolicyBatch) -> list[bool]:
+        """See `Objective`; with some terms, even rows with zero advantage have a gradient."""
+        args = self.args
+        has_entropy = args.entropy_coef > 0 or args.use_adaptive_entropy
+        has_term = self._has_kl or has_entropy or self._has_critic or args.loss_params.positive_nll_coef is not None
+        if has_term or args.loss_type == "kl_cov":
+            return [True] * batch.num_rows
+        sums = row_sums(batch.advantages.abs(), batch.trainable, batch.row_index, batch.num_rows)
+        acts: list[bool] = (sums > 0).tolist()
+        return acts
+
+    def num_items(self, batch: PolicyBatch) -> Tensor:
         """The number of tokens or sequences, or a multiple of a constant, as the reduction of the loss says."""
         reduction = self.policy_loss.reduction
         constant = self.args.max_completion_length if reduction == "constant" else None
         return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
 
-    def prepared(self, batch: TokenBatch, *, num_items: float) -> TokenBatch:
+    def prepared(self, batch: PolicyBatch, *, num_items: float) -> PolicyBatch:
         """See `Objective`; scales the NLL weights of good responses, so that the NLL is a mean over their tokens."""
-        good = batch.nll_weights
-        if good is None:
+        if self.args.loss_params.positive_nll_coef is None:
             return batch
+        good = batch.nll_weights
         items, tokens = distributed.sum_over_ranks([num_items, float(good.sum())], self.args.device)
         return batch.replace(nll_weights=good * (items / max(tokens, 1.0)))
 
-    def __call__(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> LossOutput:
+    def ready(
+        self,
+        batch: PolicyBatch,
+        score: Callable[[PolicyBatch, Collection[ScoreNeed]], Scores],
+        *,
+        is_first: bool,
+    ) -> PolicyBatch:
+        """See `Objective`; computes what the advantages did not need before."""
+        if is_first:
+            # The policy is still the one that sampled. Its fresh log-probs serve as old ones: ratios are exactly 1.
+            batch = batch.replace(old_logprobs=None)
+        needs: set[ScoreNeed] = set() if is_first or batch.old_logprobs is not None else {"old_logprobs"}
+        if batch.ref_logprobs is None:
+            needs |= self.reference_needs
+        return batch.replace(**{str(name): found for name, found in score(batch, needs).found.items()})
+
+    def visited(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
+        """See `Objective`; these log-probs are the old ones of the later visits."""
+        return batch if batch.old_logprobs is not None else batch.replace(old_logprobs=logprobs)
+
+    def __call__(self, batch: PolicyBatch, scores: TokenScores) -> LossOutput:
         """The sum of the loss over a micro-batch.
 
         Args:
-            batch: The rows, with advantages.
+            batch: The rows.
             scores: Scores from a training pass, including those that `want` names.
-            old_logprobs: [N] nats, log-probs of the policy before the first update from this generation batch.
         """
         args = self.args
-        assert batch.advantages is not None
-        assert scores.entropy is not None
+        old_logprobs = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         # AIPO and VESPO use policy / sampler as their ratio, so they need no importance weights on top.
         is_behavior_ratio = args.corrects_sampling and args.loss_type in ("aipo", "vespo")
         behavior = batch.sampling_logprobs if is_behavior_ratio else None
@@ -120,7 +153,7 @@ class PolicyObjective:
             row_index=batch.row_index,
             num_rows=batch.num_rows,
             level=args.importance_sampling_level,
-            selected=batch.selected,
+            cov_tokens=batch.cov_tokens,
         )
         params = args.loss_params
         token = self.policy_loss.function(tokens, params)
@@ -131,32 +164,29 @@ class PolicyObjective:
             per_token = per_token if is_behavior_ratio else correction.weights * per_token
             metrics |= correction.metrics
         if params.off_policy_mask_threshold is not None:
-            assert batch.sampling_logprobs is not None
             kept = off_policy_sequence_mask(
                 tokens, batch.sampling_logprobs, off_policy_mask_threshold=params.off_policy_mask_threshold
             )
             per_token = kept * per_token
             metrics["sampling/off_policy_masked_share"] = token_mean(1 - kept, batch)
-        if batch.selection is not None:
-            per_token = batch.selection * per_token
+        per_token = batch.loss_scale * per_token
         if self.adaptive_entropy is not None:
             self._observe(3, scores.entropy, batch)
         if self._entropy_weight != 0:
             per_token = per_token - self._entropy_weight * scores.entropy
-        if batch.ref_logprobs is not None and args.kl_in == "loss":
-            kl = self._kl(batch, scores, old_logprobs)
+        if batch.ref_logprobs is not None:
+            kl = self._kl(batch, scores, old_logprobs, batch.ref_logprobs)
             per_token = per_token + self.beta * kl
             metrics["kl"] = token_mean(kl.detach(), batch)
             self.observe_kl(kl, batch)
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=self.policy_loss.reduction)
         total = (weights * per_token).sum()
         if params.positive_nll_coef is not None:
-            assert batch.nll_weights is not None
             nll = positive_nll(tokens, batch.nll_weights > 0)
             total = total + params.positive_nll_coef * (batch.nll_weights * nll).sum()
         return LossOutput(total=total, metrics=metrics | self._weights_as_metrics())
 
-    def metrics_without_pass(self, batch: TokenBatch) -> dict[str, Metric]:
+    def metrics_without_pass(self, batch: PolicyBatch) -> dict[str, Metric]:
         """Metrics of rows with zero advantage, which are left out of the forward pass; on the host.
 
         For these rows, the statistics of the loss do not depend on the ratio, except for those in `NEEDS_RATIO`:
@@ -165,7 +195,6 @@ class PolicyObjective:
         """
         if batch.num_rows == 0:
             return {}
-        assert batch.advantages is not None
         no_change = torch.zeros_like(batch.advantages)
         tokens = PolicyTokens(
             logprobs=no_change,
@@ -175,30 +204,26 @@ class PolicyObjective:
             row_index=batch.row_index,
             num_rows=batch.num_rows,
             level=self.args.importance_sampling_level,
-            selected=batch.selected,
+            cov_tokens=batch.cov_tokens,
         )
         stats = self.policy_loss.function(tokens, self.args.loss_params).stats
         metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)
-        if batch.entropies is not None:
-            metrics["entropy"] = token_mean(batch.entropies, batch)
-        elif batch.sampling_logprobs is not None:
-            metrics["entropy"] = token_mean(-batch.sampling_logprobs, batch)
+        entropies = -batch.sampling_logprobs if batch.entropies is None else batch.entropies
+        metrics["entropy"] = token_mean(entropies, batch)
         return {name: host(metric) for name, metric in metrics.items()}
 
-    def _kl(self, batch: TokenBatch, scores: TokenScores, old_logprobs: Tensor) -> Tensor:
+    def _kl(self, batch: PolicyBatch, scores: TokenScores, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """[N] KL estimates in nats; gradient flows."""
         name = self.args.kl_estimator
-        assert batch.ref_logprobs is not None
         if name == "full":
-            assert scores.full_kl is not None
             return scores.full_kl
-        sampler = batch.sampling_logprobs if self.args.corrects_sampling else None
-        log_ratio = (scores.logprobs - (old_logprobs if sampler is None else sampler)).where(batch.trainable, 0.0)
+        sampler = batch.sampling_logprobs if self.args.corrects_sampling else old_logprobs
+        log_ratio = (scores.logprobs - sampler).where(batch.trainable, 0.0)
         params = self.args.kl_params
         if isinstance(params, SequenceKLParams):
             return sequence_kl(
                 scores.logprobs,
-                batch.ref_logprobs,
+                ref_logprobs,
                 log_ratio,
                 batch.trainable,
                 batch.row_index,
@@ -206,8 +231,8 @@ class PolicyObjective:
                 params,
             )
         if self.args.corrects_kl_bias:
-            return importance_corrected(scores.logprobs, batch.ref_logprobs, log_ratio, kl_estimator=name)
-        return KL_ESTIMATORS[name].function(scores.logprobs, batch.ref_logprobs)
+            return importance_corrected(scores.logprobs, ref_logprobs, log_ratio, kl_estimator=name)
+        return KL_ESTIMATORS[name].function(scores.logprobs, ref_logprobs)
 
     @property
     def _entropy_weight(self) -> float:
@@ -228,12 +253,10 @@ class PolicyObjective:
         """Record the KL of these tokens, [N] nats, for the update at the end of the step."""
         if self.adaptive_kl is not None:
             self._observe(0, kl, batch)
-            assert self._observed is not None
             self._observed[2] += batch.num_rows
 
     def _observe(self, place: int, values: Tensor, batch: TokenBatch) -> None:
-        if self._observed is None:
-            self._observed = torch.zeros(5, dtype=torch.float64, device=batch.device)
+        self._observed = self._observed.to(batch.device)
         self._observed[place] += values.detach().where(batch.trainable, 0.0).sum(dtype=torch.float64)
         self._observed[place + 1] += batch.num_trainable
 
@@ -241,8 +264,8 @@ class PolicyObjective:
         """Adapt the coefficients to the KL and entropy of all ranks in this optimizer step."""
         if self.adaptive_kl is None and self.adaptive_entropy is None:
             return
-        observed = [0.0] * 5 if self._observed is None else self._observed.tolist()
-        self._observed = None
+        observed = self._observed.tolist()
+        self._observed = torch.zeros(5, dtype=torch.float64)
         kl, kl_tokens, rows, entropy, entropy_tokens = distributed.sum_over_ranks(observed, device)
         if self.adaptive_kl is not None and kl_tokens:
             self.adaptive_kl.update(kl / kl_tokens, num_completions=int(rows))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.trainer.online.vllm_options import VLLMOptions
-    from prefrl.types import TokenBatch
+    from prefrl.types import SampledBatch
 
 __all__ = ["SamplingCorrection", "correct_sampling"]
 
@@ -25,15 +25,14 @@ class SamplingCorrection:
     metrics: dict[str, Metric]
 
 
-def correct_sampling(options: VLLMOptions, batch: TokenBatch, old_logprobs: Tensor) -> SamplingCorrection:
+def correct_sampling(options: VLLMOptions, batch: SampledBatch, old_logprobs: Tensor) -> SamplingCorrection:
     """Importance weights pi / mu; see `losses.off_policy`.
 
     Args:
         options: Mode and bounds.
-        batch: Rows with the sampling log-probs, of mu.
+        batch: The rows, which mu sampled.
         old_logprobs: [N] nats, of the trainer's policy pi before the first update from this generation batch.
     """
-    assert batch.sampling_logprobs is not None
     params = options.correction_params
     correction = OFF_POLICY_CORRECTIONS[options.vllm_importance_sampling_mode]
     result = importance_weights(

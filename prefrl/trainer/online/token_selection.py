@@ -15,56 +15,68 @@ from prefrl.rollout.collect import prompt_seed
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from prefrl.trainer.base.scorer import Scores
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
     from prefrl.types import Rollout, TokenBatch
 
-__all__ = ["selected_tokens"]
+__all__ = ["cov_tokens", "high_entropy"]
 
 
-def selected_tokens(
-    args: PolicyGradientConfig, batch: TokenBatch, rollouts: Sequence[Rollout], *, step: int
-) -> dict[str, Tensor]:
-    """The fields of the batch that say which tokens are selected.
-
-    `selection`: 1 for the share `top_entropy_quantile` of trainable tokens with the highest entropy, otherwise 0.
-    `selected`: True for the tokens that `clip_cov` or `kl_cov` treats differently.
+def high_entropy(
+    args: PolicyGradientConfig, batch: TokenBatch, entropies: Tensor, rollouts: Sequence[Rollout], *, step: int
+) -> Tensor:
+    """[N] 1 for the share `top_entropy_quantile` of trainable tokens with the highest entropy, otherwise 0.
 
     Args:
         args: Options.
-        batch: This rank's rows, with old log-probs, entropies and advantages.
+        batch: This rank's rows.
+        entropies: [N] nats, of the policy that sampled.
         rollouts: The rollouts of these rows.
         step: The first optimizer step that learns from them.
 
-    Source: Wang et al. 2025, Beyond the 80/20 Rule, arXiv 2506.01939, eq. 6 (top_entropy_quantile)
+    Source: Wang et al. 2025, Beyond the 80/20 Rule, arXiv 2506.01939, eq. 6
     """
-    changes: dict[str, Tensor] = {}
-    if args.top_entropy_quantile < 1:
-        assert batch.entropies is not None
-        (entropies, keys), mine = _gathered(
-            batch, _rounded(batch.entropies), keys_of(args, batch, rollouts, step=step)
-        )
-        by_key = keys.argsort()
-        order = by_key[entropies[by_key].argsort(descending=True, stable=True)]
-        is_high = torch.zeros(len(entropies), dtype=torch.bool)
-        is_high[order[: max(1, round(args.top_entropy_quantile * len(entropies)))]] = True
-        changes["selection"] = _spread(batch, is_high[mine]).float()
-    selection = POLICY_LOSSES[args.loss_type].selection
-    if selection is not None:
-        assert batch.old_logprobs is not None
-        assert batch.advantages is not None
-        keys = keys_of(args, batch, rollouts, step=step)
-        (logprobs, advantages, keys), mine = _gathered(batch, _rounded(batch.old_logprobs), batch.advantages, keys)
-        every = torch.ones(len(logprobs), dtype=torch.bool)
-        found = covariance(
-            logprobs,
-            advantages,
-            every,
-            mean_logprob=float(logprobs.double().mean()),
-            mean_advantage=float(advantages.double().mean()),
-        )
-        chosen = selection(found, every, keys, args.loss_params)
-        changes["selected"] = _spread(batch, chosen[mine])
-    return changes
+    (values, keys), mine = _gathered(batch, _rounded(entropies), keys_of(args, batch, rollouts, step=step))
+    by_key = keys.argsort()
+    order = by_key[values[by_key].argsort(descending=True, stable=True)]
+    is_high = torch.zeros(len(values), dtype=torch.bool)
+    is_high[order[: max(1, round(args.top_entropy_quantile * len(values)))]] = True
+    return _spread(batch, is_high[mine]).float()
+
+
+def cov_tokens(
+    args: PolicyGradientConfig,
+    batch: TokenBatch,
+    scores: Scores,
+    advantages: Tensor,
+    rollouts: Sequence[Rollout],
+    *,
+    step: int,
+) -> Tensor:
+    """[N] True for the tokens that `clip_cov` or `kl_cov` treats apart; none for other losses.
+
+    Args:
+        args: Options.
+        batch: This rank's rows.
+        scores: With the old log-probs, for these losses.
+        advantages: [N].
+        rollouts: The rollouts of these rows.
+        step: The first optimizer step that learns from them.
+    """
+    loss = POLICY_LOSSES[args.loss_type]
+    if loss.selection is None:
+        return torch.zeros(batch.num_tokens, dtype=torch.bool)
+    keys = keys_of(args, batch, rollouts, step=step)
+    (logprobs, values, keys), mine = _gathered(batch, _rounded(scores.old_logprobs), advantages, keys)
+    every = torch.ones(len(logprobs), dtype=torch.bool)
+    found = covariance(
+        logprobs,
+        values,
+        every,
+        mean_logprob=float(logprobs.double().mean()),
+        mean_advantage=float(values.double().mean()),
+    )
+    return _spread(batch, loss.selection(found, every, keys, args.loss_params)[mine])
 
 
 def keys_of(args: PolicyGradientConfig, batch: TokenBatch, rollouts: Sequence[Rollout], *, step: int) -> Tensor:

@@ -23,18 +23,18 @@ from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
-from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, to_token_batch
+from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, sampled_batch
 from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.steps import Step, SyncStep
-from prefrl.trainer.base.trainer import BaseTrainer, Optimizers
+from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.generators import make_generator, server_metrics
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
 from prefrl.trainer.online.prompts import Prompts
-from prefrl.types import LossOutput, TokenBatch
+from prefrl.types import LossOutput, ReadyBatch, TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
 
     from prefrl.generation.base import Generator
-    from prefrl.losses.logprobs import TokenScores
+    from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.rollout.collect import Request
     from prefrl.trainer.online.learner import Learned, Learner
@@ -56,7 +56,7 @@ __all__ = ["OnlineTrainer"]
 _STATE_FILE = "learning_state.json"
 
 
-class OnlineTrainer(BaseTrainer):
+class OnlineTrainer(BaseTrainer[Ready]):
     """Samples completions of prompts, scores them, and makes one normalized update for each optimizer step.
 
     A leaf sets its config class and its learner, which computes advantages and the loss. `micro_batches_of_step` is
@@ -84,8 +84,8 @@ class OnlineTrainer(BaseTrainer):
 
     args: PolicyGradientConfig
     config_class: type[PolicyGradientConfig]
-    learner_class: Callable[[Any, RewardRunner], Learner] = PolicyGradient
-    id_columns = ("prompt_ids",)  # other columns belong to the rewards
+    learner_class: Callable[[Any, RewardRunner], Learner[Any, Any]] = PolicyGradient
+    _id_columns = ("prompt_ids",)  # other columns belong to the rewards
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
@@ -124,7 +124,7 @@ class OnlineTrainer(BaseTrainer):
         self._check_dataset_size()
         for reward in self.rewards.models:
             distributed.prepare_frozen(self.accelerator, reward.model)
-        self.add_reference(args)
+        self._add_reference(args)
         self._set_up_sampling(args)
         self._set_up_learning(args)
 
@@ -139,7 +139,7 @@ class OnlineTrainer(BaseTrainer):
             max_rows=args.completions_per_rank,
             autocast=self.accelerator.autocast,
         )
-        self.collector = Collector(
+        self._collector = Collector(
             self.rewards,
             self.processing_class,
             lambda: self.state,
@@ -149,16 +149,16 @@ class OnlineTrainer(BaseTrainer):
         self.prompts = Prompts(
             args,
             dataset=self.train_dataset,
-            rows_of_generation=lambda number: self.train_sampler.rows_of_generation(number),
+            rows_of_generation=lambda number: self._train_sampler.rows_of_generation(number),
             generator=lambda: self.generator,
-            collector=self.collector,
+            collector=self._collector,
         )
 
     def _set_up_learning(self, args: PolicyGradientConfig) -> None:
         """From scored rollouts to minibatches and their loss."""
-        self.learner: Learner = self.learner_class(args, self.rewards)
+        self.learner: Learner[Any, Ready] = self.learner_class(args, self.rewards)
         self.objective = self.learner.objective
-        self.buffer = RolloutBuffer(num_iterations=args.num_iterations)
+        self.buffer = RolloutBuffer(args.num_iterations, self.objective.stage)
         self._minibatches = MinibatchMaker(
             args,
             self.objective,
@@ -169,14 +169,16 @@ class OnlineTrainer(BaseTrainer):
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
-    def num_items(self, batch: TokenBatch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
         """See the objective."""
-        return self.objective.num_items(batch)
+        ref_hidden = batch.ref_hidden if isinstance(batch, ReadyBatch) else None
+        return self._policy_loss(batch, self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden))
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
-        """See the objective."""
-        scores = self.score(model, batch, want=self.objective.want)
-        return self.objective(batch, scores, self.old_logprobs(batch, scores))
+    def _policy_loss(self, batch: Ready, scores: TokenScores) -> LossOutput:
+        """See the objective; keeps the log-probs for the later visits of the batch."""
+        if self.args.num_iterations > 1:
+            self._fresh_logprobs.append(scores.logprobs.detach())
+        return self.objective(batch, scores)
 
     # Datasets.
 
@@ -214,10 +216,10 @@ class OnlineTrainer(BaseTrainer):
         """Prompts of this rank; see `GenerationBatchSampler`."""
         if self.train_dataset is None:
             raise ConfigError("train_dataset=None: training needs a dataset")
-        return EpochDataLoader(self.train_dataset, self.train_sampler, collate_fn=self.collate)
+        return EpochDataLoader(self.train_dataset, self._train_sampler, collate_fn=self.collate)
 
     @property
-    def train_sampler(self) -> GenerationBatchSampler:
+    def _train_sampler(self) -> GenerationBatchSampler:
         """Determines which prompts each generation batch has."""
         assert self.train_dataset is not None
         return GenerationBatchSampler(
@@ -247,7 +249,7 @@ class OnlineTrainer(BaseTrainer):
 
     # One step.
 
-    def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[TokenBatch], float]:
+    def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[Ready], float]:
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
         if self.buffer.is_spent:
             self._sync_generator()
@@ -262,13 +264,15 @@ class OnlineTrainer(BaseTrainer):
         merge(self.metrics["train"], minibatch.metrics)
         return list(minibatch.micro_batches), minibatch.num_items
 
-    def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned:
+    def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         rollouts, args = collected.rollouts, self.args
-        batch = to_token_batch(rollouts, mask_truncated=args.mask_truncated_completions)
-        batch = self.scorer.annotate(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
+        batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions)
+        scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
         step = self.state.global_step
-        learned = self.learner.advantages(batch, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks)
+        learned = self.learner.advantages(
+            batch, scores, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks
+        )
         for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
             rollout.advantage = advantage
         merge(self.metrics["train"], learned.metrics)
@@ -287,12 +291,12 @@ class OnlineTrainer(BaseTrainer):
         self._sync_generator()
         with self.account.phase("generation"):
             arriving = self._arriving(self._request())
-        step = OverlapStep(arriving, lambda: self.policy, self.idle_batch(), self.accelerator)
+        step = OverlapStep(arriving, lambda: self.policy, self._idle_batch(), self.accelerator)
         return [*(SyncStep() for _ in items[1:]), step], 1.0
 
-    def _arriving(self, request: Request) -> Iterator[Minibatch]:
+    def _arriving(self, request: Request) -> Iterator[Minibatch[Ready]]:
         """A minibatch for each group, in the order in which the groups arrive."""
-        groups = self.collector.by_group(request)
+        groups = self._collector.by_group(request)
         parts = []
         while True:
             with self.account.phase("generation"):
@@ -306,10 +310,10 @@ class OnlineTrainer(BaseTrainer):
             merge(self.metrics["train"], minibatch.metrics)
             yield minibatch
         self._report(Collected.concat(parts))
-        (num_tokens,) = distributed.sum_over_ranks([self.tokens_seen([])], self.args.device)
+        (num_tokens,) = distributed.sum_over_ranks([self._tokens_seen([])], self.args.device)
         self.state.num_input_tokens_seen += int(num_tokens)
 
-    def tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
+    def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """See `BaseTrainer`; counts all new rollouts, as in TRL, even those without a gradient."""
         count, self._num_sampled_tokens = self._num_sampled_tokens, 0
         return count
@@ -319,14 +323,14 @@ class OnlineTrainer(BaseTrainer):
         last = self._generation_at(self.state.max_steps - 1)
         return self.prompts.request(self._generation_at(self.state.global_step), last=last)
 
-    def begin_training(self) -> None:
+    def _begin_training(self) -> None:
         """See `BaseTrainer`."""
-        super().begin_training()
+        super()._begin_training()
         # A new training run may count steps from 0 again, so step numbers no longer identify weight versions.
         self.prompts.prefetched.drop()
         self.generator.invalidate()
 
-    def end_training(self) -> None:
+    def _end_training(self) -> None:
         """See `BaseTrainer`."""
         self.prompts.prefetched.drop()
 
@@ -346,22 +350,14 @@ class OnlineTrainer(BaseTrainer):
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
-        """See `BaseTrainer.training_step`. On the first visit of a minibatch, keeps its log-probs as the old ones."""
+        """See `BaseTrainer.training_step`; changes a minibatch that is visited again, see `Objective.visited`."""
         self._fresh_logprobs = []
         loss = super().training_step(model, inputs, num_items_in_batch)
         if inputs.micro_batches:
             self.objective.end_step(self.args.device)
-            if self.args.num_iterations > 1 and self._fresh_logprobs:
-                self.buffer.keep_old_logprobs(self._fresh_logprobs)
+            if self._fresh_logprobs:
+                self.buffer.change_visited(self.objective.visited, self._fresh_logprobs)
         return loss
-
-    def old_logprobs(self, batch: TokenBatch, scores: TokenScores) -> Tensor:
-        """[N] old log-probs; if the batch has none, the policy has not been updated yet: the fresh log-probs."""
-        if batch.old_logprobs is not None:
-            return batch.old_logprobs
-        fresh = scores.logprobs.detach()
-        self._fresh_logprobs.append(fresh)
-        return fresh
 
     # Evaluation: completions and rewards, no loss.
 
@@ -380,14 +376,14 @@ class OnlineTrainer(BaseTrainer):
         sampling = self.args.sampling_params(evaluation=True)
         started = self.account.clock()
         # Even without prompts: other ranks may need this one to recover a server.
-        collected = self.collector.collect(ask(item, generator=self.generator, sampling=sampling, seeds=seeds))
+        collected = self._collector.collect(ask(item, generator=self.generator, sampling=sampling, seeds=seeds))
         if not item:
             return {}
         seconds = self.account.clock() - started
         times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
         return self._metrics_of(collected) | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
 
-    def rows_of(self, item: list[dict[str, Any]]) -> int:
+    def _rows_of(self, item: list[dict[str, Any]]) -> int:
         """Prompts in an item of the evaluation loader."""
         return len(item)
 
@@ -411,7 +407,7 @@ class OnlineTrainer(BaseTrainer):
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(
-            len(rollout.prompt_ids) + len(rollout.completion.token_ids) for rollout in collected.rollouts
+            len(rollout.prompt_ids) + len(rollout.sampled_ids) for rollout in collected.rollouts
         )
         metrics = self._metrics_of(collected)
         if self.args.use_vllm:
@@ -438,17 +434,17 @@ class OnlineTrainer(BaseTrainer):
         self.generator.close()
         super().end()
 
-    def save_update_state(self, folder: Path) -> None:
+    def _save_update_state(self, folder: Path) -> None:
         """See `BaseTrainer`; also writes the rollout buffer, the curriculum and the state of learner and objective."""
-        super().save_update_state(folder)
+        super()._save_update_state(folder)
         self.buffer.save(folder / _rollouts_file(distributed.rank(), distributed.world_size()))
         if self.args.should_save:
             self.prompts.save(folder / "curriculum.safetensors")
             state = {"objective": self.objective.state_dict(), "learner": self.learner.state_dict()}
             (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
-    def load_update_state(self, folder: Path) -> None:
-        """Read what `save_update_state` wrote; with another number of processes, redistribute the rollouts."""
+    def _load_update_state(self, folder: Path) -> None:
+        """Read what `_save_update_state` wrote; with another number of processes, redistribute the rollouts."""
         rank, world_size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
         paths = [folder / _rollouts_file(number, num_files) for number in range(num_files)]
@@ -461,7 +457,7 @@ class OnlineTrainer(BaseTrainer):
         state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
         self.objective.load_state_dict(state["objective"])
         self.learner.load_state_dict(state["learner"])
-        super().load_update_state(folder)
+        super()._load_update_state(folder)
 
 
 def _rollouts_file(rank: int, world_size: int) -> str:

@@ -5,6 +5,7 @@ import torch
 
 from prefrl.data.collate import flat_batch, preference_batch, reward_batch, sft_batch, unpaired_batch
 from prefrl.errors import DataError
+from prefrl.types import LabeledBatch
 
 
 def test_rows_of_a_group_share_their_prompt_wherever_they_stand():
@@ -116,7 +117,8 @@ def test_a_pair_is_two_rows_behind_one_prompt_chosen_first():
     assert batch.is_preferred == (True, False, True, False)
     assert batch.pairs() == ([0, 2], [1, 3])
     assert batch.trainable.all()
-    assert batch.ref_logprobs is None
+    assert batch.weights == (1.0,) * 4
+    assert type(batch) is LabeledBatch
 
 
 def test_reference_log_probs_of_pairs_follow_the_response_tokens():
@@ -141,7 +143,8 @@ def test_a_rated_completion_is_followed_by_its_kl_completion_behind_the_same_pro
     assert batch.group_index == (0, 0, 1, 2, 2)
     assert batch.is_preferred == (True, None, False, False, None)
     assert batch.trainable.all()
-    assert (batch.row_weights, batch.ref_logprobs) == (None, None)
+    assert batch.weights == (1.0, 0.0, 1.0, 1.0, 0.0)
+    assert type(batch) is LabeledBatch
 
 
 def test_without_kl_completions_each_rated_completion_is_one_row():
@@ -151,7 +154,7 @@ def test_without_kl_completions_each_rated_completion_is_one_row():
 
 def test_kl_completions_have_weight_zero():
     rows = [row | {"weight": weight} for row, weight in zip(RATED, (0.5, 2, 1.5), strict=True)]
-    assert unpaired_batch(rows).row_weights == (0.5, 0.0, 2.0, 1.5, 0.0)
+    assert unpaired_batch(rows).weights == (0.5, 0.0, 2.0, 1.5, 0.0)
 
 
 def test_reference_log_probs_of_rated_rows_follow_the_response_tokens():
@@ -174,7 +177,7 @@ def test_a_reward_pair_shares_its_common_start_and_only_the_extra_token_is_train
     assert batch.prompt_index == (0, 0)
     assert batch.response_ids.tolist() == [3, 4, 9, 5, 9]
     assert batch.trainable.tolist() == [False, False, True, False, True]
-    assert (batch.group_index, batch.is_preferred, batch.margins) == ((0, 0), (True, False), None)
+    assert (batch.group_index, batch.is_preferred, batch.margins) == ((0, 0), (True, False), (0.0, 0.0))
 
 
 @pytest.mark.parametrize(

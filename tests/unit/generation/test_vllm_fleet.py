@@ -133,3 +133,8 @@ def test_weights_that_do_not_stay_are_an_error(fleet: Fleet, servers: Servers) -
     with pytest.raises(WeightSyncError, match="were sent 3 times, but the server does not have them"):
         fleet.sync(Weights(), version=1)
     assert len(servers.sent) == 3
+
+
+def test_servers_without_weights_cannot_be_recovered(fleet: Fleet) -> None:
+    with pytest.raises(GenerationError, match="call sync first"):
+        fleet.recover()

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefrl.losses.kl.full import ReferenceLogits, full_kl, reference_log_probs
-from prefrl.losses.logprobs import Head, TokenScores, chunked_logprobs, module_logprobs
+from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs
+from prefrl.losses.scores import TokenScores
 
 HEADS = {
     "plain": {},
@@ -48,8 +49,8 @@ def dense(hidden, targets, head, reference, temperature):
         1
     )
     log_q = (reference.head(reference.hidden).detach().to(log_p.dtype) / temperature).log_softmax(1)
-    return TokenScores(
-        logprobs=log_p[range(len(targets)), targets],
+    return TokenScores.of(
+        log_p[range(len(targets)), targets],
         entropy=-(log_p.exp() * log_p).sum(1),
         full_kl=(log_p.exp() * (log_p - log_q)).sum(1),
     )
@@ -112,7 +113,7 @@ def test_nothing_else_needs_to_be_wanted(head_options, function):
     hidden, targets, head, reference = make(13, dtype=torch.float64, **head_options)
     scores = score(function, hidden, targets, head, reference, want=(), chunk_size=4)
     expected = dense(hidden, targets, head, reference, 0.7)
-    assert scores.entropy is None
+    assert scores.wanted.keys() == {"full_kl"}
     torch.testing.assert_close(scores.full_kl, expected.full_kl, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=1e-12, atol=1e-12)
     names, leaves = ("logprobs", "full_kl"), leaves_of(hidden, head)
@@ -148,7 +149,8 @@ def test_without_a_reference_there_is_no_divergence_and_with_one_nothing_else_ch
         else score(function, hidden, targets, head, None, want=want)
     )
     with_one = score(function, hidden, targets, head, reference, want=want)
-    assert without.full_kl is None
+    assert without.wanted.keys() == {"entropy", "correct", "mean_logit", "log_collision"}
+    assert with_one.wanted.keys() == {*without.wanted, "full_kl"}
     for name in ("logprobs", "entropy", "correct", "mean_logit", "log_collision"):
         assert getattr(without, name).equal(getattr(with_one, name))
     names, leaves = ("logprobs", "entropy"), leaves_of(hidden, head)
@@ -207,8 +209,8 @@ def test_autocast_rounds_products_of_both_and_nothing_after_them(function):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         log_q = (reference.head(reference.hidden.detach()).float() / 0.7).log_softmax(1)
     log_p = (Rounded.apply(torch.nn.functional.linear(low[0], low[1], low[2])) / 0.7).log_softmax(1)
-    expected = TokenScores(
-        logprobs=log_p[range(12), targets],
+    expected = TokenScores.of(
+        log_p[range(12), targets],
         entropy=-(log_p.exp() * log_p).sum(1),
         full_kl=(log_p.exp() * (log_p - log_q)).sum(1),
     )
@@ -302,4 +304,4 @@ def test_the_divergence_of_a_chunk_is_not_symmetric():
 def test_wanted_hidden_states_are_those_given(function):
     hidden, targets, head, _ = make(5)
     assert score(function, hidden, targets, head, None, want=("hidden",)).hidden is hidden
-    assert score(function, hidden, targets, head, None, want=()).hidden is None
+    assert score(function, hidden, targets, head, None, want=()).wanted == {}

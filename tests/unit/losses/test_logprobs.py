@@ -7,15 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefrl.losses.logprobs import (
-    KEPT_BYTES,
-    Head,
-    TokenScores,
-    WantName,
-    chunked_logprobs,
-    default_chunk_size,
-    module_logprobs,
-)
+from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs, default_chunk_size, module_logprobs
+from prefrl.losses.scores import TokenScores, WantName
 
 WITH_ENTROPY = ("entropy", "entropy_gradient")
 EVERYTHING = [name for name in get_args(WantName) if name != "hidden"]  # which are what comes in
@@ -49,8 +42,8 @@ def full_logits(hidden, head):
 def full_scores(hidden, targets, head, temperature):
     logits = full_logits(hidden, head)
     log_probs = (logits / temperature).log_softmax(1)
-    return TokenScores(
-        logprobs=log_probs[range(len(targets)), targets],
+    return TokenScores.of(
+        log_probs[range(len(targets)), targets],
         entropy=-(log_probs.exp() * log_probs).sum(1),
         correct=log_probs.argmax(1) == targets,
         mean_logit=logits.detach().mean(1),
@@ -311,7 +304,7 @@ def test_each_quantity_is_there_if_it_is_wanted_and_changes_no_other(function, n
         return function(hidden, targets, given, temperature=0.7, want=want, chunk_size=4)
 
     alone, every = scores((name,)), scores(EVERYTHING)
-    assert {other for other in QUANTITIES if getattr(alone, other) is not None} == {name}
+    assert alone.wanted.keys() == {name}
     torch.testing.assert_close(getattr(alone, name), getattr(every, name), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(alone.logprobs, every.logprobs, atol=0, rtol=0)
 
@@ -401,7 +394,9 @@ def test_module_head_on_an_empty_batch_has_zero_gradients():
     module = LowRankHead()
     options = {"temperature": 1.0, "want": ()}
     scores = module_logprobs(hidden, targets, module, **options)
-    assert scores == TokenScores(scores.logprobs)
+    assert scores.wanted == {}
+    with pytest.raises(ValueError, match="entropy was not computed"):
+        scores.entropy  # noqa: B018
     scores.logprobs.sum().backward()
     assert torch.equal(module.up.weight.grad, torch.zeros(11, 2))
 

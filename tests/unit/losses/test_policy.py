@@ -38,7 +38,7 @@ def rows_of(*log_ratios, advantages, logprob=-2.0, dtype=torch.float32, **change
         "trainable": torch.ones(len(log_ratio), dtype=torch.bool),
         "row_index": torch.arange(len(log_ratios)).repeat_interleave(lengths),
         "num_rows": len(log_ratios),
-        "selected": torch.zeros(len(log_ratio), dtype=torch.bool),
+        "cov_tokens": torch.zeros(len(log_ratio), dtype=torch.bool),
     }
     return PolicyTokens(**(fields | changes))
 
@@ -105,7 +105,7 @@ def test_a_bound_of_zero_width_leaves_the_gradient_at_ratio_one(name, level):
 def test_extreme_log_ratios_leave_loss_gradient_and_stats_finite(name, level):
     for first, second, advantage, is_selected in product((200.0, -200.0), (200.0, -200.0, 0.0), (1.0, -1.0), (0, 1)):
         selected = torch.full((2,), bool(is_selected))
-        tokens = rows_of([first, second], advantages=[advantage], level=level, selected=selected)
+        tokens = rows_of([first, second], advantages=[advantage], level=level, cov_tokens=selected)
         result = result_of(name, tokens)
         result.loss.sum().backward()
         for values in (result.loss, tokens.logprobs.grad, *result.stats.values()):
@@ -426,7 +426,7 @@ def test_gmpo_follows_the_sign_of_each_tokens_advantage():
 
 def test_clip_cov_drops_selected_tokens_that_are_not_clipped():
     log_ratio = [math.log(1.1), math.log(1.5), math.log(1.1)]
-    tokens = rows_of(log_ratio, advantages=[1.0], selected=torch.tensor([True, True, False]))
+    tokens = rows_of(log_ratio, advantages=[1.0], cov_tokens=torch.tensor([True, True, False]))
     result = result_of("clip_cov", tokens)
     result.loss.sum().backward()
     torch.testing.assert_close(result.loss, torch.tensor([0.0, -1.28, -1.1]))
@@ -445,7 +445,7 @@ def test_clip_cov_drops_selected_tokens_that_are_not_clipped():
     ],
 )
 def test_kl_cov_adds_a_penalty_to_selected_tokens(log_ratio, is_selected, loss, gradient):
-    tokens = rows_of([log_ratio], advantages=[1.0], selected=torch.tensor([is_selected]))
+    tokens = rows_of([log_ratio], advantages=[1.0], cov_tokens=torch.tensor([is_selected]))
     result = result_of("kl_cov", tokens)
     result.loss.sum().backward()
     assert (result.loss.item(), tokens.logprobs.grad.item()) == pytest.approx((loss, gradient))
@@ -454,8 +454,8 @@ def test_kl_cov_adds_a_penalty_to_selected_tokens(log_ratio, is_selected, loss, 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_a_missing_selection_is_an_error(name):
-    with pytest.raises(ValueError, match="selected=None: clip_cov and kl_cov need the selection"):
-        result_of(name, rows_of([0.0], advantages=[1.0], selected=None))
+    with pytest.raises(ValueError, match="cov_tokens=None: clip_cov and kl_cov need the selection"):
+        result_of(name, rows_of([0.0], advantages=[1.0], cov_tokens=None))
 
 
 @pytest.mark.parametrize(

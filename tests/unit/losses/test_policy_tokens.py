@@ -96,7 +96,7 @@ def test_old_log_probs_and_advantages_are_constants():
     assert all(constant.grad is None for constant in constants.values())
 
 
-@pytest.mark.parametrize("name", ["old_logprobs", "advantages", "trainable", "row_index", "selected"])
+@pytest.mark.parametrize("name", ["old_logprobs", "advantages", "trainable", "row_index", "cov_tokens"])
 def test_shapes_that_would_broadcast_are_refused(name):
     with pytest.raises(ValueError, match=rf"shapes differ: logprobs \(5,\), .*{name} \(1,\)"):
         tokens_of([0.0] * 5, **{name: torch.zeros(1, dtype=torch.bool)})

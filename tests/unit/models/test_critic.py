@@ -85,7 +85,7 @@ def model_critic(
 def values_of(critic: Critic, policy: PreTrainedModel, batch: TokenBatch = BATCH, plan: str = "auto") -> torch.Tensor:
     """As a trainer's pass with gradients computes them."""
     scores = token_logprobs(policy, batch, want=critic.wants, plan=plan)
-    return critic.values(batch, hidden=scores.hidden)
+    return critic.values(batch, hidden=scores.wanted.get("hidden"))
 
 
 def by_hand(body: nn.Module, weight: torch.Tensor, bias: float = 0.0, batch: TokenBatch = BATCH) -> torch.Tensor:
@@ -286,7 +286,7 @@ def test_a_head_leaves_the_gradient_of_the_log_probs_as_it_is():
     policy.zero_grad()
     critic = head_critic(policy, detach_trunk=True)
     scores = token_logprobs(policy, BATCH, want=critic.wants)
-    (scores.logprobs.sum() + critic.values(BATCH, hidden=scores.hidden).sum()).backward()
+    (scores.logprobs.sum() + critic.values(BATCH, hidden=scores.wanted.get("hidden")).sum()).backward()
     assert all(torch.equal(p.grad, e) for p, e in zip(policy.parameters(), expected, strict=True))
 
 
@@ -331,7 +331,7 @@ def test_through_ddp_the_trunk_gets_the_gradient_of_log_probs_and_values():
     found = []
     for model in (policy, DistributedDataParallel(policy)):
         scores = token_logprobs(model, BATCH, want=critic.wants)
-        loss = scores.logprobs + critic.values(BATCH, hidden=scores.hidden)
+        loss = scores.logprobs + critic.values(BATCH, hidden=scores.wanted.get("hidden"))
         found.append(gradients(nn.ModuleList([policy, critic.module]), loss))
     assert_same(found[1], found[0])
 

@@ -18,7 +18,7 @@ from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.flops import FlopCounter, ModelCost, Products, floor_flops, model_cost, recomputed_share
 from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
-from prefrl.types import TokenBatch
+from prefrl.types import IdleBatch, TokenBatch
 from tests.assets import tiny_model, tiny_reward_model
 
 # tiny_model: 2 layers, h = 32, 4 heads of 8 for queries and 2 for keys and values, 64 inner, V = 128.
@@ -55,7 +55,7 @@ def test_a_prompt_is_needed_once_for_its_group_and_an_idle_batch_not_at_all() ->
     apart = batch_of_a_group().replace(group_index=(0, 1, 2)).chunks(1)
     prompt = 2 * WEIGHTS * 20 + 2 * SIZE * 2 * 20**2
     assert floor_flops(cost, apart, trains=True) == whole + 2 * 3 * prompt
-    assert floor_flops(cost, [flat_batch([[1]], [[2]]).replace(is_idle=True)], trains=True) == 0
+    assert floor_flops(cost, [IdleBatch.of(flat_batch([[1]], [[2]]))], trains=True) == 0
 
 
 def test_a_row_behind_a_longer_prompt_of_its_group_has_its_own_prompt() -> None:

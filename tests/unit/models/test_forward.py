@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from prefrl.errors import ConfigError
-from prefrl.losses.logprobs import TokenScores
 from prefrl.models import forward, plans, scoring, selfcheck
 from prefrl.models.attention import interface as attention
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
@@ -139,7 +138,7 @@ def test_mean_logit_and_log_collision_are_equal_in_every_plan(plan):
 
 def test_what_is_not_wanted_is_not_computed():
     scores = token_logprobs(tiny_model("llama"), ragged_batch())
-    assert scores == TokenScores(scores.logprobs)
+    assert scores.wanted == {}
 
 
 def test_an_unknown_name_of_a_quantity_is_an_error():

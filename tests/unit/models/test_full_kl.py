@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
+from prefrl.losses.kl.full import ReferenceLogits
 from prefrl.models.forward import token_logprobs
 from prefrl.models.reference import Reference, make_reference
 from prefrl.types import TokenBatch
@@ -102,19 +104,23 @@ def made(model: PreTrainedModel, **options: Any) -> Reference:
     return reference
 
 
-def with_hidden(reference: Reference, **options: Any) -> TokenBatch:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HiddenBatch(TokenBatch):
+    ref_hidden: Tensor
+    ref_logprobs: Tensor
+
+
+def with_hidden(reference: Reference, **options: Any) -> HiddenBatch:
     scores = reference.scores(BATCH, temperature=TEMPERATURE, want=("hidden",), **options)
-    assert scores.hidden is not None
     assert not scores.hidden.requires_grad
-    return BATCH.replace(ref_hidden=scores.hidden, ref_logprobs=scores.logprobs)
+    return HiddenBatch.of(BATCH, ref_hidden=scores.hidden, ref_logprobs=scores.logprobs)
 
 
-def full_kl(policy: nn.Module, batch: TokenBatch, reference: Reference, plan: Any = "auto") -> Tensor:
-    scores = token_logprobs(
-        policy, batch, temperature=TEMPERATURE, plan=plan, reference_logits=reference.logits, want=("entropy",)
-    )
-    assert scores.full_kl is not None
-    return scores.full_kl
+def full_kl(policy: nn.Module, batch: HiddenBatch, reference: Reference, plan: Any = "auto") -> Tensor:
+    of_reference = ReferenceLogits(batch.ref_hidden, reference.logits)
+    return token_logprobs(
+        policy, batch, temperature=TEMPERATURE, plan=plan, reference=of_reference, want=("entropy",)
+    ).full_kl
 
 
 def gradient(model: nn.Module, values: Tensor) -> Tensor:
@@ -212,9 +218,8 @@ def test_scores_and_log_probs_of_the_reference_are_of_one_pass() -> None:
     reference = made(tiny_model("qwen2"))
     scores = reference.scores(BATCH, temperature=TEMPERATURE, want=("hidden",))
     assert scores.logprobs.equal(reference.logprobs(BATCH, temperature=TEMPERATURE))
-    assert reference.scores(BATCH, temperature=TEMPERATURE).hidden is None
+    assert reference.scores(BATCH, temperature=TEMPERATURE).wanted == {}
     # The head gives the log-probs back from the hidden states.
-    assert scores.hidden is not None
     log_softmax = (reference.logits(scores.hidden) / TEMPERATURE).log_softmax(1)
     again = log_softmax.gather(1, BATCH.response_ids[:, None]).squeeze(1) * BATCH.trainable
     torch.testing.assert_close(again.detach(), scores.logprobs, rtol=1e-5, atol=1e-5)
@@ -255,16 +260,10 @@ def test_a_policy_that_is_scored_through_its_own_logits_has_a_divergence_but_can
 def test_an_idle_batch_has_a_divergence_of_zero_that_is_connected() -> None:
     policy = tiny_model("qwen2")
     reference = made(policy)
-    idle = BATCH.replace(trainable=torch.zeros_like(BATCH.trainable))
+    idle = with_hidden(reference).replace(trainable=torch.zeros_like(BATCH.trainable))
     divergence = full_kl(policy, idle, reference)
     assert divergence.equal(torch.zeros(BATCH.num_tokens))
     assert torch.count_nonzero(gradient(policy, divergence)) == 0
-
-
-def test_a_batch_without_hidden_states_of_the_reference_is_refused() -> None:
-    policy = tiny_model("qwen2")
-    with pytest.raises(ValueError, match=r'ref_hidden=None: .*Reference.scores\(batch, want=\("hidden",\)\) returns'):
-        full_kl(policy, BATCH, made(policy))
 
 
 @pytest.mark.parametrize("build", [lambda: tiny_model("qwen2"), lambda: lora(trained=True, target_modules=HEAD)])

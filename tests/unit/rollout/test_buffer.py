@@ -11,13 +11,14 @@ import torch
 from prefrl.errors import DataError
 from prefrl.metrics import Max, Mean, Min
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
-from prefrl.types import TokenBatch
+from prefrl.trainer.online.policy_batch import CriticBatch
+from prefrl.types import LabeledBatch, ReadyBatch, TokenBatch
 
 METRICS = {"entropy": Mean(0.1, 3.0), "low": Min(0.25), "high": Max(0.75)}
 
 
-def batch(start: int) -> TokenBatch:
-    return TokenBatch(
+def batch(start: int) -> ReadyBatch:
+    return ReadyBatch(
         prompt_ids=torch.tensor([start, start + 1, start + 2]),
         prompt_lengths=(1, 2),
         prompt_index=(0, 1, 1),
@@ -25,12 +26,14 @@ def batch(start: int) -> TokenBatch:
         response_lengths=(3, 1, 2),
         trainable=torch.tensor([True, False, True, True, True, False]),
         group_index=(4, 5, 5),
+        sampling_logprobs=torch.linspace(-2, -1, 6) / 3,
         advantages=torch.linspace(-1, 1, 6) / 3,
+        loss_scale=torch.ones(6),
     )
 
 
-def filled(num_iterations: int = 2) -> RolloutBuffer:
-    buffer = RolloutBuffer(num_iterations)
+def filled(num_iterations: int = 2) -> RolloutBuffer[ReadyBatch]:
+    buffer = RolloutBuffer(num_iterations, ReadyBatch)
     buffer.fill([Minibatch([batch(10), batch(20)], 6.0, METRICS), Minibatch([batch(30)], 3.0)])
     return buffer
 
@@ -45,10 +48,14 @@ def test_minibatches_come_in_the_same_order_in_each_iteration() -> None:
         buffer.next()
 
 
+def with_old(batch: ReadyBatch, logprobs: torch.Tensor) -> ReadyBatch:
+    return batch.replace(old_logprobs=logprobs)
+
+
 def test_old_logprobs_are_kept_for_the_minibatch_handed_out_last() -> None:
     buffer = filled()
     buffer.next()
-    buffer.keep_old_logprobs([torch.full((6,), -1.0), torch.full((6,), -2.0)])
+    buffer.change_visited(with_old, [torch.full((6,), -1.0), torch.full((6,), -2.0)])
     assert buffer.next().micro_batches[0].old_logprobs is None
     again = buffer.next().micro_batches
     assert [float(b.old_logprobs[0]) for b in again if b.old_logprobs is not None] == [-1.0, -2.0]
@@ -59,7 +66,7 @@ def test_a_buffer_survives_storage_bit_by_bit(tmp_path: Path) -> None:
     buffer = filled()
     buffer.next()
     buffer.save(tmp_path / "rollouts.safetensors")
-    restored = RolloutBuffer(2)
+    restored = RolloutBuffer(2, ReadyBatch)
     restored.load(tmp_path / "rollouts.safetensors")
     assert restored.position == 1
     assert restored.minibatches[0].metrics == METRICS
@@ -77,32 +84,33 @@ def test_a_buffer_survives_storage_bit_by_bit(tmp_path: Path) -> None:
             assert all(torch.equal(tensor, b.tensors()[name]) for name, tensor in a.tensors().items())
 
 
-def test_every_field_of_a_batch_is_stored(tmp_path: Path) -> None:
-    per_token = {
-        name: torch.arange(6.0) + i
-        for i, name in enumerate(
-            ("sampling_logprobs", "old_logprobs", "ref_logprobs", "entropies", "log_collision", "values", "returns")
-        )
-    }
-    full = batch(10).replace(
-        is_preferred=(True, False, None),
-        margins=(0.1, 0.2, 1 / 3),
-        row_weights=(1.0, 0.5, 0.25),
+FULL: list[TokenBatch] = [
+    CriticBatch.of(
+        batch(10),
+        old_logprobs=torch.arange(6.0),
+        ref_logprobs=torch.arange(6.0) + 1,
         ref_hidden=torch.arange(12.0, dtype=torch.float64).view(6, 2),
-        selection=torch.ones(6),
+        entropies=torch.arange(6.0) + 2,
+        values=torch.arange(6.0) + 3,
+        returns=torch.arange(6.0) + 4,
         nll_weights=torch.zeros(6),
-        selected=torch.tensor([True, False] * 3),
-        is_idle=True,
-        **per_token,
-    )
-    unset = [f.name for f in fields(TokenBatch) if (value := getattr(full, f.name)) is None or value is False]
-    assert unset == [], "a new field: set it above"
-    buffer = RolloutBuffer(1)
+        cov_tokens=torch.tensor([True, False] * 3),
+    ),
+    LabeledBatch.of(batch(10), is_preferred=(True, False, None), weights=(1.0, 0.5, 1 / 3)),
+]
+
+
+@pytest.mark.parametrize("full", FULL, ids=lambda full: type(full).__name__)
+def test_every_field_of_a_stage_is_stored(full: TokenBatch, tmp_path: Path) -> None:
+    names = [f.name for f in fields(full)]
+    assert [name for name in names if getattr(full, name) is None] == [], "a new field: set it above"
+    buffer = RolloutBuffer(1, type(full))
     buffer.fill([Minibatch([full], 3.0)])
     buffer.save(tmp_path / "rollouts.safetensors")
     buffer.load(tmp_path / "rollouts.safetensors")
     (restored,) = buffer.minibatches[0].micro_batches
-    for name in (f.name for f in fields(TokenBatch)):
+    assert type(restored) is type(full)
+    for name in names:
         value, found = getattr(full, name), getattr(restored, name)
         is_same = torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found
         assert is_same, name
@@ -113,7 +121,7 @@ def test_a_spent_buffer_is_stored_empty(tmp_path: Path) -> None:
     buffer.next()
     buffer.next()
     buffer.save(tmp_path / "rollouts.safetensors")
-    restored = RolloutBuffer(1)
+    restored = RolloutBuffer(1, ReadyBatch)
     restored.load(tmp_path / "rollouts.safetensors")
     assert restored.is_spent
 
@@ -121,19 +129,19 @@ def test_a_spent_buffer_is_stored_empty(tmp_path: Path) -> None:
 def test_another_number_of_iterations_is_refused(tmp_path: Path) -> None:
     filled().save(tmp_path / "rollouts.safetensors")
     with pytest.raises(DataError, match=r"num_iterations was 2 .* is 3 now"):
-        RolloutBuffer(3).load(tmp_path / "rollouts.safetensors")
+        RolloutBuffer(3, ReadyBatch).load(tmp_path / "rollouts.safetensors")
 
 
 def test_rollouts_are_dealt_to_another_number_of_ranks(tmp_path: Path) -> None:
     paths = [tmp_path / f"{rank}.safetensors" for rank in range(2)]
     for rank, path in enumerate(paths):
-        buffer = RolloutBuffer(2)
+        buffer = RolloutBuffer(2, ReadyBatch)
         first = Minibatch([batch(10 + 40 * rank), batch(20 + 40 * rank)], 6.0, {"m": Mean(1.0 + rank, 2)})
         buffer.fill([first, Minibatch([], 3.0)])
         buffer.next()
-        buffer.keep_old_logprobs([torch.full((6,), -1.0 - rank), torch.full((6,), -3.0 - rank)])
+        buffer.change_visited(with_old, [torch.full((6,), -1.0 - rank), torch.full((6,), -3.0 - rank)])
         buffer.save(path)
-    dealt = [RolloutBuffer(2) for _ in range(3)]
+    dealt = [RolloutBuffer(2, ReadyBatch) for _ in range(3)]
     for rank, buffer in enumerate(dealt):
         buffer.load_dealt(paths, cut=lambda rows: rows.chunks(3), rank=rank, world_size=3)
     firsts = [buffer.minibatches[0] for buffer in dealt]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from prefrl.rewards.runner import RewardRunner
-from prefrl.rollout.collect import Collector, Request
-from prefrl.types import Completion
+from prefrl.rollout.collect import Collector, Request, sampled_batch
+from prefrl.types import Completion, FinishReason, Rollout, Turn
 from tests.assets import tiny_tokenizer
 
 
@@ -43,3 +43,21 @@ def test_the_total_is_the_weighted_sum_of_the_rewards_that_there_are() -> None:
     request = Request([{"prompt": "a", "prompt_ids": [7]}], [0], Ready(samples))
     rollouts = collector.collect(request).rollouts
     assert [rollout.reward for rollout in rollouts] == pytest.approx([0.5 * 1 - 3.0, 0.5 * 4])
+
+
+def test_rows_are_the_ids_that_were_sent_and_those_that_came_back() -> None:
+    def rollout(sent: list[int], ids: list[int], reason: FinishReason, trainable: list[bool]) -> Rollout:
+        completion = Completion(ids, reason, [-float(token) for token in ids], trainable, [3] * len(ids))
+        return Rollout([Turn(sent, completion)], {}, group=4)
+
+    rollouts = [rollout([7, 8], [5, 6], "length", [True, True]), rollout([7, 8], [9, 4], "stop", [False, True])]
+    assert [(r.prompt_ids, r.sampled_ids, r.finish_reason, r.policy_versions) for r in rollouts] == [
+        ([7, 8], [5, 6], "length", [3, 3]),
+        ([7, 8], [9, 4], "stop", [3, 3]),
+    ]
+    batch = sampled_batch(rollouts, mask_truncated=True)
+    assert (batch.prompt_ids.tolist(), batch.prompt_index, batch.group_index) == ([7, 8], (0, 0), (4, 4))
+    assert batch.response_ids.tolist() == [5, 6, 9, 4]
+    assert batch.sampling_logprobs.tolist() == [-5.0, -6.0, -9.0, -4.0]
+    assert batch.trainable.tolist() == [False, False, False, True]
+    assert sampled_batch(rollouts, mask_truncated=False).trainable.tolist() == [True, True, False, True]

@@ -11,14 +11,14 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.rollout.collect import Collected, prompt_seed
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
-from prefrl.types import Completion, Rollout
+from prefrl.types import Completion, Rollout, Turn
 
 NAN = math.nan
 
 
 def rollout(group: int, reward: float, token: int = 5, **rewards: float | None) -> Rollout:
-    completion = Completion([token], "stop", None, [True], [0])
-    return Rollout([1], completion, {}, group, rewards=rewards, reward=reward)
+    completion = Completion([token], "stop", [-1.0], [True], [0])
+    return Rollout([Turn([1], completion)], {}, group, rewards=rewards, reward=reward)
 
 
 def resampling(rows: Sequence[int] = (0, 1, 2, 3), *, num_rows: int = 20, generation: int = 0) -> Resampling:
@@ -175,7 +175,7 @@ def filled(*, world_size: int, max_tries: int) -> tuple[list[tuple[int, float]],
             again = {group: state[rank].sample_seed(group) for group in mine if group in new}
             rollouts = [r for group, seed in again.items() for r in samples(group, new[group], seed)]
             collected[rank] = replace_groups(collected[rank], Collected(rollouts))
-    final = [(r.completion.token_ids[0], r.reward) for part in collected for r in part.rollouts]
+    final = [(r.sampled_ids[0], r.reward) for part in collected for r in part.rollouts]
     return final, unused, state[0].tries
 
 

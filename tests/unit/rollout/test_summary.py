@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from prefrl.rollout.summary import print_table, rollout_metrics, write_parquet
-from prefrl.types import Completion, FinishReason, Rollout
+from prefrl.types import Completion, FinishReason, Rollout, Turn
 
 
 def rollout(group: int, length: int, reward: float | None, finish: FinishReason = "stop") -> Rollout:
     completion = Completion([5] * length, finish, [-0.5] * length, [True] * length, [3] * length)
     total = float("nan") if reward is None else reward
-    return Rollout([1, 2], completion, {}, group, "[red]p", "c" * length, {"good": reward}, total, 0.25)
+    return Rollout([Turn([1, 2], completion)], {}, group, "[red]p", "c" * length, {"good": reward}, total, 0.25)
 
 
 ROLLOUTS = [
