@@ -217,7 +217,9 @@ def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
         if key not in into:
             into[key] = metric
         elif type(into[key]) is not type(metric):
-            raise TypeError(f"metric {key!r} is {type(into[key]).__name__} and {type(metric).__name__}")
+            raise TypeError(
+                f"metric {key!r} is a {type(into[key]).__name__} in one place and a {type(metric).__name__} in another"
+            )
         else:
             into[key] = into[key].merge(metric)  # type: ignore[arg-type]  # same kind, checked above
 

@@ -146,15 +146,16 @@ def join_prompt(prompt: Sequence[Message], completion: Sequence[Message]) -> lis
     """
     if completion[0]["role"] != "assistant":
         raise DataError(
-            f"the completion starts with role {completion[0]['role']!r}: needs 'assistant'. "
-            "Move what the model does not write into the prompt"
+            f"the completion starts with role {completion[0]['role']!r}: must be 'assistant'. Move messages that the "
+            "model does not write into the prompt"
         )
     if prompt[-1]["role"] != "assistant":
         return [*prompt, *completion]
     opening, rest = prompt[-1], completion[0]
     if not isinstance(opening.get("content"), str) or not isinstance(rest.get("content"), str):
         raise DataError(
-            "column 'prompt' ends with an assistant's message that the completion continues: both need content as str"
+            "column 'prompt' ends with an assistant message that the completion continues: the content of both "
+            "messages must be a str"
         )
     joined = {**opening, **rest, "content": opening["content"] + rest["content"]}
     return [*prompt[:-1], joined, *completion[1:]]

@@ -129,7 +129,9 @@ def unpaired_batch(rows: Sequence[Row]) -> TokenBatch:
     for index, row in enumerate(rows):
         label = row.get("label")
         if not isinstance(label, bool):
-            raise DataError(f"row {index} of the batch: label is {label!r}: needs True (desirable) or False")
+            raise DataError(
+                f"row {index} of the batch: label is {label!r}: must be True (desirable) or False (undesirable)"
+            )
         sequences.append(_read(row, index, "completion_ids", "ref_logprobs" if has_ref else None, label))
         if row.get("KL_completion_ids"):
             sequences.append(_read(row, index, "KL_completion_ids", "ref_KL_logprobs" if has_ref else None, None))
@@ -212,8 +214,8 @@ def _logprobs(row: Row, index: int, column: str, num_tokens: int) -> list[float]
     logprobs = row.get(column) or []
     if len(logprobs) != num_tokens:
         raise DataError(
-            f"row {index} of the batch: {column} has {len(logprobs)} log-probs for {num_tokens} tokens: needs one for "
-            "each. Compute them again for this dataset"
+            f"row {index} of the batch: {column} has {len(logprobs)} log-probs for {num_tokens} tokens: must be one "
+            "for each token. Compute them again for this dataset"
         )
     return list(logprobs)
 
@@ -221,7 +223,9 @@ def _logprobs(row: Row, index: int, column: str, num_tokens: int) -> list[float]
 def _has_column(rows: Sequence[Row], column: str) -> bool:
     present = [row.get(column) is not None for row in rows]
     if any(present) and not all(present):
-        raise DataError(f"row {present.index(False)} of the batch has no {column}, but others do. Give it to all rows")
+        raise DataError(
+            f"row {present.index(False)} of the batch has no {column}, but other rows have it. Give it to all rows"
+        )
     return any(present)
 
 
@@ -241,8 +245,9 @@ def _sequences(row: Row, index: int) -> Iterator[tuple[list[int], list[bool]]]:
     lengths = row.get("seq_lengths") or [len(token_ids)]
     if len(token_ids) != len(trainable) or len(token_ids) != sum(lengths):
         raise DataError(
-            f"row {index} of the batch: {len(token_ids)} input_ids, {len(trainable)} trainable flags and sequences of "
-            f"{sum(lengths)} tokens: needs equal numbers. Prepare it with prepare_sft_dataset"
+            f"row {index} of the batch: {len(token_ids)} input_ids, {len(trainable)} trainable flags and sequences "
+            f"of {sum(lengths)} tokens in total: the three numbers must be equal. Prepare the dataset with "
+            "prepare_sft_dataset"
         )
     if not any(trainable):
         raise DataError(f"row {index} of the batch has no trainable token. Drop such rows before training")
@@ -267,11 +272,16 @@ def _check_rows(
 ) -> None:
     counts = {"prompts": len(prompts), "responses": len(responses), "trainable": len(trainable), "groups": len(groups)}
     if len(set(counts.values())) > 1:
-        raise DataError(f"numbers of rows differ: {counts}. Give one entry for each row to all of them")
+        raise DataError(
+            f"the columns have different numbers of rows: {counts}. Give each of them one entry for each row"
+        )
     for row, (prompt, response, flags) in enumerate(zip(prompts, responses, trainable, strict=True)):
         if not prompt or not response:
             raise DataError(
                 f"row {row}: prompt of {len(prompt)} and response of {len(response)} tokens: both need at least one"
             )
         if len(flags) != len(response):
-            raise DataError(f"row {row}: {len(flags)} trainable flags for {len(response)} response tokens")
+            raise DataError(
+                f"row {row}: {len(flags)} trainable flags for {len(response)} response tokens: must be one for each "
+                "token"
+            )

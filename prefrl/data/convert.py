@@ -51,7 +51,9 @@ def extract_prompt(data: AnyData | Mapping[str, Any], num_proc: int | None = Non
     if isinstance(data, _Splits):
         return type(data)({name: extract_prompt(split, num_proc) for name, split in data.items()})
     if num_proc is not None and not isinstance(data, datasets.Dataset):
-        raise ConfigError(f"num_proc={num_proc}: only a map-style dataset is read in several processes. Leave it out")
+        raise ConfigError(
+            f"num_proc={num_proc}: only a map-style dataset can be read by several processes. Leave num_proc out"
+        )
     if isinstance(data, Mapping):
         return _with_prompt(data)
     dataset_format = detect_format(data, ("preference",))
@@ -91,7 +93,7 @@ def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None) -> 
     taken = [name for name in _UNPAIRED if name in names]
     if taken:
         raise DataError(
-            f"column {taken[0]!r} would be written over: unpairing makes columns 'completion' and 'label'. "
+            f"column {taken[0]!r} would be overwritten: unpairing creates the columns 'completion' and 'label'. "
             f"Rename it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}'), or remove it"
         )
     kept = [name for name in names if name != "margin" and "chosen" not in name and "rejected" not in name]
@@ -121,8 +123,8 @@ def common_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) -> lis
         role = conversation[stop]["role"]
         if role != "assistant":
             raise DataError(
-                f"column {side!r}: the first message after the common start (message {stop}) has role {role!r}: needs "
-                "'assistant'"
+                f"column {side!r}: the first message after the part that chosen and rejected share (message {stop}) "
+                f"has role {role!r}: must be 'assistant'"
             )
     return list(chosen[:stop])
 

@@ -83,7 +83,7 @@ class RowEncoder:
         span = Span(completion_start(template, prompt, conversation, text), len(text))
         encoded = encode(text, [trim_after_end_token(span, text, self.special_tokens)], self.tokenizer)
         if not any(encoded.in_span):
-            raise DataError("the chat template renders the completion as no tokens")
+            raise DataError("the completion has no tokens once the chat template is applied")
         stop = len(encoded.in_span) - encoded.in_span[::-1].index(True)
         return EncodedPair(encoded.token_ids[:stop], encoded.in_span.index(True))
 
@@ -110,7 +110,9 @@ class RowEncoder:
             DataError: There is none.
         """
         if not self.is_conversational and self.tokenizer.eos_token_id is None:
-            raise DataError("tokenizer has no eos_token: the model could not learn to stop. Set tokenizer.eos_token")
+            raise DataError(
+                "the tokenizer has no eos_token, without which the model cannot learn to stop. Set tokenizer.eos_token"
+            )
 
     def warn_without_end_token(
         self, dataset: AnyDataset, encode_row: Callable[[Mapping[str, Any]], list[int]]
@@ -131,8 +133,8 @@ class RowEncoder:
             end = self.tokenizer.decode(token_ids[-8:]).rstrip()
             if not end.endswith(self.special_tokens):
                 logger.warning(
-                    "The chat template ends the assistant's turn with %r, not with a special token: the model does "
-                    "not learn to stop. Use a template that puts an end token behind each turn.",
+                    "The chat template ends the assistant's turn with %r, which is not a special token, so the "
+                    "model does not learn to stop. Use a template that puts an end token after each turn.",
                     end,
                 )
             return
@@ -168,7 +170,7 @@ def check_limit(max_length: int | None) -> None:
         ConfigError: It is below 1.
     """
     if max_length is not None and max_length < 1:
-        raise ConfigError(f"a limit of {max_length} tokens: needs >= 1, or None for no limit")
+        raise ConfigError(f"a limit of {max_length} tokens: must be at least 1, or None for no limit")
 
 
 def kept(length: int, max_length: int | None, truncation: Truncation) -> slice:

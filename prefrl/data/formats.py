@@ -136,8 +136,8 @@ def detect_format(dataset: AnyDataset, kinds: Sequence[Kind], *, text_field: str
     largest = [a for a in fitting if not any(set(a.columns) < set(b.columns) for b in fitting)]
     if len(largest) > 1:
         raise DataError(
-            f"columns {names} fit {len(largest)} formats: {_describe(largest)}. "
-            "Drop the columns that are not meant: dataset.remove_columns([...])"
+            f"columns {names} fit {len(largest)} formats: {_describe(largest)}. Remove the columns that are not "
+            "needed: dataset.remove_columns([...])"
         )
     layout = largest[0]
     for index, row in enumerate(chain([first], islice(rows, _ROWS_LOOKED_AT - 1))):
@@ -237,7 +237,9 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 def _check_dataset(dataset: object) -> None:
     if isinstance(dataset, dict):
-        raise DataError(f"{type(dataset).__name__}: needs one split, as in dataset[{next(iter(dataset), 'train')!r}]")
+        raise DataError(
+            f"{type(dataset).__name__}: must be one split, such as dataset[{next(iter(dataset), 'train')!r}]"
+        )
     if not isinstance(dataset, AnyDataset):
         raise DataError(
             f"dataset is a {type(dataset).__name__}: needs a datasets.Dataset or IterableDataset. "
@@ -291,7 +293,7 @@ def _format_of_row(row: Mapping[str, Any], index: int, layout: _Layout) -> Forma
         if found != style:
             raise DataError(
                 f"row {index}, column {column!r} holds {_VALUE_TYPES[found]}, expected {_VALUE_TYPES[style]}: "
-                f"{_short(row[column])}. All of {list(columns)} are text, or all are lists of messages"
+                f"{_short(row[column])}. The columns {list(columns)} must be all text, or all lists of messages"
             )
     from_value = tuple(column for column in columns if _is_from_value(row[column]))
     return Format(kind=layout.kind, columns=columns, style=style, from_value=from_value)
@@ -337,8 +339,8 @@ def _read_message(message: object, where: str) -> Message:
     clean: Message = _without_none(message)
     if "role" not in clean and "from" in clean:
         raise DataError(
-            f"{where} is written as from/value while the first row is not: {_short(clean)}. "
-            'Write all messages as {"role": ..., "content": ...}'
+            f"{where} uses the keys from/value, unlike the first row: {_short(clean)}. Write all messages as "
+            f'{{"role": ..., "content": ...}}'
         )
     role = clean.get("role")
     if role not in ROLES:

@@ -68,6 +68,6 @@ def _check_rows(
             token = tokenizer.convert_ids_to_tokens(highest)
             raise DataError(
                 f"row {first_row + row} of the tokenized dataset, {column}: token {token!r} (id {highest}) has no "
-                f"embedding, the model has {num_embeddings}. Remove the token from the data, use the model's own "
-                "tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
+                f"embedding, because the model has only {num_embeddings}. Remove the token from the data, use the "
+                "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
             )

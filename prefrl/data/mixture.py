@@ -51,7 +51,9 @@ def mix_datasets(
 
 def _check_weights(parts: Mapping[str, AnyDataset], weights: Mapping[str, float]) -> None:
     if weights.keys() != parts.keys():
-        raise ConfigError(f"weights for {sorted(weights)}, but the datasets are {sorted(parts)}: give each one weight")
+        raise ConfigError(
+            f"weights for {sorted(weights)}, but the datasets are {sorted(parts)}: give each dataset one weight"
+        )
     for name, weight in weights.items():
         if not 0 < weight < math.inf:
             raise ConfigError(
@@ -75,8 +77,8 @@ def _check_alike(parts: Mapping[str, AnyDataset]) -> None:
 def _check_same_columns(first: str, expected: AnyDataset, name: str, found: AnyDataset) -> None:
     if type(found) is not type(expected):
         raise DataError(
-            f"dataset {first!r} is a {type(expected).__name__} and {name!r} a {type(found).__name__}: load all with "
-            "streaming=True, or none"
+            f"dataset {first!r} is a {type(expected).__name__}, but {name!r} is a {type(found).__name__}: load all "
+            "of them with streaming=True, or none"
         )
     expected_names, found_names = column_names(expected), column_names(found)
     missing = [column for column in expected_names if column not in found_names]
@@ -84,13 +86,13 @@ def _check_same_columns(first: str, expected: AnyDataset, name: str, found: AnyD
     if missing or extra:
         raise DataError(
             f"dataset {name!r} does not have the columns of {first!r}: {missing} missing, {extra} extra. Use "
-            "select_columns and rename_column, so that all have the same"
+            "select_columns and rename_column to make them equal"
         )
     if expected.features is None or found.features is None:
         return
     for column in expected_names:
         if expected.features[column] != found.features[column]:
             raise DataError(
-                f"column {column!r} of dataset {name!r} is {found.features[column]}, that of {first!r} "
-                f"{expected.features[column]}. Use cast_column, so that all have the same type"
+                f"column {column!r} of dataset {name!r} has type {found.features[column]}, but in {first!r} it has "
+                f"type {expected.features[column]}. Use cast_column to make the types equal"
             )

@@ -92,8 +92,8 @@ def pack_dataset(dataset: AnyDataset, *, max_length: int, strategy: PackingStrat
     packed = _pack(dataset.flatten_indices().with_format("arrow")[:], max_length, strategy)
     if packed.num_rows == 0:
         raise DataError(
-            f"packing {strategy!r} at max_length={max_length} leaves no token with a loss: each stands first in its "
-            "piece. Raise max_length or use packing_strategy='bfd'"
+            f"packing {strategy!r} at max_length={max_length} leaves no token to train on: nothing predicts the "
+            "first token of a piece, and each piece has no other. Raise max_length, or use packing_strategy='bfd'"
         )
     return datasets.Dataset(packed)
 

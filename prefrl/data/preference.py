@@ -222,8 +222,8 @@ class _PreferenceRow:
         start = common_length(*sides)
         if start <= len(self.encoder.prefix(chosen)):
             raise DataError(
-                "columns 'chosen' and 'rejected' start with no common token: without a column 'prompt', the prompt is "
-                "what both start with"
+                "columns 'chosen' and 'rejected' start with different tokens: without a column 'prompt', their "
+                "common start is the prompt. Add a column 'prompt'"
             )
         return EncodedPair(sides[0], start), EncodedPair(sides[1], start)
 
@@ -313,9 +313,9 @@ def _fit(
 ) -> list[list[int]]:
     """Cut the prompt and the completions so that the prompt and any one completion are within the limit."""
     if not prompt:
-        raise DataError("the prompt has no token that does not depend on the completion")
+        raise DataError("the prompt has no token of its own: already its first one depends on the completion")
     if not all(completions):
-        raise DataError("nothing is left of a completion: the other one only goes on where it ends")
+        raise DataError("one completion has no token of its own: the other completion starts with all of it")
     longest = max(map(len, completions))
     length = len(prompt) + longest
     if max_length is None or length <= max_length:
@@ -326,7 +326,8 @@ def _fit(
     if room < 1:
         kept, cut = ("completion", "prompt") if truncation == "left" else ("prompt", "completion")
         raise DataError(
-            f"the {kept}'s {max_length - room} tokens leave none for the {cut} within max_length={max_length}"
+            f"the {kept} has {max_length - room} tokens, which leaves none for the {cut} within "
+            f"max_length={max_length}"
         )
     if truncation == "left":
         return [prompt[-room:], *completions]
@@ -335,7 +336,7 @@ def _fit(
 
 def _check_different(chosen: list[int], rejected: list[int]) -> None:
     if chosen == rejected:
-        raise DataError(f"chosen and rejected are equal in all of their {len(chosen)} tokens: nothing to prefer")
+        raise DataError(f"chosen and rejected have the same {len(chosen)} tokens, so neither can be preferred")
 
 
 def _read_margin(row: Mapping[str, Any]) -> float:
@@ -349,8 +350,8 @@ def _warn_of_one_label(labels: Sequence[bool]) -> None:
     desirable = sum(labels)
     if desirable in (0, len(labels)):
         logger.warning(
-            "column 'label': %d desirable and %d undesirable rows. A loss on unpaired data contrasts the two: give "
-            "rows of both labels",
+            "column 'label': %d desirable and %d undesirable rows. A loss on unpaired data needs both: add rows of "
+            "the missing label",
             desirable,
             len(labels) - desirable,
         )

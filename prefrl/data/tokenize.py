@@ -64,8 +64,8 @@ class _SFTRow:
         if not any(trainable):
             limit = f" within max_length={self.max_length}" if self.max_length is not None else ""
             raise DataError(
-                f"no token to train on{limit}: raise max_length, cut the other side, or loosen completion_only_loss "
-                "or assistant_only_loss"
+                f"no token to train on{limit}. Raise max_length, truncate the other side, or turn off "
+                "completion_only_loss or assistant_only_loss"
             )
         return {"input_ids": encoded.token_ids[part], "trainable": trainable}
 
@@ -210,8 +210,8 @@ def prepare_prompt_dataset(
     """
     if isinstance(dataset, datasets.IterableDataset):
         raise DataError(
-            "IterableDataset: the number of prompts needs to be known beforehand, and a stream does not tell it. Load "
-            "the prompts with streaming=False, or a part of them: Dataset.from_list(list(dataset.take(n)))"
+            "IterableDataset: the number of prompts must be known in advance, but a stream does not have it. Load "
+            "the prompts with streaming=False, or take some of them: Dataset.from_list(list(dataset.take(n)))"
         )
     if filter_overlong and max_prompt_length is None:
         raise ConfigError("filter_overlong=True has no effect without max_prompt_length. Set max_prompt_length")
@@ -256,8 +256,9 @@ def completion_text(
 def _check_loss_options(dataset_format: Format, completion_only: bool | None, assistant_only: bool) -> None:
     if completion_only and dataset_format.kind != "prompt_completion":
         raise ConfigError(
-            f"completion_only_loss=True: the dataset has columns {list(dataset_format.columns)} and no completion. "
-            "Give columns 'prompt' and 'completion', use assistant_only_loss=True for conversations, or leave it None"
+            f"completion_only_loss=True: the dataset has columns {list(dataset_format.columns)}, but no column "
+            "'completion'. Give columns 'prompt' and 'completion', use assistant_only_loss=True for conversations, "
+            "or leave it None"
         )
     if assistant_only and dataset_format.style != "conversational":
         raise ConfigError(

@@ -67,8 +67,8 @@ def divided_update(accelerator: Any, model: nn.Module, divisor: float) -> Iterat
     optimizer = accelerator.deepspeed_engine_wrapped.engine.optimizer
     if not hasattr(optimizer, "override_loss_scale") or accelerator.mixed_precision == "fp16":
         raise ConfigError(
-            f"generation_mode='overlap': {type(optimizer).__name__} of DeepSpeed cannot divide gradients of a whole "
-            "step. Use generation_mode='async', or ZeRO-2 or ZeRO-3 without fp16."
+            f"generation_mode='overlap': DeepSpeed's {type(optimizer).__name__} cannot divide the gradients of a "
+            "whole step. Use generation_mode='async', or ZeRO-2 or ZeRO-3 without fp16."
         )
     optimizer.override_loss_scale(divisor)
     try:

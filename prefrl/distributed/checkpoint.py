@@ -45,9 +45,9 @@ def writer_of(folder: Path) -> Writer:
     path = folder / _FILE
     if not path.exists():
         raise ConfigError(
-            f"resume_from_checkpoint={str(folder)!r} has no {_FILE}: it holds a model without the state of its "
-            "training (save_only_model=True, save_model(), another library). Start a new training from its weights, "
-            f"model={str(folder)!r}, or resume from a checkpoint that is complete."
+            f"resume_from_checkpoint={str(folder)!r} has no {_FILE}: it contains a model without the training state "
+            "(from save_only_model=True, save_model() or another library). Start a new training from its weights, "
+            f"model={str(folder)!r}, or resume from a complete checkpoint."
         )
     return Writer(**json.loads(path.read_text(encoding="utf-8")))
 
@@ -68,10 +68,12 @@ def check_resumable(accelerator: Any, folder: Path) -> None:
     if saved.backend == now.backend and (not _is_deepspeed(accelerator) or _loads_universal(accelerator)):
         return
     has_weights = any(folder.glob("model*.safetensors")) or (folder / "adapter_model.safetensors").exists()
-    convert = "" if has_weights else ", once the backend's own tool has made whole weights of those in the checkpoint"
+    convert = (
+        "" if has_weights else ", after converting the checkpoint's partitioned weights with the backend's own tool"
+    )
     raise ConfigError(
-        f"resume_from_checkpoint={str(folder)!r} was written by {saved}, and this run has {now}, which cannot read "
-        f"the optimizer's state. Resume with {saved}, or start a new training from the weights, "
+        f"resume_from_checkpoint={str(folder)!r} was written with {saved}, but this run uses {now}, which cannot "
+        f"read the optimizer state. Resume with {saved}, or start a new training from the weights, "
         f"model={str(folder)!r}{convert}."
     )
 
@@ -88,7 +90,7 @@ def check_first_training(accelerator: Any, model: nn.Module) -> None:
     """
     if _is_deepspeed(accelerator) and unwrap(model) is not model:
         raise ConfigError(
-            "train() was called before, and DeepSpeed's engine serves one training. Construct another trainer, with "
+            "train() was called before, but a DeepSpeed engine can train only once. Construct a new trainer, with "
             "the saved model or with resume_from_checkpoint."
         )
 

@@ -28,25 +28,25 @@ def check_processes(args: Any, environment: Mapping[str, str]) -> None:
     started, world_size = int(environment.get("WORLD_SIZE") or 1), args.world_size
     if started > world_size:
         remedy = (
-            "There is no GPU for it. Set use_cpu=True (--use_cpu true) to train on CPUs."
+            "There is no GPU. Set use_cpu=True (--use_cpu true) to train on CPUs."
             if args.device.type == "cpu"
-            else "Start them with `prefrl launch` or `accelerate launch`, which also set LOCAL_RANK."
+            else "Start the processes with `prefrl launch` or `accelerate launch`, which also set LOCAL_RANK."
         )
         raise ConfigError(
-            f"WORLD_SIZE={started} and a process group of {world_size}: {started} processes would each train a model "
-            f"of their own, and write it to one output_dir. {remedy}"
+            f"WORLD_SIZE={started}, but the process group has size {world_size}: each of the {started} processes "
+            f"would train its own model and write it to the same output_dir. {remedy}"
         )
     wanted = int(environment.get(_NUM_PROCESSES) or world_size)
     if wanted != world_size:
         raise ConfigError(
-            f"num_processes={wanted}, but accelerate started {world_size}: in its config, distributed_type NO and "
-            "MULTI_CPU start one process. Use --accelerate_config ddp, zero3 or fsdp2, or a config with "
+            f"num_processes={wanted}, but accelerate started {world_size}: with distributed_type NO or MULTI_CPU in "
+            "its config, it starts one process. Use --accelerate_config ddp, zero3 or fsdp2, or a config with "
             "distributed_type MULTI_GPU (and use_cpu: false, on CPUs too), DEEPSPEED or FSDP."
         )
     if _wants_deepspeed(args, environment) and _is_set(environment, "ACCELERATE_USE_CPU"):
         raise ConfigError(
-            "ACCELERATE_USE_CPU=true with DeepSpeed: weights would be partitioned, and trained as if they were whole. "
-            "Set use_cpu: false in the accelerate config, and use_cpu=True (--use_cpu true) for the run."
+            "ACCELERATE_USE_CPU=true with DeepSpeed: weights would be partitioned, but trained as if they were "
+            "whole. Set use_cpu: false in the accelerate config, and use_cpu=True (--use_cpu true) for the run."
         )
 
 
@@ -61,8 +61,8 @@ def check_devices(num_gpus: int) -> None:
     """
     if num_gpus > 1:
         raise ConfigError(
-            f"{num_gpus} GPUs are visible to one process: start one process for each with `prefrl launch` or "
-            "`accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them"
+            f"{num_gpus} GPUs are visible to one process: start one process for each GPU with `prefrl launch` or "
+            "`accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU"
         )
 
 
@@ -78,21 +78,21 @@ def check_backend(args: Any, environment: Mapping[str, str], accelerator: Any) -
         ConfigError: The message says what to change.
     """
     found = accelerator.distributed_type.value
-    words = {"NO": "one process", "MULTI_CPU": "plain data parallelism on CPUs"}.get(found, f"of type {found}")
+    words = {"NO": "one process", "MULTI_CPU": "plain data parallelism on CPUs"}.get(found, f"type {found}")
     if _wants_deepspeed(args, environment) and found != "DEEPSPEED":
         raise ConfigError(
-            f"DeepSpeed is asked for, and this run would be {words}. Start it with `prefrl launch --accelerate_config "
-            "zero3`, or with an accelerate config of distributed_type DEEPSPEED."
+            f"DeepSpeed is requested, but this run would use {words}. Start it with `prefrl launch "
+            "--accelerate_config zero3`, or with an accelerate config of distributed_type DEEPSPEED."
         )
     if not (args.fsdp or _is_set(environment, "ACCELERATE_USE_FSDP")):
         return
     if found != "FSDP":
         remedy = (
-            "FSDP shards over GPUs alone: on CPUs use --accelerate_config zero3 (DeepSpeed), or ddp."
+            "FSDP shards only over GPUs: on CPUs, use --accelerate_config zero3 (DeepSpeed) or ddp."
             if accelerator.device.type == "cpu"
             else "Start a process for each GPU, with `prefrl launch --accelerate_config fsdp2`."
         )
-        raise ConfigError(f"FSDP is asked for, and this run would be {words}. {remedy}")
+        raise ConfigError(f"FSDP is requested, but this run would use {words}. {remedy}")
     if not accelerator.is_fsdp2:
         raise ConfigError(
             "fsdp_version=1 is not supported. Set fsdp_version: 2 in the accelerate config, or version: 2 in "
@@ -118,14 +118,14 @@ def check_quantized(accelerator: Any, model: Any) -> None:
     if accelerator.is_fsdp2 and any(not parameter.is_floating_point() for parameter in model.parameters()):
         raise ConfigError(
             f"quantization_config with {f'bnb_4bit_quant_storage={storage}' if storage else '8 bits'}: FSDP2 "
-            f"partitions floating-point tensors alone. Set load_in_4bit=True and bnb_4bit_quant_storage={computed}, "
+            f"partitions only floating-point tensors. Set load_in_4bit=True and bnb_4bit_quant_storage={computed}, "
             "or use DeepSpeed ZeRO-3 or DDP."
         )
     is_cast = storage is not None and storage.is_floating_point and storage != computed
     if is_cast and accelerator.mixed_precision != "no":
         raise ConfigError(
-            f"bnb_4bit_quant_storage={storage} with {accelerator.mixed_precision}: the backend would cast what is "
-            f"stored. Set bnb_4bit_quant_storage={computed}, which stores the same four bits."
+            f"bnb_4bit_quant_storage={storage} with {accelerator.mixed_precision}: the backend would cast the stored "
+            f"weights. Set bnb_4bit_quant_storage={computed}, which stores the same four bits."
         )
 
 

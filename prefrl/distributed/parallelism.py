@@ -12,7 +12,7 @@ from prefrl.distributed.processes import form_teams, num_processes, team_size
 from prefrl.errors import ConfigError
 
 _SAVE_MEMORY = (
-    "What else makes room for long sequences: max_tokens_per_micro_batch, activation_checkpointing=True and "
+    "Other ways to make room for long sequences: max_tokens_per_micro_batch, activation_checkpointing=True and "
     "activation_offloading=True."
 )
 
@@ -66,14 +66,14 @@ def check_parallelism(config: Any, *, trainer: str, splits_rows: bool, num_proce
         remedy = f"Use sp_size={config.cp_size} instead." if splits_rows else f"Set cp_size=1. {_SAVE_MEMORY}"
         raise ConfigError(
             f"parallelism_config.cp_size={config.cp_size}: {trainer} cannot use context parallelism. torch's ring "
-            "attention takes a row for one sequence, and prefrl lays many sequences with shared prompts in one row. "
-            f"{remedy}"
+            "attention treats a row as one sequence, but prefrl puts many sequences with shared prompts into one "
+            f"row. {remedy}"
         )
     if config.sp_size > 1:
         if not splits_rows:
             raise ConfigError(
-                f"parallelism_config.sp_size={config.sp_size}: {trainer} cannot split sequences over processes, each "
-                f"of which samples completions of its own. Set sp_size=1. {_SAVE_MEMORY}"
+                f"parallelism_config.sp_size={config.sp_size}: {trainer} cannot split sequences over processes, "
+                f"because each process samples its own completions. Set sp_size=1. {_SAVE_MEMORY}"
             )
         _check_sequence_parallelism(config, num_processes)
 
@@ -82,7 +82,7 @@ def _check_sequence_parallelism(config: Any, num_processes: int) -> None:
     found = f"parallelism_config.sp_size={config.sp_size}"
     num_ranks, rest = divmod(num_processes, config.sp_size)
     if rest:
-        raise ConfigError(f"{found}: must divide the number of processes, {num_processes}. Start more, or change it.")
+        raise ConfigError(f"{found}: must divide the number of processes, {num_processes}. Change one of them.")
     if config.data_parallel_size not in (1, num_ranks):
         raise ConfigError(
             f"{found} with dp_replicate_size={config.dp_replicate_size} and dp_shard_size={config.dp_shard_size}: "
@@ -91,14 +91,14 @@ def _check_sequence_parallelism(config: Any, num_processes: int) -> None:
     handler = config.sp_handler
     if not handler.sp_seq_length_is_variable or handler.sp_seq_length is not None:
         raise ConfigError(
-            f"{found} with sp_seq_length={handler.sp_seq_length} and sp_seq_length_is_variable="
-            f"{handler.sp_seq_length_is_variable}: rows are as long as their tokens. Set sp_seq_length_is_variable="
-            "True alone."
+            f"{found} with sp_seq_length={handler.sp_seq_length} and "
+            f"sp_seq_length_is_variable={handler.sp_seq_length_is_variable}: rows have different lengths. Set only "
+            "sp_seq_length_is_variable=True."
         )
     if handler.sp_attn_implementation not in (None, "sdpa"):
         raise ConfigError(
-            f'{found} with sp_attn_implementation="{handler.sp_attn_implementation}": prefrl chooses the kernel of '
-            'its attention by itself. Set "sdpa", and load the model with it.'
+            f'{found} with sp_attn_implementation="{handler.sp_attn_implementation}": prefrl chooses the attention '
+            'kernel itself. Set "sdpa", and load the model with it.'
         )
 
 
@@ -122,7 +122,7 @@ def check_model(model: Any, *, trainer: str) -> None:
     if num_heads % team_size():
         raise ConfigError(
             f"parallelism_config.sp_size={team_size()}: must divide the model's {num_heads} attention heads, which "
-            "the processes that share a row share out. Choose another."
+            "are divided among the processes that share a row. Choose another size."
         )
 
 
@@ -141,12 +141,12 @@ def check_deepspeed(accelerator: Any, *, trainer: str) -> None:
     if sp_size > 1:
         raise ConfigError(
             f"sequence_parallel_size={sp_size} in the DeepSpeed config: {trainer} does not read it. Remove it, and "
-            "see sp_size of accelerate's parallelism_config."
+            "use sp_size in accelerate's parallelism_config."
         )
 
 
 def _no_tensor_parallelism(found: str, trainer: str) -> ConfigError:
     return ConfigError(
-        f"{found}: {trainer} cannot use tensor parallelism, whose processes all train on the same rows: here each "
-        "trains on rows of its own. Load the model whole, and partition its weights with DeepSpeed ZeRO-3 or FSDP2."
+        f"{found}: {trainer} cannot use tensor parallelism, where all processes train on the same rows: here, each "
+        "process has its own rows. Load the whole model, and partition its weights with DeepSpeed ZeRO-3 or FSDP2."
     )

@@ -121,7 +121,7 @@ class Http:
         try:
             return answer.json()
         except ValueError as error:
-            message = f"{what}: the answer is no JSON: {answer.text[:_SHOWN_CHARACTERS]!r}"
+            message = f"{what}: the answer is not JSON: {answer.text[:_SHOWN_CHARACTERS]!r}"
             raise Refused(message, status=answer.status_code) from error
 
     def close(self) -> None:

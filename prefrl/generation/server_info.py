@@ -48,8 +48,8 @@ class ServerInfo:
         names = {field.name for field in fields(cls)}
         if not isinstance(answer, dict) or answer.get("protocol") != PROTOCOL or not names <= answer.keys():
             raise GenerationError(
-                f"{url}{INFO_PATH} answered {str(answer)[:200]}: this is no server that `prefrl vllm-serve` of this "
-                f"version of prefrl started (protocol {PROTOCOL}). Start it with the prefrl that trains."
+                f"{url}{INFO_PATH} answered {str(answer)[:200]}: this server was not started with `prefrl vllm-serve` "
+                f"of a compatible version (protocol {PROTOCOL}). Start it with the trainer's version of prefrl."
             )
         return cls(**{name: answer[name] for name in names})
 

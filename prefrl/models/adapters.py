@@ -69,13 +69,13 @@ def add_adapter(
     peft = require("peft", extra="peft", feature="peft_config")
     if is_peft_model(model):
         raise ConfigError(
-            "peft_config is given, and the model has an adapter already. Remove peft_config to train that adapter, or "
-            "give model.merge_and_unload() to train a new one on top."
+            "peft_config is given, but the model already has an adapter. Remove peft_config to train that adapter, "
+            "or give model.merge_and_unload() to train a new one on top."
         )
     if peft_config.task_type not in (None, task_type):
         raise ConfigError(
-            f"peft_config.task_type={peft_config.task_type}: must be {task_type} for a {type(model).__name__}. Set it "
-            "so, or leave it None."
+            f"peft_config.task_type={peft_config.task_type}: must be {task_type} for a {type(model).__name__}. Set "
+            "it, or leave it None."
         )
     _check_init(peft_config)
     own_config = copy.deepcopy(peft_config)
@@ -93,13 +93,13 @@ def _check_init(peft_config: PeftConfig) -> None:
     init = peft_config.to_dict().get("init_lora_weights", True)
     if init in ("eva", "corda", "lora_ga"):
         raise ConfigError(
-            f"peft_config.init_lora_weights={init!r} needs data, which is not given here. Initialize the adapter with "
-            "peft and give the PeftModel instead of peft_config."
+            f"peft_config.init_lora_weights={init!r} needs data to initialize the adapter, which a trainer does not "
+            "provide. Initialize the adapter with peft, and give the PeftModel instead of peft_config."
         )
     if isinstance(init, str) and init.startswith("pissa_niter"):
         raise ConfigError(
-            f"peft_config.init_lora_weights={init!r}: this decomposition of the weights is random, and peft makes "
-            "another one when the saved adapter is loaded. Use 'pissa', which is exact."
+            f"peft_config.init_lora_weights={init!r}: this decomposition of the weights is random, and peft would "
+            "compute a different one when it loads the saved adapter. Use 'pissa', which is exact."
         )
 
 
@@ -121,8 +121,8 @@ def _check_every_name_is_found(peft_config: PeftConfig, model: PreTrainedModel) 
                 pattern = rf"(.*\.)?({name if field.endswith('_pattern') else re.escape(name)})"
             if not any(re.fullmatch(pattern, layer) for layer in layers):
                 raise ConfigError(
-                    f"peft_config.{field} has {name!r}, which is the name of no layer there. Correct or remove it. "
-                    f"Layers have names like {', '.join(layers[-3:])}."
+                    f"peft_config.{field} contains {name!r}, but there is no such layer. Correct or remove it. Layer "
+                    f"names look like {', '.join(layers[-3:])}."
                 )
 
 

@@ -233,7 +233,7 @@ def value_model(
         model = _loaded(given, model_init_kwargs or {})
     elif model_init_kwargs:
         raise ConfigError(
-            f"model_init_kwargs={dict(model_init_kwargs)} of the critic has no effect on a model that is not loaded. "
+            f"model_init_kwargs={dict(model_init_kwargs)} of the critic has no effect, because no model is loaded. "
             "Remove it, or give value_model by name."
         )
     else:
@@ -281,7 +281,7 @@ def _copy_with_head(policy: PreTrainedModel) -> PreTrainedModel:
     """A copy of the policy's body, in its dtype, with a new head; all of it is trained."""
     if getattr(policy, "is_quantized", False):
         raise ConfigError(
-            "value_model=None: the policy is quantized, and a copy of it could not be trained. Give a value_model, or "
+            "value_model=None: the policy is quantized, so a copy of it cannot be trained. Give a value_model, or "
             "use a value head."
         )
     if not is_peft_model(policy):
@@ -299,8 +299,8 @@ def _copy_with_head(policy: PreTrainedModel) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForSequenceClassification.from_config(body.config)
     except ValueError as error:
         raise ConfigError(
-            f"value_model=None: transformers has no sequence classifier with the body of a {type(body).__name__}. "
-            "Give a value_model of another architecture, or use a value head."
+            f"value_model=None: transformers has no sequence classifier for a {type(body).__name__}. Give a "
+            "value_model of another architecture, or use a value head."
         ) from error
     setattr(model, model.base_model_prefix, body)
     if isinstance(model._modules.get("score"), nn.Linear):
@@ -317,8 +317,8 @@ def _loaded(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> PreTr
     model, new = _from_pretrained(AutoModelForSequenceClassification, name, arguments)
     if new - {"score.weight"}:
         raise ConfigError(
-            f"value_model={os.fspath(name)!r} has no weights for {', '.join(sorted(new)[:3])}: a critic is a decoder "
-            "with one linear score head, or a language model to make it from."
+            f"value_model={os.fspath(name)!r} has no weights for {', '.join(sorted(new)[:3])}: must be a decoder "
+            "with one linear score head, or a language model to make a critic from."
         )
     if new:
         nn.init.zeros_(model.score.weight)
@@ -342,8 +342,8 @@ def _from_pretrained(
     lost = [key for key in info["unexpected_keys"] if key.startswith("score.")]
     if lost:
         raise ConfigError(
-            f"{os.fspath(folder)!r} has {', '.join(lost)}, which no sequence classifier has: it classifies tokens. "
-            "Give a critic that was saved by prefrl, a reward model or a language model."
+            f"{os.fspath(folder)!r} has {', '.join(lost)}, which a sequence classifier does not have: it classifies "
+            "tokens. Give a critic that was saved by prefrl, a reward model or a language model."
         )
     return model, set(info["missing_keys"])
 
@@ -363,8 +363,8 @@ def _load_state(module: nn.Module, state: Mapping[str, Tensor], folder: Path) ->
     differing = sorted(name for name in own.keys() | state.keys() if _shape(own.get(name)) != _shape(state.get(name)))
     if differing:
         raise ConfigError(
-            f"the critic saved in {folder} is of another model: {', '.join(differing[:3])}. Resume with the one that "
-            "was saved."
+            f"the critic saved in {folder} does not fit this one: {', '.join(differing[:3])}. Resume with the kind "
+            "of critic that was saved."
         )
     for name, weight in own.items():
         load_whole(weight, state[name])
@@ -381,7 +381,9 @@ def _check(model: nn.Module, policy: PreTrainedModel) -> None:
         ConfigError: It cannot.
     """
     if is_peft_model(model):
-        raise ConfigError("value_model is a PeftModel; a critic is trained in full: give model.merge_and_unload().")
+        raise ConfigError(
+            "value_model is a PeftModel, but a critic is trained in full: give model.merge_and_unload()."
+        )
     if not isinstance(model, PreTrainedModel) or not is_classifier(model):
         raise ConfigError(
             f"value_model is a {type(model).__name__}: a critic is a sequence classifier with num_labels=1. Load it "
@@ -399,8 +401,8 @@ def _check(model: nn.Module, policy: PreTrainedModel) -> None:
         )
     if getattr(model, "is_quantized", False) or model._hf_peft_config_loaded:
         raise ConfigError(
-            "value_model is quantized or has an adapter inside, and a critic is trained in full: load it without, or "
-            "merge the adapter."
+            "value_model is quantized or has an adapter inside, but a critic is trained in full: load it "
+            "unquantized and without an adapter, or merge the adapter."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("no parameter of value_model requires a gradient: call value_model.requires_grad_(True).")
@@ -411,12 +413,12 @@ def _check_against(model: PreTrainedModel, policy: PreTrainedModel) -> None:
     shared = {id(parameter) for parameter in policy.parameters()}
     if any(id(parameter) in shared for parameter in model.parameters()):
         raise ConfigError(
-            "value_model has parameters of the policy, which both would train. Leave value_model=None for a copy, or "
-            "use a value head."
+            "value_model shares parameters with the policy, and both would train them. Leave value_model=None for a "
+            "copy, or use a value head."
         )
     sizes = [inner_model(each).config.get_text_config().vocab_size for each in (model, policy)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"value_model has a vocabulary of {sizes[0]} tokens and the policy one of {sizes[1]}: the critic reads "
-            "the policy's token ids. Give a value_model of the same vocabulary, or leave value_model=None."
+            f"value_model has a vocabulary of {sizes[0]} tokens, but the policy has {sizes[1]}: the critic reads the "
+            "policy's token ids. Give a value_model with the same vocabulary, or leave value_model=None."
         )

@@ -91,7 +91,7 @@ class PolicyWeights:
         """
         if not is_peft_model(self._model):
             raise ConfigError(
-                f"the policy is a {type(self._model).__name__} without an adapter: there is none to save. Give a "
+                f"the policy is a {type(self._model).__name__} without an adapter, so none can be saved. Give a "
                 "peft_config, or send all weights."
             )
         _check_is_of_layers(self._model)
@@ -248,8 +248,8 @@ def _check_is_of_layers(model: nn.Module) -> None:
     peft = sys.modules["peft"]
     if not isinstance(model.base_model, peft.tuners.tuners_utils.BaseTuner):
         raise ConfigError(
-            f"an adapter of the kind {model.active_peft_config.peft_type.value} is no change of layers, and servers "  # type: ignore[union-attr]
-            "take no other. Use LoRA."
+            f"an adapter of type {model.active_peft_config.peft_type.value} does not change layers, but servers "  # type: ignore[union-attr]
+            "take only adapters that do. Use LoRA."
         )
 
 
@@ -261,8 +261,8 @@ def _check_merge(model: nn.Module) -> None:
     for one, other in base.all_tied_weights_keys.items():
         if _made_from(one, base, layers) != _made_from(other, base, layers):
             raise ConfigError(
-                f"{one} and {other} are one weight in a checkpoint, and the adapter makes two of it. Take both out "
-                "of the adapter, adapt both with ensure_weight_tying=True, load the model with "
+                f"{one} and {other} are one weight in a checkpoint, but the adapter would make them differ. Remove "
+                "both from the adapter, adapt both with ensure_weight_tying=True, load the model with "
                 "tie_word_embeddings=False, or set weight_sync='adapter'."
             )
 

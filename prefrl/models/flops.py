@@ -135,8 +135,8 @@ def model_cost(model: nn.Module, *, with_adapter: bool = True) -> ModelCost:
     reason = _unknown(inner)
     if reason is not None:
         raise ConfigError(
-            f"log_flops=True: how many operations a {type(inner).__name__} needs at least is not known: {reason}. Set "
-            "log_flops=False; the times of a step are logged without it."
+            f"log_flops=True: the minimum number of operations of a {type(inner).__name__} is unknown: {reason}. Set "
+            "log_flops=False; step times are logged without it."
         )
     trace = _traced(inner, with_adapter=with_adapter)
     return ModelCost(

@@ -128,8 +128,8 @@ def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdic
     if chosen == "padded" and team_size() > 1:
         reason = verdict.reasons.get("packed", f'plan="{plan}" pads')
         raise ConfigError(
-            f"sp_size={team_size()} does not work for {type(inner_model(model)).__name__}: processes can only share "
-            f"flat rows, and {reason}. Set sp_size=1."
+            f"sp_size={team_size()} does not work for {type(inner_model(model)).__name__}: processes can share only "
+            f"flat rows, but {reason}. Set sp_size=1."
         )
     return chosen
 

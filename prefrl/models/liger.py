@@ -65,8 +65,8 @@ def liger_options(given: Mapping[str, bool] | None) -> dict[str, bool]:
             raise ConfigError(f"liger_kernel_config={given}: {name!r} must be True or False")
         if value and name in _LOSSES:
             raise ConfigError(
-                f"liger_kernel_config={given}: {name!r} must be False. Liger's losses replace the forward that scores "
-                "tokens, and whole logits are not held here without them either. Remove it."
+                f"liger_kernel_config={given}: {name!r} must be False. Liger's losses would replace the forward pass "
+                "that scores tokens, and prefrl does not keep all logits in memory even without them. Remove it."
             )
     return options
 
@@ -89,7 +89,8 @@ def apply_liger(model: nn.Module, options: Mapping[str, bool]) -> None:
     earlier = liger_options_of(inner)
     if earlier not in (None, options):
         raise ConfigError(
-            f"liger_kernel_config={options}: the model was given Liger's kernels before, with {earlier}. Load it anew."
+            f"liger_kernel_config={options}: Liger's kernels were already applied to this model, with {earlier}. "
+            "Load the model again."
         )
     function = _patching_function(inner)
     parameters = inspect.signature(function).parameters
@@ -142,7 +143,7 @@ def _patching_function(model: PreTrainedModel) -> Callable[..., None]:
     if model_type not in known:
         raise ConfigError(
             f"use_liger_kernel=True has no effect: Liger has no kernels for model_type={model_type!r} "
-            f"({type(model).__name__}), but for {', '.join(sorted(known))}. Leave it False."
+            f"({type(model).__name__}), only for {', '.join(sorted(known))}. Leave it False."
         )
     return known[model_type]
 
@@ -160,11 +161,11 @@ def _check_options(
     if unknown:
         raise ConfigError(
             f"liger_kernel_config={chosen}: Liger has no {', '.join(map(repr, unknown))} for "
-            f"model_type={model.config.model_type!r}, but {', '.join(map(repr, kernels))}."
+            f"model_type={model.config.model_type!r}. Choose from {', '.join(map(repr, kernels))}."
         )
     if not any({**kernels, **chosen}.values()):
         raise ConfigError(
-            f"use_liger_kernel=True has no effect with liger_kernel_config={chosen}, which leaves no kernel. "
+            f"use_liger_kernel=True has no effect with liger_kernel_config={chosen}, which turns off every kernel. "
             "Set use_liger_kernel=False."
         )
 

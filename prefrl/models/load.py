@@ -173,7 +173,7 @@ def load_tokenizer(
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(
-                "the tokenizer has neither pad_token nor eos_token: no text could end. Set tokenizer.eos_token."
+                "the tokenizer has neither pad_token nor eos_token, so no text could end. Set tokenizer.eos_token."
             )
         tokenizer.pad_token = tokenizer.eos_token
     if len(tokenizer) > (count := num_embeddings(model)):
@@ -181,8 +181,9 @@ def load_tokenizer(
         if is_main():
             others = tokenizer.convert_ids_to_tokens(list(range(count, min(count + 3, len(tokenizer)))))
             logger.warning(
-                f"The tokenizer has {len(tokenizer)} tokens and the model embeddings for {count}. Data with one of "
-                f"the others is refused: {', '.join(map(repr, others))}{', ...' if len(tokenizer) > count + 3 else ''}"
+                f"The tokenizer has {len(tokenizer)} tokens, but the model has embeddings for only {count}. Data "
+                "with one of the other tokens is refused: "
+                f"{', '.join(map(repr, others))}{', ...' if len(tokenizer) > count + 3 else ''}"
             )
     return tokenizer
 
@@ -197,9 +198,9 @@ def _check_special_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> Non
         token_id = getattr(tokenizer, f"{name}_id")
         if token_id is not None and token_id >= count:
             raise ConfigError(
-                f"{name}={getattr(tokenizer, name)!r} has the id {token_id}, and the model embeddings for {count} "
-                f"tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that it knows, or call "
-                "model.resize_token_embeddings(len(tokenizer))."
+                f"{name}={getattr(tokenizer, name)!r} has the id {token_id}, but the model has embeddings for only "
+                f"{count} tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that has an "
+                "embedding, or call model.resize_token_embeddings(len(tokenizer))."
             )
 
 
@@ -213,9 +214,9 @@ def check_router_loss(model: PreTrainedModel) -> None:
     weight = getattr(config, "router_aux_loss_coef", None)  # only mixtures of experts have these
     if getattr(config, "output_router_logits", False) and weight != 0:
         raise ConfigError(
-            f"output_router_logits=True in the model's config, with router_aux_loss_coef={weight}: the loss of the "
-            "routers is not computed here, only that of the trainer. Set model.config.output_router_logits = False; "
-            'for a model given by name, set model_init_kwargs={"output_router_logits": False}.'
+            f"output_router_logits=True in the model's config, with router_aux_loss_coef={weight}: prefrl does not "
+            "compute the loss of the routers, only that of the trainer. Set model.config.output_router_logits = "
+            f'False; for a model given by name, set model_init_kwargs={{"output_router_logits": False}}.'
         )
 
 
@@ -254,7 +255,7 @@ def _loaded(
     if given:
         options = "quantization_config" if quantization_config is not None else f"model_init_kwargs={given}"
         raise ConfigError(
-            f"{options} has no effect on a model that is loaded already. Remove it, or give the model by name."
+            f"{options} has no effect, because the model is loaded already. Remove it, or give the model by name."
         )
     return model
 
@@ -290,8 +291,8 @@ def _trainable(
 ) -> PreTrainedModel:
     if model._hf_peft_config_loaded:
         raise ConfigError(
-            "model has an adapter inside, and its own weights would be trained with it. Load the adapter with "
-            "peft.PeftModel.from_pretrained(base_model, adapter, is_trainable=True) and give that."
+            "the model has an adapter inside, so its own weights would be trained too. Load the adapter with "
+            "peft.PeftModel.from_pretrained(base_model, adapter, is_trainable=True), and give the result as model."
         )
     if getattr(model, "is_quantized", False):
         if peft_config is None and not is_peft_model(model):
@@ -344,10 +345,10 @@ def _matches(pattern: str, model: PreTrainedModel, trainable: Mapping[str, objec
     names = [name for name, _ in model.named_parameters() if expression.search(name)]
     if not names:
         some = [name for name, _ in model.named_parameters()][:3]
-        raise ConfigError(f"freeze={pattern!r} is found in no parameter's name. Names are like {', '.join(some)}.")
+        raise ConfigError(f"freeze={pattern!r} matches no parameter name. Names look like {', '.join(some)}.")
     matches = [name for name in names if name in trainable]
     if not matches:
         raise ConfigError(
-            f"freeze={pattern!r} has no effect: the {len(names)} parameters with it in their name are frozen already"
+            f"freeze={pattern!r} has no effect: all {len(names)} parameters that it matches are frozen already"
         )
     return matches

@@ -55,7 +55,8 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
     """
     if batch.num_rows == 0:
         raise ValueError(
-            "TokenBatch has 0 rows: a forward pass needs at least one. Give an idle rank an untrainable row."
+            "TokenBatch has 0 rows: must have at least one for a forward pass. On a process without rows, use an "
+            "idle row."
         )
     if plan == "padded":
         return _padded(batch)

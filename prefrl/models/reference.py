@@ -250,8 +250,8 @@ class _AdapterOff(_Base):
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
         raise ConfigError(
-            "sync_ref_model=True: this reference is the model with its adapter off, which cannot move. Make it with "
-            "moves=True, or train without peft_config."
+            "sync_ref_model=True: this reference is the model with its adapter disabled, which cannot move. "
+            "Construct it with moves=True, or train without peft_config."
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -332,29 +332,29 @@ def _without_adapter(module: nn.Module) -> nn.Module:
 
 def _check_given(model: PreTrainedModel, given: PreTrainedModel, *, beta: float, moves: bool) -> None:
     if beta == 0:
-        raise ConfigError("ref_model has no effect with beta=0: no reference is scored. Leave ref_model=None.")
+        raise ConfigError("ref_model has no effect with beta=0, because no reference is scored. Leave ref_model=None.")
     if given is model:
         raise ConfigError(
-            "ref_model is the model that is trained: it would change with it. Leave ref_model=None, then the "
-            "reference is that model as it is now."
+            "ref_model is the model that is trained, so it would change during training. Leave ref_model=None: the "
+            "reference is then the model as it is now."
         )
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     shared = [name for name, parameter in given.named_parameters() if id(parameter) in trained]
     if shared:
         raise ConfigError(
-            f"ref_model has parameters of the model that are trained ({shared[0]}, {len(shared)} in all): it would "
-            "change with it. Leave ref_model=None, or load ref_model on its own."
+            f"ref_model shares trained parameters with the model ({shared[0]}, {len(shared)} in all), so it would "
+            "change during training. Leave ref_model=None, or load ref_model separately."
         )
     sizes = [inner_model(each).config.get_text_config().vocab_size for each in (model, given)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"ref_model has a vocabulary of {sizes[1]} tokens and the model one of {sizes[0]}: their log-probs cannot "
-            "be compared. Give a ref_model of the same vocabulary."
+            f"ref_model has a vocabulary of {sizes[1]} tokens, but the model has {sizes[0]}: their log-probs cannot "
+            "be compared. Give a ref_model with the same vocabulary."
         )
     if moves and _shapes(model) != _shapes(given):
         raise ConfigError(
-            "sync_ref_model=True mixes parameter by parameter, and ref_model has others than the model. Give a "
-            "ref_model of the same architecture and adapter, or set sync_ref_model=False."
+            "sync_ref_model=True mixes the two models parameter by parameter, but ref_model has different "
+            "parameters. Give a ref_model of the same architecture and adapter, or set sync_ref_model=False."
         )
 
 
@@ -372,8 +372,8 @@ def _load(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     if state.keys() != weights.keys():
         differing = sorted(state.keys() ^ weights.keys())
         raise ConfigError(
-            f"the saved reference has other parameters than this one ({', '.join(differing[:3])}, {len(differing)} in "
-            "all). Resume with the model, peft_config and freeze that the checkpoint was written with."
+            f"the saved reference has different parameters ({', '.join(differing[:3])}, {len(differing)} in all). "
+            "Resume with the model, peft_config and freeze that the checkpoint was written with."
         )
     for name, weight in weights.items():
         distributed.load_whole(weight, state[name])

@@ -263,9 +263,9 @@ def score_tokens(
     """
     if own_logits and "hidden" in want:
         raise ConfigError(
-            f"hidden states of {type(inner_model(model)).__name__} cannot be read: its log-probs come from its own "
-            "logits, because its head does more than its config tells. What reads hidden states, a critic on the "
-            'policy\'s trunk or the reference of a KL divergence over the vocabulary ("full"), needs another model.'
+            f"the hidden states of {type(inner_model(model)).__name__} cannot be used: its head does more than its "
+            "config says, so log-probs are computed from its own logits. A critic on the policy's trunk and a KL "
+            'divergence over the whole vocabulary ("full") read hidden states: use another model for them.'
         )
     positions = batch.trainable_positions
     reference = _reference_of(batch, reference_logits)
@@ -283,8 +283,8 @@ def _reference_of(batch: TokenBatch, head: Callable[[Tensor], Tensor] | None) ->
         return None
     if batch.ref_hidden is None:
         raise ValueError(
-            "ref_hidden=None: the divergence from the reference needs its hidden states. Store those that "
-            'Reference.scores(batch, want=("hidden",)) gives.'
+            "ref_hidden=None: this divergence needs the reference's hidden states. Store those that "
+            'Reference.scores(batch, want=("hidden",)) returns.'
         )
     return ReferenceLogits(batch.ref_hidden[batch.trainable_positions], head)
 

@@ -292,8 +292,8 @@ def _check_own_padding(model: nn.Module, batch: TokenBatch) -> None:
     error = _relative_error(scored.scores, truth)
     if not error <= _SEQUENCE_TOLERANCES[scored.compute_dtype][1]:
         raise ConfigError(
-            f"model is a {type(inner_model(model)).__name__}, whose scores change by {error:.2g} of their size if "
-            "rows are padded on the right. Use a decoder with a score head, or an encoder that reads the mask."
+            f"model is a {type(inner_model(model)).__name__}, whose scores change by a relative {error:.2g} if rows "
+            "are padded on the right. Use a decoder with a score head, or an encoder that reads the mask."
         )
 
 
@@ -305,8 +305,8 @@ def _check_kernels(model: nn.Module, batch: TokenBatch) -> None:
         error = _relative_error(fused, _last_hidden(model, batch))
     if not error <= _SEQUENCE_TOLERANCES[coarsest_dtype(inner, fused)][0]:
         raise ConfigError(
-            f"use_liger_kernel=True: with Liger's kernels the hidden states of this {type(inner).__name__} differ by "
-            f"{error:.2g} of their size. Leave it False, or leave the kernel that differs out of liger_kernel_config."
+            f"use_liger_kernel=True: with Liger's kernels, the hidden states of this {type(inner).__name__} change "
+            f"by a relative {error:.2g}. Leave it False, or leave the kernel that differs out of liger_kernel_config."
         )
 
 

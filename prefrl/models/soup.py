@@ -222,7 +222,7 @@ def _metric_of(checkpoints: Sequence[Path], output_dir: Path, evaluate: Evaluate
 def _checked(checkpoints: Sequence[Folder], output_dir: Folder, top_k: int | None = None) -> list[Path]:
     folders = [Path(checkpoint) for checkpoint in checkpoints]
     if len(folders) < 2:
-        raise ConfigError(f"checkpoints={[str(f) for f in folders]}: at least two are needed for an average")
+        raise ConfigError(f"checkpoints={[str(f) for f in folders]}: must be at least two for an average")
     if top_k is not None and top_k < 2:
         raise ConfigError(f"top_k={top_k}: must be at least 2, or None for all checkpoints")
     for folder in folders:
@@ -233,8 +233,8 @@ def _checked(checkpoints: Sequence[Folder], output_dir: Folder, top_k: int | Non
     is_adapter = [(folder / _ADAPTER_CONFIG).is_file() for folder in folders]
     if any(is_adapter) and not all(is_adapter):
         raise ConfigError(
-            f"checkpoint {str(folders[is_adapter.index(True)])!r} is an adapter and "
-            f"{str(folders[is_adapter.index(False)])!r} is none. Merge the adapters into their base model first."
+            f"checkpoint {str(folders[is_adapter.index(True)])!r} is an adapter, but "
+            f"{str(folders[is_adapter.index(False)])!r} is not. Merge the adapters into their base model first."
         )
     check = _check_adapters if all(is_adapter) else _check_models
     check(folders)
@@ -273,7 +273,7 @@ class _Tensors:
         elif single.is_file():
             files = [single.name]
         else:
-            raise ConfigError(f"checkpoint {str(folder)!r}: has no model.safetensors, whole or in shards")
+            raise ConfigError(f"checkpoint {str(folder)!r}: has no model.safetensors, neither whole nor in shards")
         self._files: dict[str, Any] = {}
         for file in files:
             opened: Any = safe_open(folder / file, framework="pt")
@@ -302,7 +302,7 @@ def _average(name: str, checkpoints: Sequence[_Tensors], shares: Sequence[float]
             if not first.equal(other.read(name)):
                 raise ConfigError(
                     f"{name} ({first.dtype}) differs between {str(checkpoints[0].folder)!r} and "
-                    f"{str(other.folder)!r}: there is no average of integers. Use checkpoints of one model."
+                    f"{str(other.folder)!r}, but integers cannot be averaged. Use checkpoints of one model."
                 )
         return first
     mean = first.to(torch.promote_types(first.dtype, torch.float32))
@@ -325,9 +325,9 @@ def _check_same_architecture(first: _Tensors, other: _Tensors) -> None:
     configs = [_read_json(checkpoint.folder / "config.json") for checkpoint in (first, other)]
     for key in ("architectures", "model_type"):  # checked first: they explain all other differences
         if configs[0].get(key) != configs[1].get(key):
-            raise ConfigError(f"{pair}: {key}={configs[0].get(key)} and {configs[1].get(key)}; it must be the same")
+            raise ConfigError(f"{pair}: {key}={configs[0].get(key)} and {configs[1].get(key)}; must be the same")
     if any("quantization_config" in config for config in configs):
-        raise ConfigError(f"{pair}: quantized weights have no average. Use the models as they were before.")
+        raise ConfigError(f"{pair}: quantized weights cannot be averaged. Use the models before quantization.")
     ours, theirs = first.shapes(), other.shapes()
     if ours.keys() != theirs.keys():
         raise ConfigError(f"{pair} have different weights: {_some(ours.keys() ^ theirs.keys())} in one of them only")
@@ -386,7 +386,9 @@ def _check_adapters(folders: Sequence[Path]) -> None:
     configs = [peft.PeftConfig.from_pretrained(folder) for folder in folders]
     for folder, config in zip(folders, configs, strict=True):
         if config.peft_type != "LORA":
-            raise ConfigError(f"checkpoint {str(folder)!r}: peft_type={config.peft_type}, and only LoRA is averaged")
+            raise ConfigError(
+                f"checkpoint {str(folder)!r}: peft_type={config.peft_type}, but only LoRA adapters can be averaged"
+            )
         options = config.to_dict()
         other = [name for name, value in options.items() if name not in _LINEAR and value != plain.get(name)]
         if not isinstance(config.init_lora_weights, bool) and config.init_lora_weights != "gaussian":
@@ -394,7 +396,7 @@ def _check_adapters(folders: Sequence[Path]) -> None:
         if other:
             raise ConfigError(
                 f"checkpoint {str(folder)!r}: an adapter with {_some(f'{name}={options[name]!r}' for name in other)} "
-                "does more than add B A, which is what can be averaged. Merge it into its base model first."
+                "does more than add B A, so it cannot be averaged. Merge it into its base model first."
             )
         if config.base_model_name_or_path != configs[0].base_model_name_or_path:
             raise ConfigError(

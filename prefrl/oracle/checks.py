@@ -139,7 +139,9 @@ def _policy_result(function: PolicyFunction, tokens: PolicyTokens) -> _Result:
 def _with_gradient(loss: Tensor, leaf: Tensor, mask: Tensor) -> _Result:
     check_output("loss", loss, leaf)
     if not loss.requires_grad:
-        raise ValueError("the loss has no gradient: it must be computed from the log-probs, which are not detached")
+        raise ValueError(
+            "the loss has no gradient: it must be computed from the log-probs, and these must not be detached"
+        )
     (gradient,) = torch.autograd.grad(loss.where(mask, 0.0).sum(), leaf)
     return _Result(loss.detach(), gradient)
 
@@ -155,7 +157,7 @@ def check_output(name: str, found: Tensor, expected: Tensor) -> None:
         ("dtype", found.dtype, expected.dtype),
     ):
         if ours != theirs:
-            raise ValueError(f"the {name} has {what} {ours}: needs to be {theirs}, as what is passed in")
+            raise ValueError(f"the {name} has {what} {ours}: must be {theirs}, like the input")
 
 
 def _is_same(found: _Result, expected: _Result, mask: Tensor) -> bool:

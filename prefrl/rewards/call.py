@@ -186,6 +186,6 @@ def _wait(
         loop.abandon()
         names = ", ".join(repr(call.name) for call in calls)
         raise RewardError(
-            f"async rewards {names}: one of them took more than reward_timeout={timeout} s and did not let itself "
-            "be cancelled. Await inside it, or make it a plain function"
+            f"async rewards {names}: one of them took more than reward_timeout={timeout} s and could not be "
+            "cancelled. Use `await` inside it, or make it a plain function"
         ) from None

@@ -17,7 +17,7 @@ __all__ = ["checked_values"]
 
 # Rewards become float32 tensors.
 _LARGEST = float(np.finfo(np.float32).max)
-_ALLOWED = "allowed is a finite number (in float32) for each completion, or None where the reward has nothing to say"
+_ALLOWED = "allowed is a finite number (in float32) for each completion, or None if the reward does not apply to it"
 _EXCERPT = 60
 
 
@@ -55,7 +55,7 @@ def _as_list(name: str, result: object) -> list[Any]:
     remedy = ""
     if inspect.iscoroutine(result):
         result.close()
-        remedy = ". It is not awaited, because the function is no `async def`: make it one"
+        remedy = ". It was not awaited, because the function is not an `async def`: make it one"
     elif result is None:
         remedy = ". Is a `return` missing?"
     raise RewardError(f"reward {name!r} returned {_shown(result)}; {_ALLOWED}, in a list{remedy}")

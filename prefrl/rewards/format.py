@@ -144,5 +144,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     if ngram_size < 1:
         raise ConfigError(f"ngram_size={ngram_size}: needs to be >= 1")
     if not -math.inf < max_penalty <= 0:
-        raise ConfigError(f"max_penalty={max_penalty}: needs to be a finite number <= 0; a penalty is taken away")
+        raise ConfigError(
+            f"max_penalty={max_penalty}: must be a finite number <= 0, because a penalty is a negative reward"
+        )
     return _RepetitionPenalty(ngram_size, max_penalty)

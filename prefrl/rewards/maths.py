@@ -97,8 +97,8 @@ class MathChecker:
         )
         if _read(process) is None:
             raise RewardError(
-                f"accuracy_reward: the worker process ended with code {process.wait()} before its first question; "
-                f"its error output stands above. Try: {' '.join(command)}"
+                f"accuracy_reward: the worker process ended with code {process.wait()} before its first task; its "
+                f"error output is above. To reproduce the error, run: {' '.join(command)}"
             )
         self._process, self._owner = process, os.getpid()
         return process
@@ -107,7 +107,7 @@ class MathChecker:
         process.communicate()
         self._process = None
         logger.warning(
-            "accuracy_reward: %s was not read within %s s or ended its worker (code %s); the completion %s",
+            "accuracy_reward: %s was not parsed within %s s, or ended its worker process (code %s); the completion %s",
             "the solution" if verdict.gold is None else "an answer",
             self.timeout,
             process.returncode,

@@ -115,8 +115,8 @@ class ModelReward:
             return ids if end is None or ids[-1:] == [end] else [*ids, end]  # RewardTrainer ends texts in the same way
         if self.tokenizer.chat_template is None:
             raise ConfigError(
-                f"reward model {self.__name__!r}: the data are conversational, and its tokenizer has no chat "
-                "template. Give one with a template in reward_processing_classes"
+                f"reward model {self.__name__!r}: the data are conversational, but its tokenizer has no chat "
+                "template. Give a tokenizer with a template in reward_processing_classes"
             )
         text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
@@ -129,7 +129,7 @@ class ModelReward:
                 raise RewardError(f"reward model {self.__name__!r}, row {row}: the text is empty")
             if limit is not None and len(ids) > limit:
                 raise RewardError(
-                    f"reward model {self.__name__!r}, row {row}: {len(ids)} tokens, and the model reads at most "
+                    f"reward model {self.__name__!r}, row {row}: {len(ids)} tokens, but the model reads at most "
                     f"{limit}. Lower max_prompt_length or max_completion_length, or use another model"
                 )
 

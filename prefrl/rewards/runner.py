@@ -110,7 +110,10 @@ class RewardRunner:
         """
         hidden = sorted(set(columns) & set(_STANDARD))
         if hidden:
-            raise ConfigError(f"dataset columns {hidden}: rewards get something else under this name. Rename them")
+            raise ConfigError(
+                f"dataset columns {hidden}: these names are reserved for other arguments of rewards. Rename the "
+                "columns"
+            )
         known = [*columns, *_STANDARD]
         for reward in self._rewards:
             for name in sorted(reward.required):
@@ -225,8 +228,8 @@ def _function(
         return ModelReward(source, tokenizer=tokenizer, device=device)
     if not callable(source):
         raise ConfigError(
-            f"reward_funcs: {source!r} ({type(source).__name__}) is no reward. Allowed are functions, and names and "
-            "instances of sequence-classification models"
+            f"reward_funcs: {source!r} ({type(source).__name__}) is not a reward. Allowed are functions, and names "
+            "and instances of sequence-classification models"
         )
     if callable(setup := getattr(source, "setup", None)):
         setup()

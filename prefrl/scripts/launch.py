@@ -113,8 +113,8 @@ class LaunchArguments:
             )
         if self.vllm_gpus is not None:
             raise ConfigError(
-                f"vllm_gpus={self.vllm_gpus!r} with num_machines={machines}: this machine alone would reach "
-                "the server. Start `prefrl vllm-serve` on a machine of its own and set vllm_server_host, as "
+                f"vllm_gpus={self.vllm_gpus!r} with num_machines={machines}: only this machine could reach the "
+                "server. Start `prefrl vllm-serve` on a separate machine and set vllm_server_host, as "
                 "examples/grpo_vllm.slurm does."
             )
 
@@ -237,11 +237,14 @@ def plan_server(
         ConfigError: The algorithm does not use a server, or the options of the server cannot work.
     """
     if "use_vllm" not in run:
-        raise ConfigError(f"vllm_gpus={options.vllm_gpus!r}: {algorithm} generates nothing. Remove vllm_gpus.")
+        raise ConfigError(
+            f"vllm_gpus={options.vllm_gpus!r}: {algorithm} does not sample completions. Remove vllm_gpus."
+        )
     if run["vllm_server_base_url"] or run["vllm_server_host"] != _HOST:
         given = run["vllm_server_base_url"] or run["vllm_server_host"]
         raise ConfigError(
-            f"vllm_gpus={options.vllm_gpus!r} starts a server, and the run names another: {given}. Remove one of them."
+            f"vllm_gpus={options.vllm_gpus!r} starts a server, but the run names another one: {given}. Remove one of "
+            "them."
         )
     gpus = _gpus_of_server(options.vllm_gpus, visible)
     words = ["--model", run["model_name_or_path"], "--port", str(run[_PORT])]
@@ -255,7 +258,7 @@ def plan_server(
     _check_server(words, gpus, run)
     python = options.vllm_python or environment.get("PREFRL_VLLM_PYTHON") or sys.executable
     if not os.access(python, os.X_OK):
-        raise ConfigError(f"vllm_python={python!r}: is no program. Give the python of the environment with vLLM.")
+        raise ConfigError(f"vllm_python={python!r}: is not a program. Give the Python of the environment with vLLM.")
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     return Program([python, "-P", "-m", "prefrl.scripts.main", "vllm-serve", *words], devices)
 
@@ -283,8 +286,8 @@ def _completed(options: LaunchArguments, config: Path) -> LaunchArguments:
         raise ConfigError(f"{where}: DeepSpeed is not installed. pip install 'prefrl[deepspeed]'")
     if content.get("gpu_ids", "all") != "all":
         raise ConfigError(
-            f"{where}: has gpu_ids={content['gpu_ids']!r}. GPUs are chosen by CUDA_VISIBLE_DEVICES, less those of "
-            "vllm_gpus: remove gpu_ids."
+            f"{where}: has gpu_ids={content['gpu_ids']!r}, but GPUs are those of CUDA_VISIBLE_DEVICES without those "
+            "of vllm_gpus. Remove gpu_ids."
         )
     said: dict[str, Any] = {name: content.get(name) for name in _IN_CONFIG if getattr(options, name) is None}
     if said.get("num_processes") == -1:  # accelerate's value for "see the command line"
@@ -312,8 +315,8 @@ def _check_gpus(processes: int, gpus: Sequence[str], server_gpus: Sequence[str],
         raise ConfigError(f"no GPU is visible{beside} to train on. To try the run out on CPUs, add --use_cpu true.")
     if processes > len(gpus):
         raise ConfigError(
-            f"num_processes={options.num_processes}: {processes} processes on this machine need as many GPUs, and "
-            f"{len(gpus)} ({','.join(gpus)}) can train{beside}. Set a smaller num_processes."
+            f"num_processes={options.num_processes}: {processes} processes on this machine need as many GPUs, but "
+            f"only {len(gpus)} ({','.join(gpus)}) can train{beside}. Set a smaller num_processes."
         )
 
 
@@ -330,12 +333,12 @@ def _check_server(words: Sequence[str], gpus: Sequence[str], run: Mapping[str, A
     serve_command(serve, forwarded)
     if (serve.host, serve.port) != (_HOST, run[_PORT]):
         raise ConfigError(
-            f"vllm_args: host={serve.host!r} and port={serve.port} would not be where the run looks, {_HOST} and "
-            f"{run[_PORT]}. Remove them; vllm_server_port of the run sets the port of both."
+            f"vllm_args: host={serve.host!r} and port={serve.port} differ from the address that the run connects to, "
+            f"{_HOST} and {run[_PORT]}. Remove them; vllm_server_port of the run sets the port of both."
         )
     size = (serve.tensor_parallel_size or 1) * (serve.data_parallel_size or 1)
     if gpus and size != len(gpus):
         raise ConfigError(
             f"vllm_args: tensor_parallel_size={serve.tensor_parallel_size} times "
-            f"data_parallel_size={serve.data_parallel_size} is {size}, and vllm_gpus names {len(gpus)} GPUs"
+            f"data_parallel_size={serve.data_parallel_size} is {size}, but vllm_gpus names {len(gpus)} GPUs"
         )

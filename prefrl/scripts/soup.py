@@ -78,14 +78,16 @@ class SoupArguments:
             return
         missing = [name for name in ("algorithm", "dataset_name") if getattr(self, name) is None]
         if missing:
-            raise ConfigError(f"{', '.join(missing)}: not given, and metric={self.metric!r} needs them. Set them.")
+            raise ConfigError(f"{', '.join(missing)}: not given, but metric={self.metric!r} needs them. Set them.")
         if self.weights is not None:
-            raise ConfigError(f"weights={self.weights} with metric={self.metric!r}: one of them decides. Remove one.")
+            raise ConfigError(
+                f"weights={self.weights} with metric={self.metric!r}: both decide what is averaged. Remove one."
+            )
 
     def _check_nothing_is_scored(self) -> None:
         if self.method == "greedy":
             raise ConfigError(
-                "method='greedy' with metric=None: something must tell whether a soup gets worse. Set metric, "
+                "method='greedy' with metric=None: a metric must tell whether a soup is better. Set metric, "
                 "algorithm and dataset_name, or method='uniform'."
             )
         for name, unset in _FOR_A_METRIC.items():
@@ -173,7 +175,7 @@ def _evaluation(options: SoupArguments, scratch: str) -> Evaluate:
         metrics: dict[str, float] = trainer.evaluate()
         if metric not in metrics:
             raise ConfigError(
-                f"metric={metric!r}: the evaluation of {algorithm.name} has none of this name. "
+                f"metric={metric!r}: the evaluation of {algorithm.name} has no such metric. "
                 f"{nearest(metric, metrics.keys())}"
             )
         return metrics[metric]
@@ -185,12 +187,13 @@ def _offline(name: str) -> Algorithm:
     from prefrl.trainer.offline.trainer import OfflineTrainer
 
     if name not in REGISTRY:
-        raise ConfigError(f"algorithm={name!r}: there is none of this name. {nearest(name, REGISTRY)}")
+        raise ConfigError(f"algorithm={name!r}: there is no such algorithm. {nearest(name, REGISTRY)}")
     algorithm = REGISTRY[name]
     if not issubclass(algorithm.load_trainer(), OfflineTrainer):
         raise ConfigError(
-            f"algorithm={name!r}: its evaluation generates and asks rewards, which this command does not know. Choose "
-            "one that learns from a dataset, or call prefrl.models.soup.greedy_soup with a metric of your own."
+            f"algorithm={name!r}: its evaluation samples completions and needs rewards, which this command does not "
+            "support. Choose an algorithm that learns from a dataset, or call prefrl.models.soup.greedy_soup with "
+            "your own metric."
         )
     return algorithm
 

@@ -69,8 +69,8 @@ def parser_of(algorithm: Algorithm) -> CommandParser:
 def _check_stream(script: ScriptArguments, config: Any) -> None:
     if script.dataset_streaming and config.max_steps <= 0:
         raise ConfigError(
-            f"dataset_streaming=True and max_steps={config.max_steps}: a stream has no length, so the number of steps "
-            "must be said. Set max_steps."
+            f"dataset_streaming=True and max_steps={config.max_steps}: a stream has no length, so the number of "
+            "steps must be given. Set max_steps."
         )
 
 
@@ -196,7 +196,7 @@ def _reward(name: str) -> Callable[..., Any]:
         return builtin[name]
     if ":" not in name:
         remedy = nearest(name, builtin)
-        raise ConfigError(f"reward_funcs={name!r}: no built-in reward, and no module:function. {remedy}")
+        raise ConfigError(f"reward_funcs={name!r}: is neither a built-in reward nor module:function. {remedy}")
     module_name, _, function = name.partition(":")
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:

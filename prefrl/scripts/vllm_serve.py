@@ -208,16 +208,16 @@ def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -
     key = environment.get(KEY_VARIABLE)
     if not key and not _is_loopback(options.host):
         raise ConfigError(
-            f"host={options.host!r}: whoever reaches the server could use and replace the model. Set {KEY_VARIABLE} "
-            "to a secret, here and for the trainer, or host to '127.0.0.1'."
+            f"host={options.host!r}: anyone who can reach the server could use and replace the model. Set "
+            f"{KEY_VARIABLE} to a secret, here and for the trainer, or set host to '127.0.0.1'."
         )
     if key and not (key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(
-            f"{KEY_VARIABLE}: has a blank, a line break or a character outside ASCII, which no HTTP header carries. "
-            "Set another key."
+            f"{KEY_VARIABLE}: contains a space, a line break or a non-ASCII character, which an HTTP header cannot "
+            "contain. Set another key."
         )
     if environment.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
-        raise ConfigError("VLLM_USE_RUST_FRONTEND: vLLM's Rust front end would not ask for the key. Unset it.")
+        raise ConfigError("VLLM_USE_RUST_FRONTEND: vLLM's Rust front end does not check the key. Unset it.")
     added = _ENVIRONMENT | ({} if options.max_lora_rank is None else _LORA_ENVIRONMENT)
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and _PLUGIN not in plugins.split(","):
@@ -280,7 +280,8 @@ def _check_vllm() -> None:
         raise ConfigError(f"vLLM {found} is too old: prefrl needs at least {oldest}. {remedy}")
     if _PLUGIN not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
         raise ConfigError(
-            f"vLLM would not find prefrl's plugin: prefrl is not installed, or before it had one. {remedy}"
+            "vLLM cannot find prefrl's plugin: prefrl is not installed, or the installed version does not have it. "
+            f"{remedy}"
         )
 
 

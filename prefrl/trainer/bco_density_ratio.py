@@ -66,7 +66,10 @@ class DensityRatio:
             DataError: The dataset is a stream, or has no rows of one of the labels.
         """
         if isinstance(rows, datasets.IterableDataset):
-            raise DataError("IterableDataset with embedding_func: the density ratio needs a sample of all rows")
+            raise DataError(
+                "IterableDataset with embedding_func: the density ratio needs a sample of all rows. Use a "
+                "datasets.Dataset"
+            )
         labels = torch.tensor(rows["label"][:], dtype=torch.bool)
         generator = torch.Generator().manual_seed(seed)
         chosen: list[int] = []
@@ -75,7 +78,7 @@ class DensityRatio:
             if len(of_side) == 0:
                 raise DataError(
                     f"no row has label={side}: embedding_func compares the prompts of both labels. Add such rows, or "
-                    "leave embedding_func away"
+                    "remove embedding_func"
                 )
             order = torch.randperm(len(of_side), generator=generator)[: sample_size // 2]
             chosen += of_side[order].tolist()

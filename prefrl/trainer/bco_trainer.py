@@ -66,7 +66,7 @@ class BCOTrainer(OfflineTrainer):
         **arguments: Unpack[TrainerArguments],
     ) -> None:
         if (embedding_func is None) != (embedding_tokenizer is None):
-            raise ConfigError("embedding_func and embedding_tokenizer: give both, for the density ratio, or none")
+            raise ConfigError("embedding_func and embedding_tokenizer: give both, for the density ratio, or neither")
         self._embed = embedding_func
         self._embedding_tokenizer = embedding_tokenizer
         self._density_ratio: DensityRatio | None = None

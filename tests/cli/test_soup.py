@@ -185,7 +185,9 @@ SCORED = [*FOLDERS, "--metric", "eval_loss"]
             [*FOLDERS, "--metric", "eval_los", *EVALUATION], "Did you mean 'eval_loss'?", id="no such metric"
         ),
         pytest.param([*SCORED, *EVALUATION, "--algorithm", "sftt"], "Did you mean 'sft'?", id="no such algorithm"),
-        pytest.param([*SCORED, *EVALUATION, "--algorithm", "grpo"], "which this command does not know", id="online"),
+        pytest.param(
+            [*SCORED, *EVALUATION, "--algorithm", "grpo"], "which this command does not support", id="online"
+        ),
         pytest.param([*SCORED, *EVALUATION, "--dataset_name", "no.jsonl"], "there is no such file", id="no data"),
         pytest.param(
             [*SCORED, *EVALUATION, "--eval_config", "my_rewards.py"], "config='my_rewards.py'", id="eval_config"

@@ -224,7 +224,7 @@ def test_a_stream_is_read_in_order_and_needs_a_number_of_steps(workspace: Path) 
         ("{path: a.jsonl, split: test}", DataError, "datasets.path='a.jsonl' with split='test' cannot be loaded"),
         ("{path: a.jsonl, columns: [txt]}", DataError, "datasets.path='a.jsonl' with split='train' cannot .*txt"),
         ("{path: a.jsonl, data_files: b.jsonl}", ConfigError, "is a file: remove data_files and data_dir"),
-        ("{path: a.jsonl, columns: [text], weight: 1}", ConfigError, "give each one weight"),
+        ("{path: a.jsonl, columns: [text], weight: 1}", ConfigError, "give each dataset one weight"),
         ("{path: a.jsonl}", DataError, "'extra'"),
     ],
 )
@@ -238,7 +238,7 @@ def test_a_part_that_cannot_be_mixed_is_named(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (["--reward_funcs", "no_such_reward_at_all"], ConfigError, "no built-in reward, and no module:function"),
+        (["--reward_funcs", "no_such_reward_at_all"], ConfigError, "is neither a built-in reward nor module:function"),
         (["--reward_funcs", "my_rewards:shrot"], ConfigError, "cannot be imported"),
         (["--reward_funcs", "my_rewards:NUMBER"], ConfigError, "is a int; a reward is a function"),
         (["--reward_funcs", "nowhere:short"], ConfigError, "No module named 'nowhere'"),

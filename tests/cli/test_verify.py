@@ -139,7 +139,7 @@ def test_the_report_names_what_does_not_hold(capsys: pytest.CaptureFixture[str])
             id="unknown in a dataclass",
         ),
         pytest.param([*SURROGATE, "scale"], "hyperparameters='scale': must be NAME=VALUE", id="no value"),
-        pytest.param(["my_losses:scalar"], "the loss has shape \\(\\): needs to be \\(17,\\)", id="shape"),
+        pytest.param(["my_losses:scalar"], "the loss has shape \\(\\): must be \\(17,\\)", id="shape"),
         pytest.param(["my_losses:tensor"], "returns Tensor: a policy loss returns a TokenLoss", id="type"),
         pytest.param(["my_losses:broken"], "fails with AttributeError: .*no_such_thing", id="exception"),
         pytest.param(

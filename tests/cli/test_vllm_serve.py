@@ -151,7 +151,7 @@ def test_our_plugin_is_among_those_that_the_user_chose(given: str, added: str | 
 
 
 def test_a_front_end_without_the_guard_is_refused() -> None:
-    with pytest.raises(ConfigError, match="would not ask for the key"):
+    with pytest.raises(ConfigError, match="does not check the key"):
         serve_environment(ServeArguments(model="m"), {"VLLM_USE_RUST_FRONTEND": "1"})
 
 
@@ -246,7 +246,7 @@ def test_a_prefrl_that_vllm_would_not_find_is_refused(
     fake_distribution(tmp_path, "prefrl", "0.0.1", "[console_scripts]\nprefrl = prefrl.scripts.main:main\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["vllm-serve", "--model", "m"]) == 2
-    assert "would not find prefrl's plugin" in capsys.readouterr().err
+    assert "cannot find prefrl's plugin" in capsys.readouterr().err
 
 
 def test_a_port_in_use_and_an_address_of_others_are_refused(

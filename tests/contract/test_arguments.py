@@ -123,9 +123,10 @@ def test_the_order_of_trl_works(algorithm: str, tokenizer: PreTrainedTokenizerBa
 
 def test_an_argument_given_twice_or_too_many_are_errors(model: PreTrainedModel, tmp_path: Path) -> None:
     config, data = config_of("sft", tmp_path), dataset_of("sft")
-    with pytest.raises(TypeError, match=r"train_dataset is given by position and by name: .*SFTTrainer\(model, args"):
+    message = r"train_dataset is passed both by position and by name: .*SFTTrainer\(model, args"
+    with pytest.raises(TypeError, match=message):
         SFTTrainer(model, config, None, data, train_dataset=data)
-    with pytest.raises(TypeError, match=re.escape("too many arguments by position: the order is SFTTrainer(model,")):
+    with pytest.raises(TypeError, match=re.escape("too many positional arguments: the order is SFTTrainer(model,")):
         SFTTrainer(model, config, None, data, data, None, None)
 
 

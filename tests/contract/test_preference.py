@@ -162,7 +162,7 @@ def test_precomputed_reference_refuses_data_that_it_has_not_seen(tmp_path: Path)
     trainer = make_trainer("dpo", tmp_path, precompute_ref_log_probs=True, eval_dataset=dataset_of("dpo", 5))
     assert trainer.reference is None
     trainer.evaluate()
-    with pytest.raises(ConfigError, match="precompute_ref_log_probs=True kept no reference"):
+    with pytest.raises(ConfigError, match="precompute_ref_log_probs=True: the reference model was not kept"):
         trainer.evaluate(dataset_of("dpo", 3))
 
 

@@ -108,7 +108,7 @@ def test_resume_from_what_cannot_be_read_is_refused(
 def test_resume_from_a_model_alone_says_what_is_missing(name: str, tmp_path: Path) -> None:
     settings = {**ADAM, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     make_trainer(name, tmp_path, **settings, max_steps=1).train()
-    with pytest.raises(ConfigError, match=r"a model without the state of its training \(save_only_model=True.*model="):
+    with pytest.raises(ConfigError, match=r"a model without the training state \(from save_only_model=True.*model="):
         make_trainer(name, tmp_path, **settings, max_steps=2).train(resume_from_checkpoint=True)
 
 

@@ -38,7 +38,7 @@ def test_host_numbers_are_floats() -> None:
 
 
 def test_kinds_do_not_mix() -> None:
-    with pytest.raises(TypeError, match="'x' is Mean and Sum"):
+    with pytest.raises(TypeError, match="'x' is a Mean in one place and a Sum in another"):
         merge({"x": Mean(1, 1)}, {"x": Sum(1)})
 
 

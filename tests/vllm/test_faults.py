@@ -102,13 +102,13 @@ def test_a_server_that_starts_late_is_waited_for(proxy: Proxy, model: PreTrained
 @pytest.mark.parametrize(
     ("field", "found", "words"),
     [
-        ("architecture", "LlamaForCausalLM", "its architecture is 'LlamaForCausalLM', that of the policy 'Qwen2"),
-        ("vocab_size", 99, "its size of the vocabulary is 99, that of the policy 128"),
+        ("architecture", "LlamaForCausalLM", "its architecture is 'LlamaForCausalLM', but the policy has 'Qwen2"),
+        ("vocab_size", 99, "its size of the vocabulary is 99, but the policy has 128"),
         ("hidden_size", 99, "its hidden size is 99"),
-        ("num_hidden_layers", 99, "its number of layers is 99, that of the policy 2"),
+        ("num_hidden_layers", 99, "its number of layers is 99, but the policy has 2"),
         ("tokenizer", "0" * 64, r"its tokenizer \(fingerprint of its vocabulary\) is '000"),
-        ("logprobs_mode", "raw_logprobs", "has logprobs_mode 'raw_logprobs', where training needs"),
-        ("protocol", 99, "this is no server that `prefrl vllm-serve` of this version"),
+        ("logprobs_mode", "raw_logprobs", "has logprobs_mode 'raw_logprobs', but training needs"),
+        ("protocol", 99, "this server was not started with `prefrl vllm-serve` of a compatible version"),
     ],
 )
 def test_another_server_than_needed_is_refused(
@@ -296,22 +296,22 @@ def edit_span(field: str, value: object) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda answer: answer["choices"].pop(), r"choices \[0\], where 0..1"),
-        (edit_choice(1, "index", 0), r"choices \[0, 0\], where 0..1"),
-        (edit_choice(1, "token_ids", []), "has 0 tokens, where 1..8"),
-        (edit_choice(1, "token_ids", [5] * 9), "has 9 tokens, where 1..8"),
+        (lambda answer: answer["choices"].pop(), r"choices \[0\], but each of 0..1"),
+        (edit_choice(1, "index", 0), r"choices \[0, 0\], but each of 0..1"),
+        (edit_choice(1, "token_ids", []), "has 0 tokens, but 1..8"),
+        (edit_choice(1, "token_ids", [5] * 9), "has 9 tokens, but 1..8"),
         (edit_choice(1, "token_ids", [5] * 7 + [128]), r"token ids \[128\] are outside the vocabulary, 0..127"),
-        (edit_choice(1, "finish_reason", "tired"), "finish_reason 'tired' is none of"),
-        (edit_choice(1, "logprobs", None), "lacks something, or has it in another form"),
+        (edit_choice(1, "finish_reason", "tired"), "finish_reason 'tired' is not one of"),
+        (edit_choice(1, "logprobs", None), "a field is missing or has another form"),
         (edit_choice(1, "weight_versions", None), "weight versions cover 0 of"),
-        (edit_logprob("token_id", 0), "its log-probs are of the tokens"),
+        (edit_logprob("token_id", 0), "the log-probs are for the tokens"),
         (edit_logprob("logprob", float("nan")), "the log-prob of token 0 is nan. The weights have diverged"),
         (edit_logprob("logprob", -9999.0), "the log-prob of token 0 is -9999.0"),
-        (edit_logprob("logprob", None), "lacks something, or has it in another form"),
-        (edit_span("start", 1), "weight versions do not follow each other"),
+        (edit_logprob("logprob", None), "a field is missing or has another form"),
+        (edit_span("start", 1), "weight versions are not consecutive"),
         (edit_span("end", 1), "weight versions cover 1 of"),
         (lambda answer: answer.update(request_id="generate-tokens-0"), "the answer to another request"),
-        (lambda answer: answer.clear(), "lacks something"),
+        (lambda answer: answer.clear(), "a field is missing"),
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_for_is_an_error(
@@ -395,7 +395,7 @@ def test_a_server_that_never_has_the_weights_that_it_was_sent_is_an_error(
     proxy: Proxy, model: PreTrainedModel, make: MakeGenerator
 ) -> None:
     proxy.fail("/weight_info", change(lambda answer: answer.update(weight_version="another:9")))
-    with within(10), pytest.raises(WeightSyncError, match=r"sent 3 times, and the server does not have them"):
+    with within(10), pytest.raises(WeightSyncError, match=r"sent 3 times, but the server does not have them"):
         make([proxy.url]).sync(PolicyWeights(model), version=1)
 
 

@@ -125,7 +125,7 @@ class LocalGenerator:
             GenerationError: A prompt is empty or too long for the model, or the model's logits are not finite.
         """
         if len(seeds) != len(prompts):
-            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: one each is needed")
+            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         self._check_prompts(prompts, sampling.max_tokens)
         completions: dict[_Row, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
@@ -240,10 +240,10 @@ class LocalGenerator:
     def _check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         for number, prompt in enumerate(prompts):
             if not prompt:
-                raise GenerationError(f"prompt {number} is empty: a first token is sampled after at least one token")
+                raise GenerationError(f"prompt {number} is empty: must have at least one token")
             if self._position_limit is not None and len(prompt) + max_tokens > self._position_limit:
                 raise GenerationError(
-                    f"prompt {number} has {len(prompt)} tokens and max_tokens={max_tokens}: together at most "
+                    f"prompt {number} has {len(prompt)} tokens and max_tokens={max_tokens}: together must be at most "
                     f"{self._position_limit} for {type(self._base).__name__}, which has no more positions. Shorten "
                     "the prompts (max_prompt_length) or the completions (max_completion_length)."
                 )
@@ -251,8 +251,8 @@ class LocalGenerator:
     def _logits_error(self, row: _Row, step: int) -> GenerationError:
         return GenerationError(
             f"prompt {row.request}, sample {row.sample}, token {step}: the logits of weight version {self._version} "
-            "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, use "
-            "bfloat16 instead of float16, and restart from a checkpoint before this version."
+            "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, "
+            "use bfloat16 instead of float16, and resume from a checkpoint before this version."
         )
 
 

@@ -1,8 +1,8 @@
-"""Requests for completions: which server is asked, what is asked again, and what a failure means.
+"""Requests for completions: which server gets a request, when it is repeated, and what a failure means.
 
-Requests run on the thread of `Http`. A prompt has one of three outcomes: its completions; lost, because its server is
-gone or has other weights, so that it is asked for again once servers and weights are back; or failed, because asking
-again would not help.
+Requests run on the thread of `Http`. A prompt has one of three outcomes. Done: its completions have arrived. Lost: its
+server is gone or has other weights, so the prompt is requested again once servers and weights are back. Failed:
+repeating the request would not help.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _BACKOFF_SECONDS = 0.5
 
 
 class ServerAsker:
-    """`prefrl.generation.vllm.pending.Asker` of the servers of a fleet.
+    """The `prefrl.generation.vllm.pending.Asker` of a fleet of servers.
 
     Args:
         fleet: The servers and their weights.
-        balance: Which of them is asked next.
-        http: With the key of the servers.
-        vocab_size: Of the policy.
-        stop_ids: Tokens that end a completion, besides those of a prompt's sampling parameters.
-        request_timeout: Seconds for one request; a prompt is given up after twice that.
-        guided: What every completion has to match.
+        balance: Chooses the server for each request.
+        http: HTTP client, with the servers' key.
+        vocab_size: Size of the policy's vocabulary.
+        stop_ids: Tokens that end a completion, in addition to those of a prompt's sampling parameters.
+        request_timeout: Time limit of one request, in seconds; a prompt is given up after about twice that.
+        guided: Constraint on every completion; None: no constraint.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class ServerAsker:
         self._guided = guided
 
     def submit(self, prompts: Sequence[Prompt], report: Callable[[Outcome], None]) -> Future[None]:
-        """Ask for prompts on the thread of the requests; each one's outcome is reported there, once."""
+        """Request the completions of prompts on the request thread; each outcome is reported there, exactly once."""
         return self._http.submit(self._ask_all(prompts, report, self._fleet.version))
 
     @property
     def longest_silence(self) -> float:
-        """Seconds within which one of the prompts that were submitted has an outcome."""
+        """The longest wait for the next outcome of a submitted prompt, in seconds."""
         tries = 2 * self._request_timeout + _MAX_TRIES * (_BACKOFF_SECONDS * 2.0**_MAX_TRIES + PROBE_SECONDS)
-        return PROBE_SECONDS + tries + 30  # for a busy machine
+        return PROBE_SECONDS + tries + 30  # margin for a busy machine
 
     def recover(self) -> None:
-        """Wait for all servers, give them the weights if they lost them, and use them again."""
+        """Wait for all servers, send the weights to those that lost them, and use all servers again."""
         self._fleet.recover()
         self._balance.trust_all()
 
@@ -93,7 +93,7 @@ class ServerAsker:
         await asyncio.gather(*(self._ask_and_report(prompt, report) for prompt in prompts))
 
     async def _check_version(self, server: Server, version: str) -> None:
-        """Leave a server out whose weights are not ours; it was restarted or its last update failed."""
+        """Stop using a server whose weights are not this run's: it was restarted, or its last update failed."""
         try:
             found = await weight_version(self._http, server.url)
         except HttpError:
@@ -110,11 +110,11 @@ class ServerAsker:
         report(outcome)
 
     async def _ask(self, prompt: Prompt) -> Outcome:
-        """Ask servers for completions of a prompt until one has them, a few times."""
+        """Request a prompt's completions until a server returns them, in at most `_MAX_TRIES` tries."""
         clock = asyncio.get_running_loop().time
         deadline = None
         tried: set[str] = set()
-        outcome: Outcome = Lost(prompt, "not asked for")
+        outcome: Outcome = Lost(prompt, "not requested")
         for attempt in range(_MAX_TRIES):
             server = await self._balance.take(avoid=tried)
             if server is None:
@@ -140,38 +140,35 @@ class ServerAsker:
         return outcome
 
     async def _outcome_of(self, problem: Exception, server: Server, prompt: Prompt) -> Outcome:
-        """What a request that failed was, if it was the last: a server that is gone may come back."""
+        """The outcome if this failed request is the last try. `Lost` if the server is gone: it may come back."""
         server.num_failures += 1
         if not await is_healthy(self._http, server.url):
             self._balance.distrust(server, f"{server.url} is gone: {problem}")
         if server.distrust or isinstance(problem, Unreachable):
             return Lost(prompt, f"{server.url}: {problem}")
-        hint = (
-            " Raise request_timeout of vllm_kwargs if completions take that long."
-            if isinstance(problem, Overdue)
-            else ""
-        )
-        message = f"is healthy and did not generate in several tries; the last one: {problem}.{hint}"
+        is_late = isinstance(problem, Overdue)
+        hint = " If completions take that long, raise request_timeout in vllm_kwargs." if is_late else ""
+        message = f"is healthy but failed several requests for the completions. Last error: {problem}.{hint}"
         return Failed(prompt, _error(server, prompt, message))
 
     async def _ask_once(self, server: Server, prompt: Prompt, timeout: float) -> list[Completion]:
-        """Completions of a prompt, from one request.
+        """Request the completions of a prompt once.
 
         Raises:
-            HttpError: Another request may do better.
-            Aborted: Likewise.
-            OtherWeights: It will do once the server has our weights.
-            GenerationError: Asking again would not help.
+            HttpError: The request failed; another try may succeed.
+            Aborted: The server aborted the request; another try may succeed.
+            OtherWeights: The server does not have this run's weights; a try may succeed once it has them.
+            GenerationError: Repeating the request would not help.
         """
         try:
             return await self._completions(server, prompt, timeout)
         except Refused as error:
             if error.status >= 500:
                 raise
-            # A server that was restarted knows neither our adapter nor, perhaps, requests of this length.
+            # A restarted server does not know our adapter and may have a smaller length limit.
             found = await weight_version(self._http, server.url)
             if not found.startswith(f"{self._fleet.run}:"):
-                raise OtherWeights(f"has the weights {found!r}, not ours, and refuses: {error}") from error
+                raise OtherWeights(f"refuses the request and has other weights ({found!r}): {error}") from error
             raise _error(server, prompt, f"refuses: {error}") from error
 
     async def _completions(self, server: Server, prompt: Prompt, timeout: float) -> list[Completion]:

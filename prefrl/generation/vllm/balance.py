@@ -1,4 +1,4 @@
-"""Which of several servers is asked next. Lives on the thread of the requests, so nothing is locked."""
+"""Choosing a server for each request. All of it runs on the request thread, so that it needs no locks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Balance", "Server"]
 
 @dataclass(slots=True)
 class Server:
-    """A server, and how it does."""
+    """A server, and how it is doing."""
 
     url: str
-    under_way: int = 0  # requests
-    num_failures: int = 0  # in a row
-    distrust: str | None = None  # why it is not asked; None: it is
+    under_way: int = 0  # running requests
+    num_failures: int = 0  # since its last success
+    distrust: str | None = None  # why the server gets no requests; None: it gets requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class _Waiting:
 
 
 class Balance:
-    """Hands out turns at servers, at most `max_under_way` at a time for each, first come, first served.
+    """Hands out turns at servers in order of arrival, at most `max_under_way` at a time for each server.
 
-    A server whose last request failed comes last: one that fails fast would otherwise have the fewest under way and
-    get all requests.
+    A server whose last request failed is chosen last: otherwise a server that fails fast would have the fewest running
+    requests and get all new ones.
 
     Args:
-        urls: Base URLs.
-        max_under_way: Turns at one server.
+        urls: Base URLs of the servers.
+        max_under_way: The most turns at one server at the same time.
     """
 
     def __init__(self, urls: Sequence[str], max_under_way: int) -> None:
@@ -44,14 +44,14 @@ class Balance:
 
     @property
     def reasons(self) -> str:
-        """Why servers are not asked."""
+        """Why servers get no requests."""
         return "; ".join(server.distrust for server in self.servers if server.distrust is not None)
 
     async def take(self, *, avoid: Collection[str]) -> Server | None:
         """Wait for a turn at a server; None if no server is trusted.
 
         Args:
-            avoid: URLs of servers that come last.
+            avoid: URLs of servers to choose only if no other one is free.
         """
         waiting = _Waiting(asyncio.get_running_loop().create_future(), avoid)
         self._waiting.append(waiting)
@@ -60,7 +60,7 @@ class Balance:
             return await waiting.turn
         except asyncio.CancelledError:
             if waiting.turn.done() and not waiting.turn.cancelled() and (server := waiting.turn.result()) is not None:
-                self.give_back(server)  # the turn came at the moment of the cancellation
+                self.give_back(server)  # the turn came just before the cancellation
             raise
 
     def give_back(self, server: Server) -> None:
@@ -69,12 +69,12 @@ class Balance:
         self._hand_out()
 
     def distrust(self, server: Server, reason: str) -> None:
-        """Ask this server no more, until all are trusted again."""
+        """Send no more requests to this server until `trust_all`."""
         server.distrust = reason
         self._hand_out()
 
     def trust_all(self) -> None:
-        """Ask all servers again. May be called from any thread while nobody waits."""
+        """Use all servers again. May be called from any thread while nobody waits for a turn."""
         for server in self.servers:
             server.distrust, server.num_failures = None, 0
 

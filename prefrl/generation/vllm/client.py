@@ -1,4 +1,4 @@
-"""Completions from vLLM servers. The caller's thread waits for the outcomes of requests, always with a deadline."""
+"""Completions from vLLM servers. The caller's thread waits for the outcomes of requests; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ __all__ = ["VLLMGenerator"]
 
 
 class VLLMGenerator:
-    """`prefrl.generation.base.Generator` on vLLM servers that `prefrl vllm-serve` started.
+    """A `prefrl.generation.base.Generator` that uses vLLM servers started with `prefrl vllm-serve`.
 
-    Every training process asks for completions of its own prompts, and process 0 sends the weights, so construction,
-    `sync` and the end of `as_completed` are collective: all processes have to get there. Servers are asked who they
-    are when they are first needed.
+    Every training process requests the completions of its own prompts, and process 0 sends the weights. Construction,
+    `sync`, `invalidate` and the end of `as_completed` are therefore collective: all processes must reach them. The
+    first `sync` contacts the servers and checks what they serve.
 
     Args:
         urls: Base URLs of servers that serve the same model; a prompt goes to the one with the fewest requests.
-        http: With the key of the servers. Closed by `close`, like `weight_sync`.
+        http: HTTP client, with the servers' key. `close` closes it, and also `weight_sync`.
         weight_sync: Sends weights to servers.
-        requirements: What the servers have to serve.
-        stop_ids: Tokens that end a completion, besides those of a call's sampling parameters.
-        server_timeout: Seconds that a server which does not answer is waited for.
-        request_timeout: Seconds for one request, which is all completions of one prompt. A prompt is given up after
-            twice that, in which it is asked for at most three times.
-        guided: What every completion has to match.
-        max_concurrency: Requests under way at each server, of this process.
+        requirements: What the servers must serve.
+        stop_ids: Tokens that end a completion, in addition to those of a call's sampling parameters.
+        server_timeout: How long to wait for a server that does not answer, in seconds.
+        request_timeout: Time limit of one request, in seconds. One request is for all completions of one prompt. It is
+            tried at most three times, and a prompt is given up after about twice this time.
+        guided: Constraint on every completion; None: no constraint.
+        max_concurrency: The most requests that this process has running at each server.
 
     Raises:
-        ConfigError: A value is outside its range, or a URL is none.
+        ConfigError: A value is outside its range, or `urls` is empty, or contains an invalid or a repeated URL.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each option of the user
@@ -69,8 +69,8 @@ class VLLMGenerator:
             if not value > 0:
                 raise ConfigError(f"{name}={value}: must be above 0")
         if not urls or len({*map(check_url, urls)}) < len(urls):
-            raise ConfigError(f"vLLM servers {list(urls)}: give one or more, each once")
-        first = rank() % len(urls)  # of equally busy servers, each process has another first
+            raise ConfigError(f"vLLM servers {list(urls)}: must be at least one URL, and none of them twice")
+        first = rank() % len(urls)  # among equally busy servers, each process prefers a different one
         bases = [check_url(url) for url in [*urls[first:], *urls[:first]]]
         self.weight_sync = weight_sync
         self._http = http
@@ -92,7 +92,7 @@ class VLLMGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        """Draw `sampling.num_samples` completions of each prompt; see `start`.
+        """Sample `sampling.num_samples` completions of each prompt; see `start`.
 
         Returns:
             [P][G] completions; a stop token is the last token of its completion.
@@ -103,22 +103,22 @@ class VLLMGenerator:
     def start(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
     ) -> VLLMPending:
-        """Ask for completions of all prompts, without waiting for them.
+        """Request the completions of all prompts without waiting for them.
 
         Args:
             prompts: [P] token ids.
-            sampling: How to draw.
-            seeds: [P], one of each prompt; sample g is drawn with the g-th seed after it.
+            sampling: Sampling parameters.
+            seeds: [P], one for each prompt; sample g of a prompt uses the seed `seed + g`.
 
         Raises:
             ValueError: The numbers of prompts and seeds differ.
-            ConfigError: The servers cannot sample like that.
-            GenerationError: No weights were sent yet, or a prompt is empty or too long for the servers.
+            ConfigError: The servers cannot sample with these parameters.
+            GenerationError: No weights have been sent yet, or a prompt is empty or too long for the servers.
         """
         if len(seeds) != len(prompts):
-            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: one each is needed")
+            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         if not self.fleet.has_weights:
-            raise GenerationError("the vLLM servers have no weights of this run yet: call sync before generating")
+            raise GenerationError("the vLLM servers do not have weights of this run yet: call sync before generating")
         check_sampling(sampling, self._guided)
         check_prompts(prompts, sampling.max_tokens, min(info.max_model_len for info in self.fleet.infos.values()))
         asked = [
@@ -128,28 +128,30 @@ class VLLMGenerator:
         return VLLMPending(self._asker, asked)
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
-        """Have all servers generate with these weights from now on; those that have this version are left alone.
+        """Make all servers generate with these weights from now on. Servers that have this version are left alone.
+
+        Collective.
 
         Raises:
-            GenerationError: A server does not answer in time, or is another one than it should be.
-            WeightSyncError: A server lives and still did not take the weights.
+            GenerationError: A server does not answer in time, or is not the required one.
+            WeightSyncError: A server is running, but did not load the weights.
         """
         self.fleet.sync(weights, version=version)
         self._balance.trust_all()
 
     def invalidate(self) -> None:
-        """Have the next `sync` send the weights, whatever their version: it may be that of other weights now.
+        """Make the next `sync` send the weights, whatever their version: the same number may stand for other weights.
 
-        Collective, as `sync` is.
+        Collective.
         """
         self.fleet.invalidate()
 
     def stats(self) -> VLLMStats:
-        """What happened since the last call."""
+        """Counts since the last call, on this process."""
         stats, self.fleet.stats = self.fleet.stats, VLLMStats()
         return stats
 
     def close(self) -> None:
-        """Break off what is under way and let go of the servers."""
+        """Cancel running requests and disconnect from the servers."""
         self.weight_sync.close()
         self._http.close()

@@ -1,4 +1,4 @@
-"""The vLLM servers of a run: waiting for them, checking what they serve, and giving them the weights."""
+"""The vLLM servers of a run: waiting for them, checking what they serve, and sending them the weights."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 __all__ = ["Fleet", "VLLMStats"]
 
 _MAX_SENDS = 3
-# After a failed send: time in which a server that died is seen to be dead.
+# How long to watch for the death of a server after a failed send.
 _DEATH_SECONDS = 2.0
-_FRESH = "default"  # what a server that was just started calls its weights
+_FRESH = "default"  # the weight version of a server that has just started
 
 
 @dataclass(slots=True)
 class VLLMStats:
-    """What happened since the last look, on this process."""
+    """Counts since the last call of `VLLMGenerator.stats`, on this process."""
 
     requests: int = 0
     retries: int = 0
-    restarts: int = 0  # of servers, seen by the process that sends the weights
-    wait_s: float = 0.0  # seconds in which a server that was gone was waited for
+    restarts: int = 0  # of servers; only the process that sends the weights counts them
+    wait_s: float = 0.0  # seconds spent waiting for servers to answer
 
 
 class Fleet:
     """Servers that serve the same model, and the weights that they should have.
 
-    Construction, `sync`, `recover` and `invalidate` are collective: all training processes have to get there. They run
-    on the caller's thread.
+    Construction, `sync`, `recover` and `invalidate` are collective: all training processes must call them. They run on
+    the caller's thread.
 
     Args:
-        urls: Base URLs.
-        http: With the key of the servers.
+        urls: Base URLs of the servers.
+        http: HTTP client, with the servers' key.
         weight_sync: Sends weights to servers.
-        requirements: What the servers have to serve.
-        server_timeout: Seconds that a server which does not answer is waited for.
+        requirements: What the servers must serve.
+        server_timeout: How long to wait for a server that does not answer, in seconds.
     """
 
     def __init__(
@@ -78,39 +78,39 @@ class Fleet:
 
     @property
     def version(self) -> str:
-        """What servers that have the weights call them."""
+        """The name that servers with the current weights have for them."""
         return version_name(self.run, self._step)
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are servers with weights of this run."""
+        """Whether the servers are connected and weights were given to `sync`."""
         return bool(self.infos) and self._weights is not None
 
     def model_name(self, url: str) -> str:
-        """What requests to a server must name as their model."""
+        """The model name to use in requests to a server."""
         return self._weight_sync.model_name(self.infos[url])
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
-        """Have all servers generate with these weights; see `VLLMGenerator.sync`."""
+        """Make all servers generate with these weights; see `VLLMGenerator.sync`."""
         self._weights, self._step = weights, version
         self._align(reconnect=False)
 
     def recover(self) -> None:
-        """Wait for all servers, and give the weights to those that lost them."""
+        """Wait for all servers, and send the weights to those that lost them."""
         self._align(reconnect=True)
 
     def invalidate(self) -> None:
-        """Have the next `sync` send the weights to all servers."""
-        # Versions of this run's weights so far are those of another run from now on.
+        """Make the next `sync` send the weights to all servers."""
+        # With a new run name, no server has a current version any more.
         self.run = gather_objects(secrets.token_hex(4))[0]
         self._with_our_weights.clear()
         for url in self._urls:
             self._weight_sync.forget(url)
 
     def _align(self, *, reconnect: bool) -> None:
-        """Have all servers, and their weights; what fails on one process is raised on all.
+        """Connect to all servers and bring their weights up to date. An error on one process is raised on all.
 
-        All processes take each step together: those that read nothing take part in what process 0 reads.
+        All processes take each step together: while process 0 reads the weights, the others help to gather them.
         """
         assert self._weights is not None
         raise_shared(_error_of(self._connect) if reconnect or not self.infos else None)
@@ -119,7 +119,7 @@ class Fleet:
         raise_shared(errors[0] if errors else None)
 
     def _connect(self) -> None:
-        """Wait for all servers at once, and check each of them."""
+        """Wait for all servers at the same time, and check each of them."""
         started = time.monotonic()
         try:
             calls = {
@@ -131,7 +131,7 @@ class Fleet:
             self.stats.wait_s += time.monotonic() - started
 
     def _send_weights(self) -> None:
-        """Give this version to the servers that lack it. A server that dies in it is waited for."""
+        """Send this version to the servers that lack it. If a server dies meanwhile, wait for it and send again."""
         assert self._weights is not None
         self.is_sending = True
         try:
@@ -152,12 +152,12 @@ class Fleet:
         found = self._lacking()
         if found:
             raise WeightSyncError(
-                f"{', '.join(found)}: the weights {self.version!r} were sent {_MAX_SENDS} times, and the server does "
-                "not have them. Does another training run use it?"
+                f"{', '.join(found)}: the weights {self.version!r} were sent {_MAX_SENDS} times, but the server does "
+                "not have them. Check whether another training run uses the same server."
             )
 
     def _lacking(self) -> dict[str, ServerInfo]:
-        """The servers whose weights are not of this version. Those that were restarted are counted and forgotten."""
+        """The servers that do not have this version. Counts restarted servers, and forgets what was sent to them."""
         try:
             versions = self._versions()
         except HttpError:
@@ -165,7 +165,7 @@ class Fleet:
             try:
                 versions = self._versions()
             except HttpError as error:
-                raise GenerationError(f"a vLLM server lives and does not name its weights: {error}") from error
+                raise GenerationError(f"a vLLM server runs, but does not tell its weight version: {error}") from error
         for url in self._with_our_weights & {url for url, found in versions.items() if found == _FRESH}:
             self.stats.restarts += 1
             self._with_our_weights.discard(url)
@@ -177,7 +177,7 @@ class Fleet:
         return {url: call.result() for url, call in calls.items()}
 
     def _has_died(self, servers: Mapping[str, ServerInfo]) -> bool:
-        """Whether one of the servers is gone or was started anew; death takes a moment to show."""
+        """Whether a server is gone or was restarted; watches for a while, because a dying server may still answer."""
         deadline = time.monotonic() + _DEATH_SECONDS
         while True:
             try:
@@ -193,7 +193,7 @@ class Fleet:
 
 
 def _error_of(task: Callable[[], None]) -> Exception | None:
-    """What a task raises."""
+    """The exception that a task raises, or None."""
     try:
         task()
     except Exception as error:

@@ -1,6 +1,6 @@
-"""ASGI middleware in front of vLLM's routes: closes them to whoever lacks the key, and says what the server is.
+"""ASGI middleware in front of vLLM's routes: requires the key, and describes the server at `INFO_PATH`.
 
-vLLM's own key guards only /v1, /v2, /inference and /cohere: pause, weight transfer and collective_rpc stay open.
+vLLM's own key protects only /v1, /v2, /inference and /cohere: pause, weight transfer and collective_rpc stay open.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from prefrl.generation.server_info import INFO_PATH, PROTOCOL, ServerInfo, vocab
 
 __all__ = ["KEY_VARIABLE", "OPEN_PATHS", "Guard"]
 
-# The environment variable with the key, on the server and on the trainer. vLLM reads it too.
+# The environment variable with the key, of the server and of the trainer. vLLM reads it too.
 KEY_VARIABLE = "VLLM_API_KEY"
-# Answered without the key: they say that the server lives and nothing else.
+# Open without the key: they only tell whether the server is running.
 OPEN_PATHS = frozenset({"/health", "/ping"})
 
 Scope = MutableMapping[str, Any]
@@ -30,10 +30,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """Outermost middleware of the server. Imports nothing of vLLM: it only reads the state of vLLM's application.
+    """Outermost middleware of the server. It imports nothing from vLLM, and only reads the state of its application.
 
     Args:
-        app: What is guarded.
+        app: The application to protect.
     """
 
     def __init__(self, app: App) -> None:
@@ -43,7 +43,7 @@ class Guard:
         self._info: ServerInfo | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, refuse or pass on one request or websocket."""
+        """Answer, refuse or forward one request or websocket."""
         if scope["type"] == "lifespan" or (scope["path"] in OPEN_PATHS and scope["type"] == "http"):
             await self._app(scope, receive, send)
         elif not self._may_enter(scope):
@@ -92,10 +92,10 @@ def _server_info(state: Any) -> ServerInfo:
 
 
 async def _refuse(scope: Scope, send: Send) -> None:
-    if scope["type"] == "websocket":  # closing before accepting is an HTTP 403
+    if scope["type"] == "websocket":  # closing it before it is accepted sends HTTP 403
         await send({"type": "websocket.close", "code": 1008})
         return
-    text = f"this server has a key: send 'Authorization: Bearer KEY'; trainers read it from {KEY_VARIABLE}"
+    text = f"this server requires a key: send 'Authorization: Bearer KEY'; trainers read KEY from {KEY_VARIABLE}"
     await _answer(send, 401, {"error": text}, (b"www-authenticate", b"Bearer"))
 
 

@@ -1,4 +1,4 @@
-"""Is that the right server? Waiting for vLLM servers, and asking who they are before anything is sent to them."""
+"""Waiting for vLLM servers, and checking what they serve before anything is sent to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PROBE_SECONDS", "Requirements", "check_url", "handshake", "is_healthy", "weight_version"]
 
-# An answer that costs the server nothing: health, weight version.
+# Time limit of requests that cost the server almost nothing: health, weight version.
 PROBE_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0
 _LABELS = {
@@ -32,7 +32,7 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a server has to serve to generate for a model that is trained."""
+    """What a server must serve to generate for the policy."""
 
     model: str  # name or folder, for the command that starts the right server
     architecture: str
@@ -40,11 +40,11 @@ class Requirements:
     hidden_size: int
     num_hidden_layers: int
     tokenizer: str  # `vocabulary_fingerprint`
-    has_adapters: bool  # adapters are sent, not whole models
+    has_adapters: bool  # adapters are sent instead of all weights
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, has_adapters: bool) -> Requirements:
-        """Those of a model, without peft's wrapper, and its tokenizer."""
+        """The requirements of a model, given without peft's wrapper, and its tokenizer."""
         config = model.config.get_text_config()
         return cls(
             model=model.name_or_path,
@@ -57,63 +57,64 @@ class Requirements:
         )
 
     def start_command(self, url: str) -> str:
-        """What starts the right server at `url`."""
+        """The command that starts the right server at `url`."""
         parts = urlsplit(url)
         host = "" if parts.hostname in ("localhost", "127.0.0.1", "::1") else f" --host {parts.hostname}"
         lora = " --max_lora_rank <rank>" if self.has_adapters else ""
         return f"prefrl vllm-serve --model {self.model or '<model>'}{host} --port {parts.port or 80}{lora}"
 
     def check(self, url: str, info: ServerInfo) -> None:
-        """Refuse a server that serves something else.
+        """Refuse a server that does not meet the requirements.
 
         Raises:
-            GenerationError: It does; says what was found and expected.
+            GenerationError: A requirement is not met; the message names what was found and what is expected.
         """
         for field, label in _LABELS.items():
             found, expected = getattr(info, field), getattr(self, field)
             if found != expected:
                 raise self.error(
-                    url, f"serves another model: its {label} is {found!r}, that of the policy {expected!r}"
+                    url, f"serves another model: its {label} is {found!r}, but the policy has {expected!r}"
                 )
         if info.logprobs_mode != "processed_logprobs":
-            reason = f"has logprobs_mode {info.logprobs_mode!r}, where training needs 'processed_logprobs'"
+            reason = f"has logprobs_mode {info.logprobs_mode!r}, but training needs 'processed_logprobs'"
             raise self.error(url, reason)
         if self.has_adapters and info.max_lora_rank is None:
-            raise self.error(url, "takes no adapters, and weight_sync='adapter' sends nothing else")
+            raise self.error(url, "takes no adapters, but weight_sync='adapter' sends only adapters")
 
     def error(self, url: str, reason: str) -> GenerationError:
-        """What is wrong with the server at `url`, and how the right one is started."""
+        """An error that says what is wrong with the server at `url`, and how to start the right one."""
         return GenerationError(f"The vLLM server at {url} {reason}. Start it with `{self.start_command(url)}`.")
 
 
 def check_url(url: str) -> str:
-    """The base URL of a server, without a slash at its end.
+    """The base URL of a server, without trailing slashes.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: `url` is not a base URL.
     """
     try:
         parts = urlsplit(url)
         is_base = parts.scheme in ("http", "https") and parts.hostname and parts.path.strip("/") == ""
         is_base = is_base and not (parts.query or parts.fragment or parts.username) and (parts.port or 80) > 0
-    except ValueError:  # the port is no number
+    except ValueError:  # for example, the port is not a number
         is_base = False
     if not is_base:
-        raise ConfigError(f"vLLM server {url!r}: must look like http://127.0.0.1:8000, without a path")
+        raise ConfigError(f"vLLM server {url!r}: must look like http://127.0.0.1:8000, without a path or user name")
     return url.rstrip("/")
 
 
 async def handshake(http: Http, url: str, requirements: Requirements, *, timeout: float) -> ServerInfo:
-    """Wait until a server answers, and ask who it is.
+    """Wait until a server answers, and check what it serves.
 
     Args:
-        http: With the key, if there is one.
+        http: HTTP client, with the key if there is one.
         url: Base URL.
-        requirements: What it has to serve.
-        timeout: Seconds for all of it.
+        requirements: What the server must serve.
+        timeout: Time limit for all of this, in seconds.
 
     Raises:
-        GenerationError: Nobody answers in time, the key is wrong or not asked for, or it is another server.
+        GenerationError: The server does not answer in time, the key is wrong or not required by the server, or the
+            server does not meet the requirements.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -134,7 +135,7 @@ async def handshake(http: Http, url: str, requirements: Requirements, *, timeout
         except HttpError as error:
             last = error
         if loop.time() + pause >= deadline:
-            reason = f"did not answer within {timeout:g} s (vllm_server_timeout); the last try: {last}"
+            reason = f"did not answer within {timeout:g} s (vllm_server_timeout). Last error: {last}"
             raise requirements.error(url, reason) from last
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -143,14 +144,14 @@ async def handshake(http: Http, url: str, requirements: Requirements, *, timeout
 def _refusal(url: str, error: Refused, requirements: Requirements) -> GenerationError:
     if error.status in (401, 403):
         return GenerationError(
-            f"The vLLM server at {url} refuses the key: {error}. Set VLLM_API_KEY in the environment of the trainer "
-            "to the key that the server was started with."
+            f"The vLLM server at {url} refuses the key: {error}. In the trainer's environment, set VLLM_API_KEY to "
+            "the key that the server was started with."
         )
     return requirements.error(url, f"was not started by prefrl: {error}")
 
 
 async def _check_refuses_strangers(http: Http, url: str, *, timeout: float) -> None:
-    # With vLLM's own --api-key this route stays open, as those do that take weights.
+    # With vLLM's own --api-key, this route stays open, and so do those that receive weights.
     try:
         await http.send("GET", f"{url}/weight_info", timeout=timeout, with_key=False)
     except Refused as error:
@@ -158,13 +159,13 @@ async def _check_refuses_strangers(http: Http, url: str, *, timeout: float) -> N
             return
         raise
     raise GenerationError(
-        f"The vLLM server at {url} answers without the key of VLLM_API_KEY: whoever reaches it can replace the "
-        "weights that it serves. Start it with `prefrl vllm-serve`, with VLLM_API_KEY set in its environment."
+        f"The vLLM server at {url} answers without the key of VLLM_API_KEY: anyone who can reach it can replace the "
+        "weights that it serves. Start it with `prefrl vllm-serve`, and set VLLM_API_KEY in its environment."
     )
 
 
 async def is_healthy(http: Http, url: str) -> bool:
-    """Whether the server and its engine live."""
+    """Whether the server and its engine are running."""
     try:
         await http.send("GET", f"{url}/health", timeout=PROBE_SECONDS)
     except HttpError:
@@ -173,13 +174,13 @@ async def is_healthy(http: Http, url: str) -> bool:
 
 
 async def weight_version(http: Http, url: str) -> str:
-    """What the server calls its weights.
+    """The server's name for its weights.
 
     Raises:
-        HttpError: It does not say.
+        HttpError: The request failed, or the answer has no version.
     """
     answer = await http.send("GET", f"{url}/weight_info", timeout=PROBE_SECONDS)
     try:
         return str(answer["weight_version"])
     except (KeyError, TypeError) as error:
-        raise Refused(f"GET {url}/weight_info: has no weight_version: {str(answer)[:200]}", status=200) from error
+        raise Refused(f"GET {url}/weight_info: no weight_version in {str(answer)[:200]}", status=200) from error

@@ -1,4 +1,4 @@
-"""Prompts that servers were asked for, and what became of each of them."""
+"""Requested prompts, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A prompt that is asked for again once servers and weights are back."""
+    """A prompt that is requested again once servers and weights are back."""
 
     prompt: Prompt
     reason: str
@@ -40,7 +40,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A prompt that it would not help to ask for again."""
+    """A prompt that cannot be completed: repeating the request would not help."""
 
     prompt: Prompt
     error: Exception
@@ -50,28 +50,28 @@ Outcome = Done | Lost | Failed
 
 
 class Asker(Protocol):
-    """Asks servers, and brings them back."""
+    """Sends requests to servers, and waits for servers that are gone."""
 
     def submit(self, prompts: Sequence[Prompt], report: Callable[[Outcome], None]) -> Future[None]:
-        """Ask for the completions of some prompts; `report` gets one outcome for each of them."""
+        """Request the completions of prompts; `report` gets one outcome for each prompt."""
         ...
 
     @property
     def longest_silence(self) -> float:
-        """Seconds within which one of the prompts that were submitted has an outcome."""
+        """The longest wait for the next outcome of a submitted prompt, in seconds."""
         ...
 
     def recover(self) -> None:
-        """Wait for servers that are gone, and give them our weights. All processes must call it."""
+        """Wait for servers that are gone, and send them this run's weights. All processes must call it."""
         ...
 
 
 class VLLMPending:
-    """Completions that servers were asked for.
+    """Completions that were requested from servers.
 
     Args:
-        asker: Asks the servers.
-        prompts: What to ask for.
+        asker: Sends the requests.
+        prompts: The prompts whose completions are requested.
     """
 
     def __init__(self, asker: Asker, prompts: Sequence[Prompt]) -> None:
@@ -84,14 +84,14 @@ class VLLMPending:
         self._work = self._asker.submit(prompts, self._outcomes.put)
 
     def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Each prompt's number and its completions, as they become ready; all prompts, once.
+        """The number and completions of each prompt, once for every prompt, as they become ready.
 
-        What was lost with a server is asked for again when all else is there and the server is back. Collective at its
-        end: all processes wait for each other there.
+        Lost prompts are requested again when all others have arrived and the servers are back. The end is collective:
+        all processes wait for each other there.
 
         Raises:
             GenerationError: A prompt failed on some process, or a server did not come back in time.
-            WeightSyncError: A server came back and did not take the weights.
+            WeightSyncError: A server came back, but did not load the weights.
         """
         for recovery in range(_MAX_RECOVERIES + 1):
             lost: list[Lost] = []
@@ -106,7 +106,7 @@ class VLLMPending:
                         failure = outcome.error
                         break
             finally:
-                self.cancel()  # what is still under way after a failure, or if nobody waits any more
+                self.cancel()  # requests may still be running after a failure, or if the caller stopped reading
             raise_shared(failure)
             reasons = [reason for reasons in gather_objects([one.reason for one in lost]) for reason in reasons]
             if not reasons:
@@ -114,13 +114,13 @@ class VLLMPending:
             if recovery == _MAX_RECOVERIES:
                 raise GenerationError(
                     f"{len(reasons)} prompts were lost {recovery + 1} times, although the servers came back each "
-                    f"time: {reasons[0]}"
+                    f"time. One of the reasons: {reasons[0]}"
                 )
             self._asker.recover()
             self._submit([one.prompt for one in lost])
 
     def cancel(self) -> None:
-        """Break off what is under way. To be called on all processes, or on none."""
+        """Cancel the running requests. All processes must call it, or none."""
         self._work.cancel()
 
     def _arrivals(self) -> Iterator[Outcome]:
@@ -129,7 +129,7 @@ class VLLMPending:
                 yield self._outcomes.get(timeout=self._asker.longest_silence)
             except queue.Empty:
                 limit = self._asker.longest_silence
-                error = GenerationError(f"no request to a vLLM server ended within {limit:g} s, against its deadline")
+                error = GenerationError(f"no request to a vLLM server ended within {limit:g} s, despite its deadline")
                 yield Failed(self._asked[0], error)
                 return
 

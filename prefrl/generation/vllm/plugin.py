@@ -1,7 +1,7 @@
-"""The part that runs inside vLLM's workers: takes weights from a trainer, all of them or none.
+"""The part that runs inside vLLM's workers: loads a trainer's weights, all of them or none.
 
-vLLM finds `register` by its entry point. One `/update_weights` call is the whole update: between two calls requests
-may run, and none of them must meet a model that is half new.
+vLLM finds `register` by its entry point. One `/update_weights` call is a whole update: requests may run between two
+calls, and none of them may see a model that is only partly updated.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ __all__ = ["BACKEND", "Engine", "InitInfo", "UpdateInfo", "register"]
 
 BACKEND = "prefrl"
 _SHOWN_NAMES = 8
-# A count of loaded elements that no layer reaches, so that vLLM never takes a layer for complete.
+# An initial count of loaded elements so low that vLLM never considers a layer complete.
 _NEVER = -(1 << 60)
 
 
 def register() -> None:
-    """Make the backend known. vLLM calls this in each of its processes, in some of them more than once."""
+    """Register the backend. vLLM calls this in each of its processes, in some of them more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, Engine.__name__)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """`wire.Invitation` as vLLM wants it. With "shm" there is nobody to meet and the rest is not set."""
+    """`wire.Invitation` in vLLM's form. With "shm" there is no group to join, and the other fields are not set."""
 
     transport: Literal["nccl", "gloo", "shm"]
     host: str = ""
@@ -67,13 +67,13 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the weights are: a folder of safetensors files, or None: they come through the group."""
+    """Where the weights are: in a folder of safetensors files, or, if `path` is None, sent through the group."""
 
     path: str | None = None
 
 
 class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
-    """Receives everything into the memory of the host, checks it, and only then touches the model."""
+    """Receives all weights into host memory, checks them, and only then changes the model."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -85,7 +85,7 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
             _load_adapters_once()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the trainer's group, instead of an earlier one if there was one."""
+        """Join the trainer's group, and leave an earlier one."""
         self.shutdown()
         if init_info.transport == "shm":
             return
@@ -95,33 +95,33 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
         self._group = wire.join(invitation, worker=worker)
 
     def start_weight_update(self) -> None:
-        """Nothing: `update_weights` does it all."""
+        """No-op: `update_weights` is the whole update."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: `update_weights` does it all."""
+        """No-op: `update_weights` is the whole update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load.
+        """Receive and load all weights. In each of the cases below, the model keeps the old weights.
 
         Raises:
-            ValueError: The weights are not those of the model; it still has the old ones.
-            RuntimeError: The connection broke; likewise.
-            TimeoutError: The trainer fell silent; likewise.
+            ValueError: The weights do not fit the model, or are not finite.
+            RuntimeError: The connection broke, or there is no group.
+            TimeoutError: The trainer stopped sending.
         """
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
-            self.shutdown()  # at once: a trainer that is still sending shall not wait for its deadline
+            self.shutdown()  # at once, so that a trainer that is still sending does not wait for its deadline
             raise
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """See `update_weights`."""
+        """Receive, check and load the weights; see `update_weights`."""
         if update_info.path is not None:
             weights = list(_read(Path(update_info.path)))
         elif self._group is not None:
             weights = wire.receive(self._group)
         else:
-            raise RuntimeError("no group to receive weights from: /init_weight_transfer_engine was not called")
+            raise RuntimeError("there is no group to receive weights from: call /init_weight_transfer_engine first")
         _check_unique([name for name, _ in weights])
         _check_finite(weights)
         _check_fit(self.model, weights)
@@ -139,7 +139,7 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
 def _read(folder: Path) -> Iterator[Named]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder}: no safetensors files; do trainer and server see the same folder?")
+        raise ValueError(f"{folder}: no safetensors files. Trainer and server must see the same folder")
     for file in files:
         yield from load_file(file).items()
 
@@ -147,13 +147,13 @@ def _read(folder: Path) -> Iterator[Named]:
 def _check_unique(names: list[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(f"sent more than once: {_shortened(twice)}")
+        raise ValueError(f"weights were sent more than once: {_shortened(twice)}")
 
 
 def _check_finite(weights: list[Named]) -> None:
     bad = [name for name, tensor in weights if not _is_finite(tensor)]
     if bad:
-        raise ValueError(f"not finite: {_shortened(bad)}")
+        raise ValueError(f"weights are not finite: {_shortened(bad)}")
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -161,18 +161,18 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     if tensor.element_size() == 1:
         tensor = tensor.float()
-    # Both propagate NaN, and neither needs a mask as large as the weights.
+    # Minimum and maximum propagate NaN, and need no mask as large as the weights.
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _check_fit(model: Any, weights: list[Named]) -> None:
-    """A rehearsal: the model's own loaders run on tensors without memory, and what they would write is counted.
+    """A dry run: the model's own loaders run on tensors without memory, and vLLM counts what they would write.
 
     Raises:
-        ValueError: A name is unknown, a shape is wrong, a layer would keep old weights, or a tied one comes twice.
+        ValueError: A name is unknown, a shape is wrong, a layer would keep old weights, or tied weights come twice.
     """
-    # Zeros without memory: nothing but names, dtypes and shapes counts here.
+    # Zeros without memory: only names, dtypes and shapes matter here.
     blanks = ((name, tensor.new_zeros(()).expand(tensor.shape)) for name, tensor in weights)
     with _reloading(model) as reloading:
         for module in model.modules():
@@ -191,26 +191,26 @@ def _check_fit(model: Any, weights: list[Named]) -> None:
             if not (reloading.twins(module) & loaded and module not in loaded) and _keeps_old_weights(module)
         ]
     if twice:
-        raise ValueError(f"these layers share their weights, send them once: {_shortened(twice)}")
+        raise ValueError(f"these layers share their weights, so send them once: {_shortened(twice)}")
     if missing:
-        raise ValueError(f"the weights are not complete, these layers would keep old ones: {_shortened(missing)}")
+        raise ValueError(f"the weights are not complete: these layers would keep old ones: {_shortened(missing)}")
 
 
 def _keeps_old_weights(module: nn.Module) -> bool:
-    """Whether a rehearsal did not write every element of the module's own parameters."""
-    if is_deferred_attention_layer(module):  # has scales, which only some checkpoints set
+    """Whether the dry run left some elements of the module's own parameters unwritten."""
+    if is_deferred_attention_layer(module):  # its scales are set by some checkpoints only
         return False
     info = get_layerwise_info(module)
     own = {name: p for name, p in module._parameters.items() if p is not None and name not in SKIP_LOAD_TENSORS}
     if not own.keys() <= {name for name, _ in info.loaded_weights}:
         return True
-    # Loaders fill a parameter of one element instead of copying into it, which is not counted.
+    # Loaders fill a parameter of one element instead of copying into it, and vLLM does not count that.
     needed = sum(get_tensor_load_numel(p) for p in own.values() if p.numel() > 1)
     return bool(own) and info.load_numel - _NEVER < needed - _padding(module, own)
 
 
 def _padding(module: nn.Module, own: Mapping[str, Tensor]) -> int:
-    """Elements of rows that stand for no token."""
+    """The number of elements in embedding rows that belong to no token."""
     if not isinstance(module, VocabParallelEmbedding):
         return 0
     rows, shard = module.num_embeddings_per_partition, module.shard_indices
@@ -219,24 +219,24 @@ def _padding(module: nn.Module, own: Mapping[str, Tensor]) -> int:
 
 
 def _load(model: Any, weights: list[Named], model_config: Any) -> None:
-    """Load what a rehearsal took. Only lack of memory can still fail, and leaves a mixture that runs."""
+    """Load weights that passed the dry run. Only a lack of memory can still fail; it leaves a mixture that runs."""
     with _reloading(model) as reloading:
         model.load_weights(iter(weights))
         reloading.finish(model_config)
     for module in model.modules():
-        # On a CPU, a head has a packed copy of its own even where its weights are the embedding's.
+        # On a CPU, the head keeps a packed copy of its weights, even if they are tied to the embedding.
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
 
 
 class _Reloading:
-    """A model whose layers wait for weights, outside of their memory, by vLLM's layer-wise reload."""
+    """A model in vLLM's layer-wise reload: its layers wait for weights outside of their own memory."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._is_finished = False
         initialize_layerwise_reload(model)
-        # Biases are not parted from their memory: loaders write into them at once.
+        # Biases keep their memory during the reload: loaders write into them at once.
         live = (t for t in chain(model.parameters(), model.buffers()) if not t.is_meta)
         self._before = [(tensor, tensor.detach().clone()) for tensor in live]
         self._sharers: dict[int, set[nn.Module]] = {}
@@ -249,17 +249,17 @@ class _Reloading:
         return [] if kernel_tensors is None else list(kernel_tensors[0].values())
 
     def twins(self, module: nn.Module) -> set[nn.Module]:
-        """Other modules that share a parameter with `module`: a head and the embedding that it is tied to."""
+        """Other modules that share a parameter with `module`, such as the embedding that a head is tied to."""
         sharers = (self._sharers[id(parameter)] for parameter in self._kept(module))
         return set().union(*sharers) - {module}
 
     def finish(self, model_config: Any) -> None:
-        """What was loaded is the model from now on."""
+        """Make the loaded weights those of the model."""
         finalize_layerwise_reload(self._model, model_config)
         self._is_finished = True
 
     def end(self) -> None:
-        """Without `finish`: put the old weights back."""
+        """Restore the old weights, unless `finish` was called."""
         if self._is_finished:
             return
         self._model._do_torchao_reload = self._model._original_do_torchao_reload
@@ -282,10 +282,10 @@ def _reloading(model: Any) -> Iterator[_Reloading]:
 
 
 def _load_adapters_once() -> None:
-    """Read an adapter that replaces another one when it is loaded, not again in every step that uses it.
+    """Make vLLM read the files of an adapter only when it is loaded, not in every step that uses it.
 
-    A request for an adapter that was loaded with `load_inplace` carries that flag into each of its steps, where vLLM
-    would read the files anew, and end the engine when they are gone.
+    A request for an adapter that was loaded with `load_inplace` carries this flag into each of its steps. There, vLLM
+    would read the files again, and its engine would fail once they are removed.
     """
     apply_adapters = LRUCacheWorkerLoRAManager._apply_adapters
     if getattr(apply_adapters, "__module__", None) == __name__:
@@ -300,7 +300,7 @@ def _load_adapters_once() -> None:
 
 
 def _shortened(names: Iterable[str]) -> str:
-    """The first few names."""
+    """The first few names, and how many more there are."""
     names = sorted(names)
     rest = len(names) - _SHOWN_NAMES
     return ", ".join(names[:_SHOWN_NAMES]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,6 +1,7 @@
-"""Requests for completions as vLLM reads them, and its answers, checked, as completions. Nothing here waits or sends.
+"""Requests in vLLM's format, and checked completions from its answers. Nothing here waits or sends.
 
-One request asks for all samples of one prompt: token ids in, token ids, log-probs and weight versions out.
+One request is for all samples of one prompt. It contains token ids; the answer contains token ids, log-probs and
+weight versions.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ __all__ += ["check_prompts", "check_sampling", "version_name"]
 _SEED_MASK = 2**62 - 1
 # vLLM silently raises lower temperatures to this one.
 _LOWEST_TEMPERATURE = 0.01
-# What vLLM writes where JSON has no number for -infinity or NaN.
+# vLLM writes this for -infinity and NaN, which JSON cannot express.
 _NO_LOGPROB = -9999.0
 _ID_PREFIX = "generate-tokens-"
 
 
 class BadAnswer(Exception):
-    """The answer is not what was asked for."""
+    """The answer does not fit the request."""
 
 
 class Aborted(Exception):
-    """The server gave up the request, as if it had not been asked."""
+    """The server aborted the request. It can be repeated."""
 
 
 class OtherWeights(Exception):
-    """Tokens were sampled by weights that are not of this run, as those of a server that was restarted are."""
+    """Tokens were sampled with weights that are not this run's, for example by a restarted server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guided:
-    """What every completion has to match: exactly one of the three.
+    """Constraint on every completion: exactly one of the three.
 
     Raises:
-        ConfigError: None or several of them are given, or `json` is no JSON object.
+        ConfigError: None or several of them are given, or `json` is not a JSON object.
     """
 
     regex: str | None = None
@@ -54,15 +55,15 @@ class Guided:
     grammar: str | None = None  # EBNF
 
     def __post_init__(self) -> None:
-        """Check that there is one."""
+        """Check that exactly one is given."""
         given = [name for name in ("regex", "json", "grammar") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ConfigError(f"guided decoding by {given or 'nothing'}: give exactly one of regex, json and grammar")
+            raise ConfigError(f"guided decoding with {given or 'nothing'}: set exactly one of regex, json and grammar")
         if self.json is not None:
             _schema(self.json)
 
     def to_json(self) -> dict[str, Any]:
-        """As vLLM's `structured_outputs`."""
+        """The value of vLLM's parameter `structured_outputs`."""
         if self.json is not None:
             return {"json": _schema(self.json)}
         return {"regex": self.regex} if self.regex is not None else {"grammar": self.grammar}
@@ -72,17 +73,17 @@ def _schema(schema: str | Mapping[str, Any]) -> dict[str, Any]:
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
     except ValueError as error:
-        raise ConfigError(f"json={schema!r}: is no JSON ({error}); give a JSON schema") from error
+        raise ConfigError(f"json={schema!r}: must be a JSON schema, but is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise ConfigError(f"json={schema!r}: a JSON schema is an object, like {{'type': 'object'}}")
+        raise ConfigError(f"json={schema!r}: must be a JSON schema, which is an object such as {{'type': 'object'}}")
     return parsed
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of a call, and how completions of it are drawn."""
+    """A prompt of a call, and how its completions are sampled."""
 
-    number: int  # in the call
+    number: int  # its index in the call
     token_ids: Sequence[int]
     seed: int
     sampling: SamplingParams
@@ -90,36 +91,36 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an answer is checked against."""
+    """What an answer must agree with."""
 
     request_id: str
     run: str
     vocab_size: int
     stop_ids: frozenset[int]
-    is_guided: bool  # then a completion may also end where nothing more is allowed
+    is_guided: bool  # a completion may then also end where the constraint allows no further token
 
 
 def version_name(run: str, step: int) -> str:
-    """What the server calls the weights of optimizer step `step` of a run."""
+    """The server's name for the weights of optimizer step `step` of a run."""
     return f"{run}:{step}"
 
 
 def check_sampling(sampling: SamplingParams, guided: Guided | None) -> None:
-    """Refuse what vLLM would change or could not answer.
+    """Refuse sampling parameters that vLLM would change or cannot serve.
 
     Raises:
-        ConfigError: See there.
+        ConfigError: The temperature is too low, or raw log-probs cannot be returned.
     """
     if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
         raise ConfigError(
-            f"temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above; use 0 for greedy "
-            "decoding"
+            f"temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above. Raise it, or set 0 "
+            "for greedy decoding."
         )
     if sampling.logprobs == "raw" and not _is_undistorted(sampling, guided):
         raise ConfigError(
-            'logprobs="raw": a vLLM server that trains gives the log-probs of the distribution that it samples from. '
-            "They are the raw ones only at temperature 1 or 0, without top_p, top_k, min_p, repetition_penalty and "
-            'guided decoding. Set those, or logprobs="sampled".'
+            'logprobs="raw": the vLLM server returns log-probs of the distribution that it samples from. They equal '
+            "the raw log-probs only at temperature 1 or 0, without top_p, top_k, min_p, repetition_penalty and guided "
+            'decoding. Change these options, or set logprobs="sampled".'
         )
 
 
@@ -131,19 +132,19 @@ def _is_undistorted(sampling: SamplingParams, guided: Guided | None) -> bool:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
-    """Refuse prompts that no token can follow.
+    """Refuse prompts that the server cannot complete.
 
     Raises:
         GenerationError: A prompt is empty, or too long for the server.
     """
     for number, prompt in enumerate(prompts):
         if not prompt:
-            raise GenerationError(f"prompt {number} is empty: a first token is sampled after at least one token")
+            raise GenerationError(f"prompt {number} is empty: must have at least one token")
         if len(prompt) + max_tokens > max_model_len:
             raise GenerationError(
-                f"prompt {number} has {len(prompt)} tokens and max_tokens={max_tokens}: together at most "
-                f"{max_model_len} on this vLLM server. Start it with a larger --max_model_len, or shorten the prompts "
-                "(max_prompt_length) or the completions (max_completion_length)."
+                f"prompt {number} has {len(prompt)} tokens and max_tokens={max_tokens}: together must be at most "
+                f"{max_model_len} on this vLLM server. Start the server with a larger --max_model_len, or shorten the "
+                "prompts (max_prompt_length) or the completions (max_completion_length)."
             )
 
 
@@ -156,12 +157,12 @@ def request_body(
         prompt: What to complete.
         expected: What the answer will be checked against.
         model: The name of the model or adapter.
-        salt: Parts the prefix cache: what was computed under another salt is not used.
-        guided: What completions have to match.
+        salt: Separates prefix caches: entries that were computed with another salt are not used.
+        guided: Constraint on the completions.
     """
     sampling = prompt.sampling
     parameters = {
-        # vLLM refuses several greedy samples, which would be equal.
+        # vLLM refuses several greedy samples; they would be equal.
         "n": 1 if sampling.temperature == 0 else sampling.num_samples,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -170,8 +171,8 @@ def request_body(
         "min_p": sampling.min_p or 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "seed": prompt.seed & _SEED_MASK,
-        "logprobs": 0,  # of the sampled token alone
-        # Stopping is the trainer's, whatever the server's own tokenizer and generation config say.
+        "logprobs": 0,  # only of the sampled token
+        # The trainer decides where to stop, not the server's tokenizer and generation config.
         "stop_token_ids": sorted(expected.stop_ids),
         "ignore_eos": True,
         "detokenize": guided is not None,
@@ -188,17 +189,17 @@ def request_body(
 
 
 def completions_of(answer: Any, prompt: Prompt, expected: Expected) -> list[Completion]:
-    """[G] completions of an answer.
+    """The [G] completions in an answer.
 
     Raises:
-        BadAnswer: It is not an answer to this request.
-        Aborted: The server gave up.
-        OtherWeights: Tokens are by weights that are not of this run.
+        BadAnswer: It does not fit the request.
+        Aborted: The server aborted the request.
+        OtherWeights: Tokens were sampled with weights that are not this run's.
     """
     try:
         return _completions(answer, prompt.sampling, expected)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BadAnswer(f"it lacks something, or has it in another form ({error!r}): {str(answer)[:300]}") from error
+        raise BadAnswer(f"a field is missing or has another form ({error!r}): {str(answer)[:300]}") from error
 
 
 def _completions(answer: Any, sampling: SamplingParams, expected: Expected) -> list[Completion]:
@@ -208,7 +209,7 @@ def _completions(answer: Any, sampling: SamplingParams, expected: Expected) -> l
     choices = {choice["index"]: choice for choice in answer["choices"]}
     if len(answer["choices"]) != num_choices or choices.keys() != set(range(num_choices)):
         indices = [choice["index"] for choice in answer["choices"]]
-        raise BadAnswer(f"it has the choices {indices}, where 0..{num_choices - 1}, once each, were asked for")
+        raise BadAnswer(f"it has the choices {indices}, but each of 0..{num_choices - 1} was requested once")
     completions = [_completion(choices[index], sampling, expected) for index in range(num_choices)]
     return completions * (sampling.num_samples // num_choices)
 
@@ -221,7 +222,7 @@ def _completion(choice: Any, sampling: SamplingParams, expected: Expected) -> Co
     _check_tokens(tokens, reason, sampling, expected)
     logprobs = _logprobs(choice, tokens)
     if sampling.temperature == 0 and sampling.logprobs == "sampled":
-        logprobs = [0.0] * len(tokens)  # greedy decoding leaves no choice
+        logprobs = [0.0] * len(tokens)  # greedy decoding gives each token probability 1
     return Completion(
         token_ids=tokens,
         finish_reason=reason,
@@ -233,46 +234,49 @@ def _completion(choice: Any, sampling: SamplingParams, expected: Expected) -> Co
 
 def _check_tokens(tokens: list[int], reason: str, sampling: SamplingParams, expected: Expected) -> None:
     if reason not in get_args(FinishReason):
-        raise BadAnswer(f"finish_reason {reason!r} is none of {get_args(FinishReason)}")
+        raise BadAnswer(f"finish_reason {reason!r} is not one of {get_args(FinishReason)}")
     if not 1 <= len(tokens) <= sampling.max_tokens:
-        raise BadAnswer(f"a completion has {len(tokens)} tokens, where 1..{sampling.max_tokens} were asked for")
+        raise BadAnswer(f"a completion has {len(tokens)} tokens, but 1..{sampling.max_tokens} were requested")
     strange = [token for token in tokens if type(token) is not int or not 0 <= token < expected.vocab_size]
     if strange:
         raise BadAnswer(f"token ids {strange[:5]} are outside the vocabulary, 0..{expected.vocab_size - 1}")
     has_stopped = tokens[-1] in expected.stop_ids
     if expected.stop_ids.intersection(tokens[:-1]):
-        raise BadAnswer(f"tokens follow a stop token ({sorted(expected.stop_ids)})")
+        raise BadAnswer(f"further tokens follow a stop token (one of {sorted(expected.stop_ids)})")
     if has_stopped != (reason == "stop") and not (reason == "stop" and expected.is_guided):
-        raise BadAnswer(f"finish_reason {reason!r} with the last token {tokens[-1]}; {sorted(expected.stop_ids)} stop")
+        raise BadAnswer(
+            f"finish_reason {reason!r} with the last token {tokens[-1]}, but the stop tokens are "
+            f"{sorted(expected.stop_ids)}"
+        )
     if reason == "length" and len(tokens) < sampling.max_tokens:
-        raise BadAnswer(f"cut off after {len(tokens)} tokens, before the {sampling.max_tokens} that were asked for")
+        raise BadAnswer(f"a completion is cut off after {len(tokens)} tokens, before max_tokens={sampling.max_tokens}")
 
 
 def _logprobs(choice: Any, tokens: list[int]) -> list[float]:
     entries = choice["logprobs"]["content"]
     echoed = [entry["token_id"] for entry in entries]
     if echoed != tokens:
-        raise BadAnswer(f"its log-probs are of the tokens {echoed[:20]}, its completion is {tokens[:20]}")
+        raise BadAnswer(f"the log-probs are for the tokens {echoed[:20]}, but the completion is {tokens[:20]}")
     logprobs = [float(entry["logprob"]) for entry in entries]
-    # Above 0 only by rounding; NaN fails every comparison.
+    # A log-prob can exceed 0 by rounding; NaN fails every comparison.
     for position, logprob in enumerate(logprobs):
         if not _NO_LOGPROB < logprob < math.inf:
             raise BadAnswer(
                 f"the log-prob of token {position} is {logprob}. The weights have diverged or overflowed: lower "
-                "learning_rate or max_grad_norm, and restart from a checkpoint before this"
+                "learning_rate or max_grad_norm, and resume from an earlier checkpoint"
             )
     return logprobs
 
 
 def _policy_versions(spans: Any, num_tokens: int, run: str) -> list[int]:
-    """The optimizer step behind each token, of spans `[start, end)` that follow each other."""
+    """The optimizer step of the weights that sampled each token, from consecutive spans `[start, end)`."""
     steps: list[int] = []
     for span in spans or []:
         owner, _, step = span["version"].partition(":")
         if owner != run or not step.isdecimal():
-            raise OtherWeights(f"tokens are by weights that the server calls {span['version']!r}, not {run}:<step>")
+            raise OtherWeights(f"sampled with weights that the server calls {span['version']!r}, not {run}:<step>")
         if span["start"] != len(steps) or span["end"] < span["start"]:
-            raise BadAnswer(f"its weight versions do not follow each other: {spans}")
+            raise BadAnswer(f"the spans of its weight versions are not consecutive: {spans}")
         steps += [int(step)] * (span["end"] - span["start"])
     if len(steps) != num_tokens:
         raise BadAnswer(f"its weight versions cover {len(steps)} of {num_tokens} tokens: {spans}")

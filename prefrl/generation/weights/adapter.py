@@ -1,4 +1,4 @@
-"""The adapter alone, once servers have the weights that it is on."""
+"""Sending only the adapter, once the servers have the base weights."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["ADAPTER", "AdapterSync"]
 
 logger = logging.getLogger(__name__)
 
-# What requests name as their model where the policy is an adapter.
+# The model name in requests if the policy is an adapter.
 ADAPTER = "prefrl-policy"
 
 
 class AdapterSync:
-    """`Transport` of an adapter by files; the weights below it go by files too.
+    """A `Transport` that sends an adapter as files, and the base weights in the same way.
 
     Args:
-        folder: Where the files go.
+        folder: Where to write the files.
     """
 
     adapter_name: str | None = ADAPTER
@@ -38,10 +38,10 @@ class AdapterSync:
         self._base = FileSync(folder)
 
     def send(self, transfer: Transfer, servers: Sequence[Server], weights: WeightSource) -> None:
-        """Write files that exist while a server may read them."""
+        """Write the adapter's files. They are kept for as long as a server may read them."""
         for server in servers:
             if server.info.max_lora_rank is None:
-                message = "the server takes no adapters; start it with a maximum LoRA rank, or send all weights"
+                message = "the server takes no adapters. Start it with --max_lora_rank, or send all weights"
                 server.fail("loading the adapter", ConfigError(message))
         self._send_base(transfer, [server for server in servers if not server.has_base], weights)
         folder = self._folder.make("adapter-")
@@ -53,7 +53,7 @@ class AdapterSync:
             try:
                 await transfer.post(server, "/v1/load_lora_adapter", adapter)
             except Refused as error:
-                if error.status != 200:  # the answer to success is text, not JSON
+                if error.status != 200:  # on success the answer is text, not JSON
                     raise
             server.adapter = folder
 
@@ -64,14 +64,14 @@ class AdapterSync:
         if not servers:
             return
         if weights.is_quantized:
-            logger.warning("the policy is quantized: its adapter is put on the weights that the servers loaded")
+            logger.warning("The policy is quantized: servers apply its adapter to the base weights that they loaded.")
         else:
             self._base.send(transfer, servers, weights.base())
         for server in servers:
             server.has_base = server.error is None
 
     def _remove_unused(self, transfer: Transfer) -> None:
-        """Keep only what a server may still read: it drops its copy when its base weights change."""
+        """Keep only folders that a server may still read: it drops its copy when its base weights change."""
         used = {server.adapter for server in transfer.known}
         for folder in self._folder.path.glob("adapter-*"):
             if folder not in used:

@@ -1,4 +1,4 @@
-"""All weights as files that servers read."""
+"""Sending all weights as files that servers read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["FileSync", "PrivateFolder"]
 
 
 class PrivateFolder:
-    """A folder that no other user can read. It is made when it is first needed and removed with this object.
+    """A folder that no other user can read. It is created when it is first needed, and removed with this object.
 
     Args:
-        parent: Where it is made.
+        parent: Where to create it.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -35,7 +35,7 @@ class PrivateFolder:
 
     @property
     def path(self) -> Path:
-        """The folder, which exists."""
+        """The folder; created if it does not exist."""
         if self._path is None:
             self._parent.mkdir(parents=True, exist_ok=True)
             self._path = Path(tempfile.mkdtemp(prefix="prefrl-", dir=self._parent))  # 0700
@@ -43,21 +43,21 @@ class PrivateFolder:
         return self._path
 
     def make(self, prefix: str) -> Path:
-        """A new folder in it."""
+        """Create a new folder in it."""
         return Path(tempfile.mkdtemp(prefix=prefix, dir=self.path))
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove the folder and its contents."""
         self._path = None
         if self._finalizer is not None:
             self._finalizer()
 
 
 class FileSync:
-    """`Transport` by files.
+    """A `Transport` that sends all weights as files.
 
     Args:
-        folder: Where the files go.
+        folder: Where to write the files.
     """
 
     adapter_name: str | None = None
@@ -66,7 +66,7 @@ class FileSync:
         self._folder = folder
 
     def send(self, transfer: Transfer, servers: Sequence[Server], weights: Iterable[wire.Named]) -> None:
-        """Write files that exist while servers read them."""
+        """Write the weights' files, have the servers load them, and remove the files."""
         if all(server.error is not None for server in servers):
             return
         folder = self._folder.make("weights-")
@@ -74,7 +74,7 @@ class FileSync:
             repeated = _save(transfer, folder, weights)
 
             async def load(server: Server) -> None:
-                if repeated:  # a file has each name once
+                if repeated:  # a server might not see it: a file contains each name only once
                     raise HttpError(f"sent more than once: {', '.join(repeated)}")
                 await transfer.start_update(server)
                 await transfer.post(server, "/update_weights", {"update_info": {"path": str(folder)}})
@@ -86,7 +86,7 @@ class FileSync:
 
 
 def _save(transfer: Transfer, folder: Path, weights: Iterable[wire.Named]) -> list[str]:
-    """Write weights as safetensors files; the names that came more than once."""
+    """Write weights as safetensors files, and return the names that occur more than once."""
     names: Counter[str] = Counter()
     for number, bucket in enumerate(wire.buckets(weights, bucket_bytes=wire.BUCKET_BYTES)):
         names.update(name for name, _ in bucket)

@@ -1,4 +1,4 @@
-"""All weights through process groups, one for each server."""
+"""Sending all weights through process groups, one for each server."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MESSAGE_SECONDS = 10.0
 
 
 class GroupSync:
-    """`Transport` by process groups, which stay open between transfers.
+    """A `Transport` that sends all weights through process groups, which stay open between transfers.
 
     Args:
-        backend: What carries the bytes.
+        backend: The communication backend of the groups.
     """
 
     adapter_name: str | None = None
@@ -35,7 +35,7 @@ class GroupSync:
         self._backend = backend
 
     def send(self, transfer: Transfer, servers: Sequence[Server], weights: Iterable[wire.Named]) -> None:
-        """Broadcast all weights. They are read once, and no further when all servers have failed."""
+        """Broadcast all weights. They are read once; reading stops when all servers have failed."""
         self._join(transfer, [server for server in servers if server.error is None and server.group is None])
         transfer.for_each(servers, "starting", transfer.start_update)
         live = {server: server.group for server in servers if server.error is None and server.group is not None}
@@ -53,18 +53,18 @@ class GroupSync:
         transfer.for_each(servers, "finishing", transfer.finish_update)
 
     def _join(self, transfer: Transfer, servers: Sequence[Server]) -> None:
-        """New groups with servers."""
+        """Form new groups with servers."""
         joining: dict[Server, tuple[wire.Host, Future[wire.Group]]] = {}
         for server in servers:
             try:
                 host = self._invite(transfer, server)
             except (OSError, RuntimeError) as error:
-                server.fail("opening a port for it", error)
+                server.fail("opening a port for the process group", error)
                 continue
             joining[server] = (host, host.join())
             _begin_request(transfer, server, "/init_weight_transfer_engine", {"init_info": host.invitation.as_json()})
         for server, (host, future) in joining.items():
-            with _failures(server, "meeting it"):
+            with _failures(server, "forming the process group"):
                 server.group = _await_group(transfer, server, future)
                 _finish_request(server)
             host.cancel()
@@ -83,11 +83,11 @@ class GroupSync:
 
 
 def _broadcast(transfer: Transfer, groups: Mapping[Server, wire.Group], message: Any) -> None:
-    """One message to all servers that have not failed."""
+    """Send one message to all servers that have not failed."""
     for server, group in groups.items():
         if server.error is None:
             with _failures(server, "sending weights"):
-                _check(transfer, server)  # messages that arrive at once are not waited for
+                _check(transfer, server)  # `wait` does not check if the message arrives at once
                 group.start(message)
     for server, group in groups.items():
         if server.error is None:
@@ -102,19 +102,19 @@ def _await_group(transfer: Transfer, server: Server, joining: Future[wire.Group]
 
 
 def _check(transfer: Transfer, server: Server) -> None:
-    """Raise what ends a wait for the server: its error message, or the deadline."""
+    """Raise if a wait for the server must end: it answered with an error, or the deadline has passed."""
     if server.answer is not None and server.answer.done():
         server.answer.result()
     transfer.check_deadline()
 
 
 def _begin_request(transfer: Transfer, server: Server, path: str, json: Any) -> None:
-    """Begin a request that the server answers when its part of the work is done."""
+    """Begin a request that the server answers only when its part of the work is done."""
     server.answer = transfer.http.submit(transfer.post(server, path, json, grace=_MESSAGE_SECONDS))
 
 
 def _finish_request(server: Server, *, timeout: float | None = None) -> None:
-    """Wait for the answer to the request that is under way."""
+    """Wait for the answer to the running request."""
     answer, server.answer = server.answer, None
     if answer is not None:
         answer.result(timeout)
@@ -122,7 +122,7 @@ def _finish_request(server: Server, *, timeout: float | None = None) -> None:
 
 @contextmanager
 def _failures(server: Server, doing: str) -> Iterator[None]:
-    """Leave out a server that fails, with its own error message: a broken connection says little."""
+    """Leave out a server that fails, and record its own error message: a broken connection says little."""
     try:
         yield
     except HttpError as error:

@@ -1,4 +1,4 @@
-"""The trainer's side of a weight sync: the same weights to several servers at once, all of them or an error."""
+"""The trainer's side of a weight sync: it sends the same weights to several servers at once, or raises an error."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 __all__ = ["UPDATING", "SyncMethod", "WeightSync"]
 
 SyncMethod = Literal["nccl", "gloo", "shm", "adapter"]
-# The server's version while weights are on their way, so that half of an update is never taken for one.
+# The server's weight version during an update, so that an incomplete update is never mistaken for a complete one.
 UPDATING = "updating"
 
 
 class WeightSync:
-    """Gives the policy's weights to vLLM servers.
+    """Sends the policy's weights to vLLM servers.
 
     Args:
-        http: Requests, with the servers' key.
-        method: "nccl", "gloo": all weights in one process group for each server. "shm": all weights as files that the
-            server reads. "adapter": as "shm", and only the adapter once the server has the weights that it is on.
-        folder: Where files go, seen by trainer and servers under the same name, best in memory; private ones are made
-            in it. Only for "shm" and "adapter".
-        timeout: Seconds that one `send` may take, and that a server waits for the trainer. A server that failed has a
-            few more to say why.
+        http: HTTP client, with the servers' key.
+        method: "nccl", "gloo": all weights through one process group for each server. "shm": all weights as files that
+            the server reads. "adapter": like "shm", but only the adapter once the server has the base weights.
+        folder: Where to create private folders for the files. Trainer and servers must see it under the same path; a
+            file system in memory is fastest. Only for "shm" and "adapter".
+        timeout: Time limit of one `send`, in seconds; also how long a server waits for the trainer. A server that
+            failed gets a few seconds more to send its error message.
 
     Raises:
         ConfigError: `folder` is missing, or has no effect.
@@ -45,7 +45,7 @@ class WeightSync:
     def __init__(self, http: Http, *, method: SyncMethod, folder: Path | None, timeout: float) -> None:
         needs_folder = method in ("shm", "adapter")
         if needs_folder != (folder is not None):
-            wanted = "a folder that trainer and servers share, like /dev/shm" if needs_folder else "None"
+            wanted = "a folder that trainer and servers share, such as /dev/shm" if needs_folder else "None"
             raise ConfigError(f"folder={folder}: weight sync by {method!r} needs {wanted}")
         self._http = http
         self._method = method
@@ -57,11 +57,11 @@ class WeightSync:
         self.seconds = 0.0  # of the last `send`
 
     def model_name(self, info: ServerInfo) -> str:
-        """What requests to a server must name as their model."""
+        """The model name to use in requests to a server."""
         return self._transport.adapter_name or info.model
 
     def forget(self, url: str) -> None:
-        """The server was restarted: what it was sent counts for nothing."""
+        """Forget what was sent to a server, because it was restarted."""
         server = self._servers.pop(url, None)
         if server is not None:
             server.leave()
@@ -74,18 +74,18 @@ class WeightSync:
             self._folder.remove()
 
     def send(self, servers: Mapping[str, ServerInfo], weights: WeightSource, *, version: str) -> None:
-        """Give servers these weights. What they are generating goes on with them.
+        """Send weights to servers. Completions that are being generated continue with the new weights.
 
-        `weights` is read once, in order, and no further when all servers have failed.
+        `weights` is read once, in order; reading stops when all servers have failed.
 
         Args:
-            servers: By base URL.
-            weights: Of the policy.
-            version: The servers' name for them.
+            servers: The servers, by base URL.
+            weights: The weights of the policy.
+            version: The servers' name for these weights.
 
         Raises:
-            WeightSyncError: Not all servers took them in time. A server that failed has its old weights, or (after a
-                lack of memory) a mixture that runs, under the version "updating"; send again.
+            WeightSyncError: Not all servers loaded the weights in time. A server that failed keeps its old weights or,
+                if it ran out of memory, has old and new ones mixed, under the version "updating". Send again.
         """
         started = time.monotonic()
         chosen = [self._register(url, info) for url, info in servers.items()]
@@ -97,7 +97,7 @@ class WeightSync:
             transfer.for_each(chosen, "naming the version", partial(_set_version, transfer, version=version))
         except BaseException as error:
             for server in chosen:
-                server.fail("broken off", error)
+                server.fail("the transfer was interrupted", error)
             raise
         finally:
             self._resume(chosen)
@@ -107,8 +107,8 @@ class WeightSync:
         if errors:
             reasons = "\n".join(map(str, errors))
             raise WeightSyncError(
-                f"weights {version!r} were not taken by {len(errors)} of {len(chosen)} servers "
-                f"(by {self._method}, timeout {self._timeout:g} s):\n{reasons}"
+                f"sending the weights {version!r} failed for {len(errors)} of {len(chosen)} servers "
+                f"(weight_sync={self._method}, sync_timeout={self._timeout:g} s):\n{reasons}"
             ) from errors[0]
 
     def _register(self, url: str, info: ServerInfo) -> Server:
@@ -117,9 +117,9 @@ class WeightSync:
         return server
 
     def _resume(self, servers: list[Server]) -> None:
-        """Let servers go on, and forget what failed."""
+        """Let servers go on generating, and forget those that failed."""
         paused = [server for server in servers if server.is_paused]
-        # With seconds of its own: a server must not stay paused because the weights took all.
+        # With its own time limit: a server must not stay paused because the transfer used up the time.
         resuming = [
             self._http.submit(self._http.send("POST", server.url + "/resume", timeout=self._timeout))
             for server in paused
@@ -146,7 +146,7 @@ async def _pause(transfer: Transfer, server: Server) -> None:
     except Unreachable:
         raise
     except HttpError:
-        server.is_paused = True  # perhaps
+        server.is_paused = True  # it may be
         raise
     server.is_paused = True
     await _set_version(transfer, server, version=UPDATING)
@@ -156,7 +156,7 @@ async def _clear_cache(transfer: Transfer, server: Server) -> None:
     path = "/reset_prefix_cache"
     answer = await transfer.post(server, path)
     if isinstance(answer, dict) and answer.get("success") is False:
-        raise Refused(f"POST {server.url}{path}: answered {answer}: prompts computed with old weights", status=200)
+        raise Refused(f"POST {server.url}{path}: answered {answer}: its cache is of the old weights", status=200)
 
 
 async def _set_version(transfer: Transfer, server: Server, *, version: str) -> None:

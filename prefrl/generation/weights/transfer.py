@@ -1,4 +1,4 @@
-"""What all transports share: the servers, and one transfer of weights to them, with its deadline and its requests."""
+"""Shared by all transports: the servers, and one transfer of weights to them with its deadline and its requests."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["Server", "Transfer", "Transport"]
 
 @dataclass(eq=False)
 class Server:
-    """A server, and what is known of its weights."""
+    """A server, and what is known about its weights."""
 
     url: str
     info: ServerInfo
     group: wire.Group | None = None
-    has_base: bool = False  # the weights below the adapter were sent to it
-    adapter: Path | None = None  # what its requests read
-    # Of one transfer:
+    has_base: bool = False  # it has the base weights that the adapter belongs to
+    adapter: Path | None = None  # the adapter's files that it loaded last
+    # The state of one transfer:
     error: WeightSyncError | None = None
     is_paused: bool = False
-    answer: Future[Any] | None = None  # to the request that is under way
+    answer: Future[Any] | None = None  # to the running request
 
     def fail(self, doing: str, error: BaseException) -> None:
-        """Leave the rest of this transfer to the other servers."""
+        """Record an error, and leave the server out of the rest of this transfer."""
         if self.error is None:
             self.error = WeightSyncError(f"{self.url}: {doing}: {error}")
             self.error.__cause__ = error
@@ -54,8 +54,8 @@ class Transfer:
     """One transfer of weights. A server that fails is left out of the rest of it."""
 
     http: Http
-    known: Collection[Server]  # also those that these weights do not go to
-    timeout: float  # seconds for all of it
+    known: Collection[Server]  # all servers, including those that do not get these weights
+    timeout: float  # seconds for the whole transfer
     bytes_sent: int = 0  # to each server
     _deadline: float = field(init=False)
 
@@ -64,35 +64,35 @@ class Transfer:
         self._deadline = time.monotonic() + self.timeout
 
     def check_deadline(self) -> None:
-        """Raise TimeoutError when the time is over."""
+        """Raise TimeoutError if the deadline has passed."""
         if time.monotonic() > self._deadline:
-            raise TimeoutError(f"not done within {self.timeout:g} s")
+            raise TimeoutError(f"not finished within {self.timeout:g} s")
 
     async def post(self, server: Server, path: str, json: Any = None, *, grace: float = 0.0) -> Any:
         """The answer to a POST request, which may come `grace` seconds after the deadline."""
-        # Never 0, so that a late request fails with its own name.
+        # Never 0, so that the error of a late request names the request.
         left = max(self._deadline - time.monotonic(), 0.001)
         return await self.http.send("POST", server.url + path, timeout=left + grace, json=json)
 
     async def start_update(self, server: Server) -> None:
-        """Tell a server that weights will come."""
+        """Tell a server that weights will follow."""
         try:
             await self.post(server, "/start_weight_update")
         except Refused as error:
             if "already active" not in str(error):
                 raise
-            # A trainer died between its requests.
+            # A trainer died in the middle of an update.
             await self.finish_update(server)
             await self.post(server, "/start_weight_update")
 
     async def finish_update(self, server: Server) -> None:
-        """Tell a server that all weights have come."""
+        """Tell a server that all weights have been sent."""
         await self.post(server, "/finish_weight_update")
 
     def for_each(
         self, servers: Sequence[Server], doing: str, action: Callable[[Server], Coroutine[Any, Any, None]]
     ) -> None:
-        """Do the same for all servers that have not failed, at once."""
+        """Run an action for all servers that have not failed, at the same time."""
         live = [server for server in servers if server.error is None]
         futures = [self.http.submit(action(server)) for server in live]
         for server, future in zip(live, futures, strict=True):
@@ -103,10 +103,10 @@ class Transfer:
 
 
 class Transport(Protocol):
-    """A way for weights to get to servers."""
+    """A way to send weights to servers."""
 
-    adapter_name: str | None  # what requests name as their model; None: the server's own model
+    adapter_name: str | None  # the model name in requests; None: the server's own model
 
     def send(self, transfer: Transfer, servers: Sequence[Server], weights: WeightSource) -> None:
-        """Give the weights to all servers that have not failed, and call `Server.fail` of those that fail now."""
+        """Send the weights to all servers that have not failed, and call `Server.fail` on those that fail now."""
         ...

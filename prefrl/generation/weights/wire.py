@@ -1,13 +1,13 @@
-"""Weights on the wire: a private process group of a trainer and the workers of one server, and what is sent in it.
+"""The wire protocol of weights: a private process group of a trainer and one server's workers, and its messages.
 
-Plain torch, the same code on both sides; nothing is unpickled. The trainer is rank 0 and hosts the rendezvous on the
-one address through which it reaches the server. It sends buckets, each as
+Plain torch, the same code on both sides; nothing is unpickled. The trainer is rank 0. It hosts the rendezvous, only on
+the address from which it reaches the server. It sends buckets of tensors, each as
 
     length of the header    8 bytes, int64; 0 ends the transfer
-    header                  JSON: names, dtypes and shapes of the bucket's tensors, or the reason why there are no more
+    header                  JSON: names, dtypes and shapes of the bucket's tensors, or the error that ends the transfer
     the tensors' bytes      each at the next multiple of 16, so that views of every dtype are aligned
 
-A header for each bucket lets the trainer read its weights once, in order, without knowing beforehand what will come.
+Because each bucket has its own header, the trainer can read its weights once, in order, without a list of them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Named = tuple[str, Tensor]
 BUCKET_BYTES = 64 * 2**20
 HOST_DEVICE = torch.device("cpu")
 _ALIGNMENT = 16  # bytes, the widest dtype
-_HEADER_LIMIT = 256 * 2**20  # bytes; a longer header is noise, not names
+_HEADER_LIMIT = 256 * 2**20  # bytes; a larger length does not come from prefrl
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -68,29 +68,29 @@ _ABORT_POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a worker needs in order to join: the trainer sends it as `init_info`."""
+    """What a worker needs to join the group; the trainer sends it as `init_info`."""
 
     transport: Transport
     host: str
     port: int
-    tag: str  # of this group: a worker of an earlier one never meets a later one
+    tag: str  # unique to this group, so that workers of an earlier group cannot join it
     world_size: int  # the trainer and all workers of the server
-    timeout_s: float  # of each wait
+    timeout_s: float  # time limit of each wait
     rank_offset: int = 1  # the rank of the first worker
 
     def as_json(self) -> dict[str, Any]:
-        """Fields by name."""
+        """The fields by name."""
         return asdict(self)
 
 
 class Group:
-    """A process group that belongs to nobody else: torch's default group neither knows nor needs it.
+    """A private process group, independent of torch's default group.
 
     Args:
-        invitation: The group.
-        rank: 0 for the trainer.
-        store: Where the members meet.
-        address: Of this machine, as the others see it.
+        invitation: The group to join.
+        rank: This process's rank; 0 for the trainer.
+        store: The rendezvous store.
+        address: Address of this machine, as the others see it.
     """
 
     def __init__(self, invitation: Invitation, *, rank: int, store: TCPStore, address: str) -> None:
@@ -109,21 +109,21 @@ class Group:
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
     def start(self, message: Tensor) -> None:
-        """Begin to send `message`, or to receive it on ranks above 0, in place."""
+        """Begin to send `message`, or on ranks above 0, to receive it in place."""
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        # Nobody else holds this: connections stay open for as long as it lives.
+        # Keep the only reference: connections stay open as long as it exists.
         self._under_way = self._backend.broadcast([message], options)
 
     def wait(self, *, check: Callable[[], None] | None = None) -> None:
-        """Wait for what `start` began.
+        """Wait until the message of `start` is sent or received.
 
         Args:
-            check: Called while waiting; what it raises ends the wait.
+            check: Called while waiting; an exception that it raises ends the wait.
 
         Raises:
-            TimeoutError: `timeout_s` passed.
+            TimeoutError: It took longer than `timeout_s`.
             RuntimeError: The connection broke.
         """
         deadline = time.monotonic() + self.invitation.timeout_s
@@ -143,7 +143,7 @@ class Group:
         self.wait()
 
     def close(self) -> None:
-        """Leave, without waiting. The others notice at once, unless a message is under way: then when it ends."""
+        """Leave without waiting. The others notice at once or, if a message is being sent, when that ends."""
         backend, store, under_way = self._backend, self._store, self._under_way
         self._backend = self._store = self._under_way = None
         if backend is not None and under_way is not None and not under_way.is_completed():
@@ -152,10 +152,10 @@ class Group:
 
 
 def _gloo(store: PrefixStore, rank: int, invitation: Invitation, address: str) -> Any:
-    gloo: Any = ProcessGroupGloo  # torch's stubs know the newer of two names of `_Options` alone
+    gloo: Any = ProcessGroupGloo  # torch's stubs know only the newer of two names of `_Options`
     options = gloo._Options()
-    options._timeout = timedelta(seconds=invitation.timeout_s + 1)  # `wait` is the first to say that it took too long
-    # gloo's default is the address that the machine's own name stands for, which is often one that nobody reaches.
+    options._timeout = timedelta(seconds=invitation.timeout_s + 1)  # so that `wait` reports a timeout first
+    # By default, gloo uses the address that the host name resolves to, which others often cannot reach.
     options._devices = [gloo.create_device(hostname=address)]
     return gloo(store, rank, invitation.world_size, options)
 
@@ -164,7 +164,7 @@ def _nccl(store: PrefixStore, rank: int, invitation: Invitation) -> Any:
     from torch.distributed import ProcessGroupNCCL  # only builds with CUDA have it
 
     options = ProcessGroupNCCL.Options()
-    # Deadlines are kept by `wait`: torch's own would end the whole process, trainer or server.
+    # `wait` enforces deadlines: torch's own timeout would end the whole process, trainer or server.
     options._timeout = timedelta(days=365)
     quiet = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     before = {name: os.environ.get(name) for name in quiet}
@@ -180,9 +180,9 @@ def _nccl(store: PrefixStore, rank: int, invitation: Invitation) -> Any:
 
 
 def _abort(backend: Any, _store: Any, under_way: Any) -> None:
-    """Break off what is under way, and let go of the group after that, with the end of this thread.
+    """Abort the running message, and release the group when it has ended, at the end of this thread.
 
-    gloo ends a message at its deadline and not before; until then its destructor would stop all threads of Python.
+    gloo ends a message only at its deadline. Until then, the group's destructor would block all Python threads.
     """
     backend.abort()
     while not under_way.is_completed():
@@ -190,15 +190,15 @@ def _abort(backend: Any, _store: Any, under_way: Any) -> None:
 
 
 class Host:
-    """The trainer's side of a rendezvous: invites, and joins in the background.
+    """The trainer's side of a rendezvous: it makes the invitation, and joins the group in the background.
 
     Args:
-        transport: How bytes will go.
-        host: Of the server.
-        port: Of the server.
-        num_workers: Of the server.
-        tag: Of this group.
-        timeout: Seconds of each wait.
+        transport: The communication backend.
+        host: Host of the server.
+        port: Port of the server.
+        num_workers: Number of the server's workers.
+        tag: Unique name of this group.
+        timeout: Time limit of each wait, in seconds.
     """
 
     def __init__(
@@ -225,11 +225,11 @@ class Host:
         )
 
     def join(self) -> Future[Group]:
-        """Meet the workers, on a thread of its own: NCCL knows no deadline for it."""
+        """Wait for the workers and form the group, on a separate thread: NCCL has no deadline for this."""
         return _in_background(self._join)
 
     def cancel(self) -> None:
-        """Stop waiting for workers that have not come."""
+        """Stop waiting for workers that have not arrived."""
         self._is_cancelled = True
 
     def _join(self) -> Group:
@@ -238,25 +238,25 @@ class Host:
             _arrival_key(invitation, invitation.rank_offset + worker) for worker in range(invitation.world_size - 1)
         ]
         deadline = time.monotonic() + invitation.timeout_s
-        # Before the group is made, which could not be broken off.
+        # Wait before the group is formed, because forming it cannot be interrupted.
         while not self._store.check(keys):
             if self._is_cancelled:
                 raise RuntimeError("cancelled")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all of {len(keys)} workers came within {invitation.timeout_s:g} s")
+                raise TimeoutError(f"not all of {len(keys)} workers arrived within {invitation.timeout_s:g} s")
             time.sleep(_JOIN_POLL_SECONDS)
         return Group(invitation, rank=0, store=self._store, address=self._address)
 
 
 def join(invitation: Invitation, *, worker: int) -> Group:
-    """A worker's side of a rendezvous.
+    """The worker's side of a rendezvous.
 
     Args:
         invitation: From the trainer.
-        worker: Its number among the workers of its server.
+        worker: Number of this worker among the workers of its server.
 
     Raises:
-        RuntimeError: Nobody is there, or not all members came in time.
+        RuntimeError: The trainer cannot be reached, or not all members arrived in time.
     """
     store = TCPStore(
         invitation.host,
@@ -276,7 +276,7 @@ def _arrival_key(invitation: Invitation, rank: int) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine from which packets to `host` leave, in digits; nothing is sent."""
+    """The numeric address of this machine from which packets to `host` are sent; this sends nothing."""
     family, kind, protocol, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(peer)
@@ -296,7 +296,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def _in_background(make: Callable[[], Group]) -> Future[Group]:
-    """The result of `make` on a thread that does not keep the program alive."""
+    """Run `make` on a thread that does not keep the program alive."""
     future: Future[Group] = Future()
 
     def run() -> None:
@@ -311,7 +311,7 @@ def _in_background(make: Callable[[], Group]) -> Future[Group]:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """A bucket's tensors, in order; or `error`: the sender cannot go on."""
+    """A description of a bucket's tensors, in order; or an `error` because of which the sender stops."""
 
     names: list[str]
     dtypes: list[str]
@@ -324,7 +324,7 @@ class _Header:
         return [_DTYPES[dtype].itemsize * math.prod(shape) for dtype, shape in pairs]
 
     def offsets(self) -> tuple[list[int], int]:
-        """Where each tensor begins, and the bytes of the bucket."""
+        """The byte offset of each tensor, and the size of the bucket in bytes."""
         offsets, end = [], 0
         for size in self.sizes():
             offsets.append(end)
@@ -333,7 +333,7 @@ class _Header:
 
 
 def buckets(weights: Iterable[Named], *, bucket_bytes: int) -> Iterator[list[Named]]:
-    """Consecutive tensors of together at most `bucket_bytes`; a larger tensor has a bucket of its own."""
+    """Consecutive tensors of at most `bucket_bytes` in total; a larger tensor has a bucket of its own."""
     bucket: list[Named] = []
     used = 0
     for name, tensor in weights:
@@ -347,9 +347,9 @@ def buckets(weights: Iterable[Named], *, bucket_bytes: int) -> Iterator[list[Nam
 
 
 def messages(weights: Iterable[Named], *, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Tensor]:
-    """What rank 0 broadcasts, one after the other. A message is good until the next one is asked for.
+    """The messages that rank 0 broadcasts, in order. Each message is valid until the next one is read.
 
-    What reading `weights` raises is told to the receivers before it goes on.
+    If reading `weights` fails, the receivers get the error message before the exception is raised.
     """
     buffer = torch.empty(0, dtype=torch.uint8, device=device)
     try:
@@ -369,12 +369,12 @@ def messages(weights: Iterable[Named], *, device: torch.device, bucket_bytes: in
 
 
 def receive(group: Group) -> list[Named]:
-    """Everything that rank 0 sends, in the memory of the host.
+    """Receive all weights from rank 0 into host memory.
 
     Raises:
-        TimeoutError: The sender fell silent.
+        TimeoutError: The sender stopped sending.
         RuntimeError: The connection broke.
-        ValueError: The sender gave up, or what came is nothing that a trainer sends.
+        ValueError: The sender stopped because of an error, or the data do not follow the protocol.
     """
     received: list[Named] = []
     while True:
@@ -382,13 +382,13 @@ def receive(group: Group) -> list[Named]:
         if length == 0:
             return received
         if not 0 < length <= _HEADER_LIMIT:
-            raise ValueError(f"a header of {length} bytes: this is no trainer of prefrl")
+            raise ValueError(f"a header of {length} bytes: the sender is not a prefrl trainer")
         header = _Header(**json.loads(_receive_bytes(group, int(length)).numpy().tobytes()))
         if header.error is not None:
-            raise ValueError(f"the trainer gave up: {header.error}")
+            raise ValueError(f"the trainer stopped sending: {header.error}")
         unknown = sorted(set(header.dtypes) - _DTYPES.keys())
         if unknown:
-            raise ValueError(f"unknown dtypes {unknown}; known are {sorted(_DTYPES)}")
+            raise ValueError(f"cannot receive tensors of the dtypes {unknown}; supported: {sorted(_DTYPES)}")
         offsets, total = header.offsets()
         received.extend(_unpack(header, offsets, _receive_bytes(group, total)))
 
@@ -397,7 +397,7 @@ def _header(bucket: list[Named]) -> _Header:
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
     unknown = [f"{name}: {dtype}" for (name, _), dtype in zip(bucket, dtypes, strict=True) if dtype not in _DTYPES]
     if unknown:
-        raise ValueError(f"no way to send {', '.join(unknown)}; known dtypes are {sorted(_DTYPES)}")
+        raise ValueError(f"cannot send {', '.join(unknown)}; supported dtypes: {sorted(_DTYPES)}")
     return _Header([name for name, _ in bucket], dtypes, [list(tensor.shape) for _, tensor in bucket])
 
 
@@ -419,13 +419,13 @@ def _header_messages(header: _Header, device: torch.device) -> Iterator[Tensor]:
 
 
 def _pieces(message: Tensor) -> Iterator[Tensor]:
-    """A tensor that is larger than a bucket goes in several messages, each with a deadline of its own."""
+    """The parts in which a tensor is sent: one larger than a bucket takes several messages, each with its deadline."""
     for start in range(0, message.numel(), BUCKET_BYTES):
         yield message[start : start + BUCKET_BYTES]
 
 
 def _receive_bytes(group: Group, size: int) -> Tensor:
-    """The next `size` bytes, on the host."""
+    """Receive the next `size` bytes into host memory."""
     target = torch.empty(size, dtype=torch.uint8)
     for part in _pieces(target):
         message = part if group.device == part.device else torch.empty_like(part, device=group.device)

@@ -112,7 +112,7 @@ def _passes(kernel: Kernel, inputs: Inputs) -> bool:
     with ThreadPoolExecutor(1, thread_name_prefix="prefrl-trial") as pool:
         mistake = pool.submit(_mistake, kernel, inputs).result()
     if mistake is not None and is_main():
-        logger.warning("Attention of flat rows does without its %s kernel for %s: %s", kernel.name, inputs, mistake)
+        logger.warning("Attention of flat rows does not use its %s kernel for %s: %s", kernel.name, inputs, mistake)
     return mistake is None
 
 

@@ -92,11 +92,11 @@ def named(trainer: type[_Algorithm], data: Sequence[Any], arguments: Mapping[str
         TypeError: There are too many positional arguments, or one is given twice.
     """
     if len(data) > len(DATA):
-        raise TypeError(f"too many arguments by position: the order is {_order(trainer)}. Give the others by name.")
+        raise TypeError(f"too many positional arguments: the order is {_order(trainer)}. Pass the others by name.")
     by_position = dict(zip(DATA, data, strict=False))
     twice = [name for name in by_position if name in arguments]
     if twice:
-        raise TypeError(f"{twice[0]} is given by position and by name: the order is {_order(trainer)}")
+        raise TypeError(f"{twice[0]} is passed both by position and by name: the order is {_order(trainer)}")
     return {**by_position, **arguments}
 
 

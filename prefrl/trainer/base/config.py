@@ -102,7 +102,7 @@ class BaseConfig(TrainingArguments):
         distributed.check_processes(self, os.environ)
         parse_json(self, "model_init_kwargs", "liger_kernel_config")
         if self.remove_unused_columns:
-            raise ConfigError("remove_unused_columns=True: must be False, columns are chosen by the data layer")
+            raise ConfigError("remove_unused_columns=True: must be False, because the data layer chooses the columns")
         if self.train_sampling_strategy not in ("random", "sequential"):
             raise ConfigError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches "

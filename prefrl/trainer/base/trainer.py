@@ -277,7 +277,9 @@ class BaseTrainer(Trainer):
             ValueError: `return_outputs` is set, or the step's count is missing.
         """
         if return_outputs or num_items_in_batch is None:
-            raise ValueError("compute_loss needs num_items_in_batch and returns the loss alone")
+            raise ValueError(
+                "compute_loss needs num_items_in_batch, and returns only the loss: return_outputs must be False"
+            )
         with self.account.phase("forward"):
             if inputs.is_idle:
                 return self.forward_sum(model, inputs) * 0.0

@@ -201,5 +201,5 @@ def _read(path: Path, fingerprint: str, tokens: Mapping[str, Any]) -> pa.Table |
 
 def _damaged(path: Path, what: str) -> DataError:
     return DataError(
-        f"the saved reference log-probs in {path} do not fit: the file {what}. Delete it, then they are computed anew."
+        f"the saved reference log-probs in {path} do not fit: the file {what}. Delete it, and they are computed again."
     )

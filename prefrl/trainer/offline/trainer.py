@@ -168,8 +168,9 @@ class OfflineTrainer(BaseTrainer):
             return [batch.replace(ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
         if self._precomputed_from is not None and any(batch.ref_logprobs is None for batch in batches):
             raise ConfigError(
-                "precompute_ref_log_probs=True kept no reference model, so that a dataset given to evaluate() cannot "
-                "be scored. Give it to the constructor as eval_dataset, or set precompute_ref_log_probs=False."
+                "precompute_ref_log_probs=True: the reference model was not kept, so a dataset given to evaluate() "
+                "cannot be scored. Give it to the constructor as eval_dataset, or set "
+                "precompute_ref_log_probs=False."
             )
         return batches
 
@@ -230,8 +231,8 @@ class OfflineTrainer(BaseTrainer):
         )
         if len(sampler) == 0:
             raise ConfigError(
-                f"the dataset's {len(dataset)} rows do not fill one step of {sampler.rows_per_step}, and "
-                "dataloader_drop_last=True leaves shorter steps out"
+                f"the dataset has {len(dataset)} rows, fewer than one step of {sampler.rows_per_step}, and "
+                "dataloader_drop_last=True leaves out incomplete steps"
             )
         return self._loader(dataset, sampler)
 

@@ -156,7 +156,7 @@ def test_completion_goes_on_in_the_turn_that_the_prompt_leaves_open():
 
 
 def test_completion_must_start_with_the_assistant():
-    with pytest.raises(DataError, match="starts with role 'user': needs 'assistant'"):
+    with pytest.raises(DataError, match="starts with role 'user': must be 'assistant'"):
         join_prompt([ASK], [ASK])
 
 

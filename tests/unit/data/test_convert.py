@@ -98,7 +98,7 @@ def test_prompt_of_conversations_is_their_common_messages(chosen, rejected, turn
         (
             [ASK, MORE, GOOD],
             [ASK, GOOD],
-            "'chosen': the first message after the common start (message 1) has role 'user'",
+            "'chosen': the first message after the part that chosen and rejected share (message 1) has role 'user'",
         ),
         ("", "No", "'chosen' is ''"),
     ],
@@ -237,7 +237,7 @@ def test_a_key_that_only_late_messages_have_is_kept():
 @pytest.mark.parametrize("column", ["completion", "label"])
 def test_columns_that_would_be_written_over_are_refused(column):
     rows = [row | {column: "x"} for row in text_pairs(2)]
-    with pytest.raises(DataError, match=f"column '{column}' would be written over"):
+    with pytest.raises(DataError, match=f"column '{column}' would be overwritten"):
         unpair_preference_dataset(datasets.Dataset.from_list(rows))
 
 

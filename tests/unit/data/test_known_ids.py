@@ -17,7 +17,7 @@ from tests.contract.cases import make_trainer
 
 # The tiny tokenizer's last token, which models here have no embedding for.
 NEWLINE = len(tiny_tokenizer()) - 1
-MESSAGE = re.escape(f"token {chr(10)!r} (id {NEWLINE}) has no embedding, the model has {NEWLINE}")
+MESSAGE = re.escape(f"token {chr(10)!r} (id {NEWLINE}) has no embedding, because the model has only {NEWLINE}")
 
 
 def checked(rows: list[dict[str, Any]], *, stream: bool = False, columns: Any = ID_COLUMNS) -> list[dict[str, Any]]:

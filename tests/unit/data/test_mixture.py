@@ -92,7 +92,7 @@ def no_rows():
             {"a": numbers(1), "b": as_stream(numbers(2))},
             {},
             DataError,
-            "'a' is a Dataset and 'b' a IterableDataset",
+            "'a' is a Dataset, but 'b' is a IterableDataset",
         ),
         (
             {"a": numbers(1), "b": datasets.Dataset.from_dict({"y": [1]})},
@@ -110,7 +110,7 @@ def no_rows():
             {"a": numbers(1), "b": numbers("1")},
             {},
             DataError,
-            "column 'x' of dataset 'b' is Value('string'), that of 'a' Value('int64')",
+            "column 'x' of dataset 'b' has type Value('string'), but in 'a' it has type Value('int64')",
         ),
     ],
 )

@@ -61,7 +61,7 @@ def test_wrapped_cuts_everywhere_and_never_trains_on_a_start():
 
 def test_wrapped_without_any_loss_left_is_refused():
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "trainable": [False, False, True]}])
-    with pytest.raises(DataError, match="leaves no token with a loss"):
+    with pytest.raises(DataError, match="leaves no token to train on"):
         pack_dataset(rows, max_length=2, strategy="wrapped")
 
 

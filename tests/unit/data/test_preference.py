@@ -145,7 +145,7 @@ def test_what_the_template_writes_differently_for_each_side_is_not_the_prompt():
     row = {**CHAT, "rejected": [bot("no"), user("b"), bot("c")]}
     rows = pairs([row], tiny_tokenizer(chat_template="a{{ messages|length }}" + CHAT_TEMPLATE))
     assert texts(rows[0])[:2] == ["a", "2" + HI + "yo<|end|>"]
-    with pytest.raises(DataError, match="the prompt has no token that does not depend on the completion"):
+    with pytest.raises(DataError, match="the prompt has no token of its own"):
         pairs([row], tiny_tokenizer(chat_template="{{ messages|length }}" + CHAT_TEMPLATE))
 
 
@@ -186,10 +186,14 @@ def test_prompt_and_longer_completion_are_cut_to_the_limit(truncation, max_lengt
     [
         ({**TEXT, "chosen": ""}, {}, "column 'chosen' is ''"),
         ({**TEXT, "prompt": None}, {}, "column 'prompt' is None"),
-        ({**TEXT, "rejected": "4"}, {}, "chosen and rejected are equal in all of their 2 tokens"),
-        ({**TEXT, "rejected": "4!"}, {"max_length": 5}, "equal in all of their 1 tokens"),
-        (TEXT, {"max_length": 4}, "the prompt's 4 tokens leave none for the completion within max_length=4"),
-        (TEXT, {"max_length": 5, "truncation": "left"}, "the completion's 5 tokens leave none for the prompt"),
+        ({**TEXT, "rejected": "4"}, {}, "chosen and rejected have the same 2 tokens"),
+        ({**TEXT, "rejected": "4!"}, {"max_length": 5}, "have the same 1 tokens"),
+        (TEXT, {"max_length": 4}, "the prompt has 4 tokens, which leaves none for the completion within max_length=4"),
+        (
+            TEXT,
+            {"max_length": 5, "truncation": "left"},
+            "the completion has 5 tokens, which leaves none for the prompt",
+        ),
         (TEXT, {"max_length": 8, "truncation": "error"}, "has 9 tokens, more than the 8 allowed"),
     ],
 )
@@ -206,16 +210,16 @@ def test_unusable_text_pair_is_named_or_dropped(row, options, reason, warnings):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"chosen": "ab", "rejected": "xb"}, "no common token"),
-        ({"chosen": "ab", "rejected": "ab<|end|>c"}, "nothing is left of a completion"),
-        ({"chosen": "ab", "rejected": "ab"}, "nothing is left of a completion"),
+        ({"chosen": "ab", "rejected": "xb"}, "start with different tokens"),
+        ({"chosen": "ab", "rejected": "ab<|end|>c"}, "one completion has no token of its own"),
+        ({"chosen": "ab", "rejected": "ab"}, "one completion has no token of its own"),
         ({**WHOLE_CHAT, "chosen": [user("ho"), bot("yo")]}, "no common message"),
         ({**WHOLE_CHAT, "chosen": [bot("hi")], "rejected": [bot("hi"), bot("b")]}, "no common message"),
         ({**WHOLE_CHAT, "chosen": [user("hi"), user("b")]}, "message 1) has role 'user'"),
         ({**WHOLE_CHAT, "chosen": []}, "column 'chosen' is []"),
         ({**CHAT, "chosen": [{"role": "bot", "content": "a"}]}, "column 'chosen', message 0 has role 'bot'"),
         ({**CHAT, "chosen": [user("a")]}, "starts with role 'user'"),
-        ({**CHAT, "rejected": [bot("yo")]}, "chosen and rejected are equal in all of their 3 tokens"),
+        ({**CHAT, "rejected": [bot("yo")]}, "chosen and rejected have the same 3 tokens"),
     ],
 )
 def test_unusable_pair_of_other_formats_is_named(row, reason):
@@ -227,13 +231,13 @@ def test_unusable_pair_of_other_formats_is_named(row, reason):
 
 
 def test_bos_alone_is_no_common_start():
-    with pytest.raises(DataError, match="no common token"):
+    with pytest.raises(DataError, match="start with different tokens"):
         pairs([{"chosen": "ab", "rejected": "xb"}], bos_tokenizer())
 
 
 def test_completion_without_tokens_is_unusable():
     silent = tiny_tokenizer(chat_template="{{ messages[0]['content'] }}{% if add_generation_prompt %}{% endif %}")
-    with pytest.raises(DataError, match="renders the completion as no tokens"):
+    with pytest.raises(DataError, match="the completion has no tokens once the chat template is applied"):
         pairs([CHAT], silent)
 
 
@@ -341,7 +345,7 @@ def test_sequence_over_the_limit_is_unusable_and_never_cut(warnings):
 
 
 def test_equal_sequences_are_unusable_for_a_reward_model():
-    with pytest.raises(DataError, match="row 1: chosen and rejected are equal in all of their 6 tokens"):
+    with pytest.raises(DataError, match="row 1: chosen and rejected have the same 6 tokens"):
         reward([TEXT, {**TEXT, "rejected": "4"}])
 
 

@@ -53,13 +53,14 @@ def test_processes_that_train_together_may_train(environment: dict[str, str], va
         pytest.param(
             TORCHRUN,
             {"world_size": 1},
-            r"WORLD_SIZE=2 and a process group of 1: .* one output_dir. .*Set use_cpu=True \(--use_cpu true\)",
+            r"WORLD_SIZE=2, but the process group has size 1: .* the same output_dir. "
+            r".*Set use_cpu=True \(--use_cpu true\)",
             id="no GPU",
         ),
         pytest.param(
             {"WORLD_SIZE": "2", "RANK": "1"},
             {"world_size": 1, "device": torch.device("cuda", 0)},
-            "WORLD_SIZE=2 and a process group of 1: .* Start them with `prefrl launch`",
+            "WORLD_SIZE=2, but the process group has size 1: .* Start the processes with `prefrl launch`",
             id="no launcher",
         ),
         pytest.param(
@@ -117,14 +118,14 @@ def test_a_backend_that_was_asked_for_may_train(
             FSDP,
             {},
             accelerator(DistributedType.MULTI_CPU, "cpu"),
-            "FSDP is asked for, .* plain data parallelism on CPUs. .*--accelerate_config zero3",
+            "FSDP is requested, .* plain data parallelism on CPUs. .*--accelerate_config zero3",
             id="FSDP on CPUs",
         ),
         pytest.param(
             {},
             {"fsdp": True},
             accelerator(DistributedType.NO),
-            "FSDP is asked for, .* one process. .*`prefrl launch --accelerate_config fsdp2`",
+            "FSDP is requested, .* one process. .*`prefrl launch --accelerate_config fsdp2`",
             id="FSDP alone",
         ),
         pytest.param(FSDP, {}, accelerator(DistributedType.FSDP), "fsdp_version=1 .*fsdp_version: 2", id="FSDP1"),
@@ -132,10 +133,10 @@ def test_a_backend_that_was_asked_for_may_train(
             {},
             {"deepspeed": "ds.json"},
             accelerator(DistributedType.MULTI_GPU),
-            "DeepSpeed is asked for, .* MULTI_GPU. Start it with `prefrl launch --accelerate_config zero3`",
+            "DeepSpeed is requested, .* MULTI_GPU. Start it with `prefrl launch --accelerate_config zero3`",
             id="DeepSpeed that accelerate does not know of",
         ),
-        pytest.param(DEEPSPEED, {}, accelerator(DistributedType.NO, "cpu"), "DeepSpeed is asked for", id="alone"),
+        pytest.param(DEEPSPEED, {}, accelerator(DistributedType.NO, "cpu"), "DeepSpeed is requested", id="alone"),
     ],
 )
 def test_a_backend_that_did_not_come_about_is_refused(

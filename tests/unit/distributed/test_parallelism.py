@@ -64,10 +64,10 @@ def test_sequence_parallelism_is_not_refused_where_all_sizes_agree() -> None:
     [
         ({"sp_size": 3}, r"sp_size=3: must divide the number of processes, 4\."),
         ({"dp_shard_size": 4}, r"sp_size=2 with dp_replicate_size=1 and dp_shard_size=4: .* Set dp_shard_size=2\."),
-        ({"handler": {"sp_seq_length": 512}}, r"sp_seq_length=512 .* Set sp_seq_length_is_variable=True alone\."),
+        ({"handler": {"sp_seq_length": 512}}, r"sp_seq_length=512 .* Set only sp_seq_length_is_variable=True\."),
         (
             {"handler": {"sp_seq_length": 512, "sp_seq_length_is_variable": False}},
-            r"sp_seq_length_is_variable=False: rows are as long as their tokens",
+            r"sp_seq_length_is_variable=False: rows have different lengths",
         ),
         ({"handler": {"sp_attn_implementation": "flash_attention_2"}}, r'="flash_attention_2": .* Set "sdpa"'),
     ],
@@ -99,10 +99,10 @@ def test_a_model_whose_heads_cannot_be_shared_out_is_refused(monkeypatch: pytest
 def test_rows_that_are_padded_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny_model(), ragged_batch()
     monkeypatch.setattr(processes, "_teams", processes._Teams(2, None, None))
-    with pytest.raises(ConfigError, match=r'sp_size=2 does not work for Qwen2ForCausalLM: .*, and plan="padded" pads'):
+    with pytest.raises(ConfigError, match=r'sp_size=2 does not work for Qwen2ForCausalLM: .*, but plan="padded" pads'):
         token_logprobs(model, batch, plan="padded")
     unsuited = tiny_model("gemma2")
-    with pytest.raises(ConfigError, match=r"sp_size=2 does not work for Gemma2ForCausalLM: .*, and it soft-caps"):
+    with pytest.raises(ConfigError, match=r"sp_size=2 does not work for Gemma2ForCausalLM: .*, but it soft-caps"):
         token_logprobs(unsuited, batch)
 
 

@@ -125,7 +125,7 @@ def test_an_answer_without_a_body_is_none(http: Http, serve: Callable[[Handle], 
         (401, b'{"error": "Unauthorized"}', "answered 401: Unauthorized"),
         (422, b'{"detail": "no"}', "answered 422: {'detail': 'no'}"),
         (500, b"Internal Server Error", "answered 500: Internal Server Error"),
-        (200, b"<html>", "the answer is no JSON: '<html>'"),
+        (200, b"<html>", "the answer is not JSON: '<html>'"),
     ],
 )
 def test_an_error_has_the_words_and_the_status_of_the_server(

@@ -403,7 +403,7 @@ def test_one_bad_prompt_is_named() -> None:
 def test_a_table_of_positions_limits_prompt_and_completion() -> None:
     generator = LocalGenerator(tiny_model("gpt2", n_positions=24))
     with pytest.raises(
-        GenerationError, match=r"prompt 3 has 20 tokens and max_tokens=5: together at most 24 for GPT2"
+        GenerationError, match=r"prompt 3 has 20 tokens and max_tokens=5: together must be at most 24 for GPT2"
     ):
         generator.generate(PROMPTS, sampled(5), seeds=range(4))
     assert len(generator.generate(PROMPTS, sampled(4, 1, temperature=0), seeds=range(4))[3][0].token_ids) == 4

@@ -145,8 +145,11 @@ def test_a_prompt_is_lost_when_all_servers_are_gone_and_asked_for_after_recovery
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (Refused("broken", status=500), "is healthy and did not generate in several tries; the last one: broken."),
-        (Overdue("late"), "the last one: late. Raise request_timeout of vllm_kwargs if completions take that long."),
+        (
+            Refused("broken", status=500),
+            "is healthy but failed several requests for the completions. Last error: broken.",
+        ),
+        (Overdue("late"), "Last error: late. If completions take that long, raise request_timeout in vllm_kwargs."),
     ],
 )
 def test_a_prompt_fails_when_servers_live_and_never_answer_it(

@@ -130,6 +130,6 @@ def test_a_server_that_does_not_come_back_is_an_error(fleet: Fleet, servers: Ser
 
 def test_weights_that_do_not_stay_are_an_error(fleet: Fleet, servers: Servers) -> None:
     servers.keeps = False
-    with pytest.raises(WeightSyncError, match="were sent 3 times, and the server does not have them"):
+    with pytest.raises(WeightSyncError, match="were sent 3 times, but the server does not have them"):
         fleet.sync(Weights(), version=1)
     assert len(servers.sent) == 3

@@ -120,24 +120,27 @@ def setter(number: int, **fields: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda a: a["choices"].append(choice(2, [1], "stop", ("run:6", 0, 1))), r"choices \[1, 0, 2\], where 0..1"),
-        (lambda a: a["choices"].append(a["choices"][0]), r"choices \[1, 0, 1\], where 0..1"),
+        (
+            lambda a: a["choices"].append(choice(2, [1], "stop", ("run:6", 0, 1))),
+            r"choices \[1, 0, 2\], but each of 0..1",
+        ),
+        (lambda a: a["choices"].append(a["choices"][0]), r"choices \[1, 0, 1\], but each of 0..1"),
         (setter(0, index=0), r"choices \[0, 0\]"),
-        (setter(0, token_ids=[3, 4]), "its log-probs are of the tokens|cut off after 2 tokens"),
+        (setter(0, token_ids=[3, 4]), "the log-probs are for the tokens|cut off after 2 tokens"),
         (setter(0, token_ids=[3, 4, 10]), r"\[10\] are outside the vocabulary, 0..9"),
         (setter(0, token_ids=[3, 4, -1]), r"\[-1\] are outside the vocabulary"),
         (setter(0, token_ids=[3, 4, 5.0]), r"\[5.0\] are outside the vocabulary"),
-        (setter(0, token_ids=[3, 1, 5]), r"tokens follow a stop token \(\[1, 2\]\)"),
+        (setter(0, token_ids=[3, 1, 5]), r"tokens follow a stop token \(one of \[1, 2\]\)"),
         (setter(0, finish_reason="stop"), "finish_reason 'stop' with the last token 5"),
         (setter(1, finish_reason="length"), "finish_reason 'length' with the last token 1"),
-        (setter(0, finish_reason=None), "finish_reason None is none of"),
+        (setter(0, finish_reason=None), "finish_reason None is not one of"),
         (setter(0, weight_versions=[]), "cover 0 of 3 tokens"),
-        (lambda a: a["choices"][0]["weight_versions"].reverse(), "do not follow each other"),
-        (lambda a: a["choices"][0]["logprobs"]["content"].pop(), "its log-probs are of the tokens"),
+        (lambda a: a["choices"][0]["weight_versions"].reverse(), "weight versions are not consecutive"),
+        (lambda a: a["choices"][0]["logprobs"]["content"].pop(), "the log-probs are for the tokens"),
         (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=float("inf")), "token 1 is inf"),
-        (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob="low"), "in another form"),
+        (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob="low"), "has another form"),
         (lambda a: a.update(request_id="generate-tokens-r8"), "to another request, 'generate-tokens-r8'"),
-        (lambda a: a.update(choices=7), "in another form"),
+        (lambda a: a.update(choices=7), "has another form"),
     ],
 )
 def test_a_wrong_answer_is_not_believed(edit: Callable[[Any], None], words: str) -> None:
@@ -149,13 +152,13 @@ def test_a_wrong_answer_is_not_believed(edit: Callable[[Any], None], words: str)
 
 @pytest.mark.parametrize("nothing", [None, [], "text", 7])
 def test_an_answer_that_is_no_object_is_not_believed(nothing: object) -> None:
-    with pytest.raises(BadAnswer, match="lacks something"):
+    with pytest.raises(BadAnswer, match="a field is missing"):
         completions_of(nothing, prompt(), EXPECTED)
 
 
 def test_a_completion_shorter_than_asked_for_is_not_taken_for_a_long_one() -> None:
     cut = answer() | {"choices": [choice(0, [3, 4], "length", ("run:6", 0, 2))]}
-    with pytest.raises(BadAnswer, match="cut off after 2 tokens, before the 3"):
+    with pytest.raises(BadAnswer, match="cut off after 2 tokens, before max_tokens=3"):
         completions_of(cut, prompt(num_samples=1), EXPECTED)
 
 
@@ -195,10 +198,10 @@ def test_a_guide_is_sent_as_structured_outputs(guided: Guided, expected: dict[st
 @pytest.mark.parametrize(
     ("guides", "words"),
     [
-        ({}, "by nothing: give exactly one"),
-        ({"regex": "a", "grammar": "b"}, r"by \['regex', 'grammar'\]: give exactly one"),
-        ({"json": "{"}, "is no JSON"),
-        ({"json": "[]"}, "a JSON schema is an object"),
+        ({}, "with nothing: set exactly one"),
+        ({"regex": "a", "grammar": "b"}, r"with \['regex', 'grammar'\]: set exactly one"),
+        ({"json": "{"}, "is not valid JSON"),
+        ({"json": "[]"}, "must be a JSON schema, which is an object"),
     ],
 )
 def test_a_guide_is_exactly_one(guides: dict[str, Any], words: str) -> None:
@@ -239,7 +242,7 @@ def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
 
 def test_prompts_have_to_fit_with_their_completions() -> None:
     check_prompts([[1] * 6, [1]], 4, 10)
-    with pytest.raises(GenerationError, match="prompt 1 has 7 tokens and max_tokens=4: together at most 10"):
+    with pytest.raises(GenerationError, match="prompt 1 has 7 tokens and max_tokens=4: together must be at most 10"):
         check_prompts([[1], [1] * 7], 4, 10)
     with pytest.raises(GenerationError, match="prompt 0 is empty"):
         check_prompts([[]], 4, 10)

@@ -171,7 +171,7 @@ def test_a_server_that_does_not_join_a_group_fails_with_its_own_message() -> Non
     transfer, servers = transfer_to(http, LOCAL)
     weights = Weights()
     GroupSync("gloo").send(transfer, servers, weights)
-    assert str(servers[0].error) == f"{LOCAL}: meeting it: no such backend"
+    assert str(servers[0].error) == f"{LOCAL}: forming the process group: no such backend"
     assert weights.num_read == 0
     http.close()
 
@@ -225,7 +225,7 @@ def test_a_server_that_may_have_paused_is_resumed_and_the_others_get_the_weights
 
     http = ScriptedHttp(answer)
     sync = WeightSync(http, method="shm", folder=tmp_path, timeout=30.0)
-    with pytest.raises(WeightSyncError, match=rf"'r:1' were not taken by 1 of 2 servers .*\n{A}: pausing: {error}"):
+    with pytest.raises(WeightSyncError, match=rf"'r:1' failed for 1 of 2 servers .*\n{A}: pausing: {error}"):
         sync.send({A: info(), B: info()}, Weights(), version="r:1")
     assert http.paths(A) == ["/pause"] + ["/resume"] * resumes
     assert versions == {A: [], B: [UPDATING, "r:1"]}

@@ -182,10 +182,12 @@ def test_the_task_type_is_that_of_a_language_model(given: Any) -> None:
         pytest.param({"task_type": "SEQ_CLS"}, "task_type=SEQ_CLS: must be CAUSAL_LM for a Qwen2ForCausalLM"),
         pytest.param({"task_type": peft.TaskType.SEQ_CLS}, "task_type=TaskType.SEQ_CLS: must be CAUSAL_LM for a"),
         pytest.param({"target_modules": ["nowhere"]}, "peft_config cannot be used with a Qwen2ForCausalLM: .*nowhere"),
-        pytest.param({"target_modules": ["q_proj", "proj"]}, "target_modules has 'proj', .*like .*self_attn.q_proj"),
-        pytest.param({"rank_pattern": {"v_proj": 2}}, "rank_pattern has 'v_proj', which is the name of no layer"),
-        pytest.param({"alpha_pattern": {"9.*": 2}}, r"alpha_pattern has '9\.\*', which is the name of no layer"),
-        pytest.param({"modules_to_save": ["heads"]}, "modules_to_save has 'heads', which .* like .*lm_head"),
+        pytest.param(
+            {"target_modules": ["q_proj", "proj"]}, "target_modules contains 'proj', .*look like .*self_attn.q_proj"
+        ),
+        pytest.param({"rank_pattern": {"v_proj": 2}}, "rank_pattern contains 'v_proj', but there is no such layer"),
+        pytest.param({"alpha_pattern": {"9.*": 2}}, r"alpha_pattern contains '9\.\*', but there is no such layer"),
+        pytest.param({"modules_to_save": ["heads"]}, "modules_to_save contains 'heads', but .* look like .*lm_head"),
         pytest.param({"r": 0}, "peft_config cannot be used with a Qwen2ForCausalLM: .*positive"),
         pytest.param({"init_lora_weights": "eva"}, "init_lora_weights='eva' needs data"),
         pytest.param({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4': this decomposition .* Use 'pissa'"),
@@ -306,7 +308,7 @@ def test_quantization_is_said_once_and_where_it_has_an_effect(saved: Path) -> No
     config = BitsAndBytesConfig(**NF4)
     with pytest.raises(ConfigError, match="quantization_config is given twice"):
         load_model(saved, model_init_kwargs={"quantization_config": config}, quantization_config=config)
-    with pytest.raises(ConfigError, match="quantization_config has no effect on a model that is loaded already"):
+    with pytest.raises(ConfigError, match="quantization_config has no effect, because the model is loaded already"):
         load_model(tiny_model(), quantization_config=config)
 
 

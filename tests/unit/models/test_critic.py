@@ -434,7 +434,7 @@ def test_arguments_for_loading_reach_it(tmp_path):
     loaded.save_pretrained(tmp_path / "half")
     assert value_model(policy_model(), tmp_path / "half").dtype == torch.float32
     for given in (None, tiny_reward_model()):
-        with pytest.raises(ConfigError, match="of the critic has no effect on a model that is not loaded"):
+        with pytest.raises(ConfigError, match="of the critic has no effect, because no model is loaded"):
             value_model(policy_model(), given, model_init_kwargs={"dtype": torch.bfloat16})
 
 
@@ -464,7 +464,7 @@ def encoder() -> PreTrainedModel:
     [
         pytest.param(
             lambda policy: tiny_reward_model(vocab_size=64),
-            "value_model has a vocabulary of 64 tokens and the policy one of 128.*of the same vocabulary",
+            "value_model has a vocabulary of 64 tokens, but the policy has 128.*with the same vocabulary",
             id="vocabulary",
         ),
         pytest.param(lambda policy: tiny_reward_model(num_labels=2), "value_model has num_labels=2", id="labels"),
@@ -473,7 +473,7 @@ def encoder() -> PreTrainedModel:
         pytest.param(lambda policy: nn.Linear(2, 1), "value_model is a Linear", id="module"),
         pytest.param(lambda policy: token_classifier(), "value_model is a Qwen2ForTokenClassification", id="tokens"),
         pytest.param(lambda policy: encoder(), "with classifier, dropout on its body", id="encoder"),
-        pytest.param(sharing_reward_model, "value_model has parameters of the policy", id="shared"),
+        pytest.param(sharing_reward_model, "value_model shares parameters with the policy", id="shared"),
         pytest.param(lambda policy: frozen_reward_model(), "no parameter of value_model requires", id="frozen"),
         pytest.param(lambda policy: lora_policy(), "value_model is a PeftModel.*merge_and_unload", id="peft"),
         pytest.param(
@@ -489,7 +489,9 @@ def test_what_cannot_be_the_critic_is_refused(given, message):
 
 def test_a_folder_that_cannot_be_the_critic_is_refused(tmp_path):
     token_classifier().save_pretrained(tmp_path / "tokens")
-    with pytest.raises(ConfigError, match=r"score\.bias, which no sequence classifier has: it classifies tokens"):
+    with pytest.raises(
+        ConfigError, match=r"score\.bias, which a sequence classifier does not have: it classifies tokens"
+    ):
         value_model(policy_model(), tmp_path / "tokens")
     tiny_reward_model(num_labels=3).save_pretrained(tmp_path / "labels")
     with pytest.raises(ConfigError, match="A critic has num_labels=1"):
@@ -500,7 +502,7 @@ def test_a_folder_that_cannot_be_the_critic_is_refused(tmp_path):
 
 
 def test_a_policy_that_has_no_copy_is_refused():
-    with pytest.raises(ConfigError, match=r"no sequence classifier with the body of a GraniteModel.*use a value head"):
+    with pytest.raises(ConfigError, match=r"no sequence classifier for a GraniteModel.*use a value head"):
         value_model(tiny_model("granite"))
     prompt = peft.get_peft_model(
         tiny_model("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -592,14 +594,14 @@ def test_a_saved_critic_of_another_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="the critic cannot be loaded from"):
         critic.load(tmp_path / "head")
     save(model_critic(intermediate_size=32), tmp_path / "small")
-    with pytest.raises(ConfigError, match="is of another model"):
+    with pytest.raises(ConfigError, match="does not fit this one"):
         critic.load(tmp_path / "small")
     AutoModelForCausalLM.from_config(tiny_model().config).save_pretrained(tmp_path / "policy")
     with pytest.raises(ConfigError, match=r"has no weights for score\.weight"):
         critic.load(tmp_path / "policy")
     wide = policy_model(hidden_size=64)
     save(HeadCritic(wide, detach_trunk=True), tmp_path / "wide")
-    with pytest.raises(ConfigError, match="is of another model"):
+    with pytest.raises(ConfigError, match="does not fit this one"):
         head.load(tmp_path / "wide")
 
 

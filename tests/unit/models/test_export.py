@@ -323,7 +323,7 @@ def test_two_values_of_one_tied_weight_are_an_error(options: dict[str, Any], tmp
 def test_an_adapter_that_is_no_change_of_weights_is_an_error() -> None:
     config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     policy = peft.get_peft_model(tiny_model("llama"), config)
-    with pytest.raises(ConfigError, match="kind PROMPT_TUNING is no change of layers"):
+    with pytest.raises(ConfigError, match="type PROMPT_TUNING does not change layers"):
         iter(PolicyWeights(policy))
 
 

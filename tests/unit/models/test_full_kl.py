@@ -248,7 +248,7 @@ def test_a_policy_that_is_scored_through_its_own_logits_has_a_divergence_but_can
     expected = dense_kl(policy, ref_logits)
     torch.testing.assert_close(divergence, expected, rtol=1e-5, atol=5e-5)
     assert_same_gradient(gradient(policy, divergence), gradient(policy, expected))
-    with pytest.raises(ConfigError, match="hidden states of LlamaForCausalLM cannot be read"):
+    with pytest.raises(ConfigError, match="hidden states of LlamaForCausalLM cannot be used"):
         with_hidden(made(copied))
 
 
@@ -263,7 +263,7 @@ def test_an_idle_batch_has_a_divergence_of_zero_that_is_connected() -> None:
 
 def test_a_batch_without_hidden_states_of_the_reference_is_refused() -> None:
     policy = tiny_model("qwen2")
-    with pytest.raises(ValueError, match=r'ref_hidden=None: .*Reference.scores\(batch, want=\("hidden",\)\) gives'):
+    with pytest.raises(ValueError, match=r'ref_hidden=None: .*Reference.scores\(batch, want=\("hidden",\)\) returns'):
         full_kl(policy, BATCH, made(policy))
 
 

@@ -103,5 +103,5 @@ def test_hidden_states_of_a_model_that_is_scored_through_its_own_logits_are_refu
         return output
 
     model.forward = squared_logits.__get__(model)
-    with pytest.raises(ConfigError, match=r"hidden states of LlamaForCausalLM cannot be read.*needs another model"):
+    with pytest.raises(ConfigError, match=r"hidden states of LlamaForCausalLM cannot be used.*use another model"):
         token_logprobs(model, batch, want=("hidden",))

@@ -99,7 +99,7 @@ def test_a_seed_gives_the_adapter_and_leaves_the_global_state_alone() -> None:
 def test_an_adapter_that_is_there_is_trained_on() -> None:
     model = peft.get_peft_model(tiny_model(), lora())
     assert load_model(model) is model
-    with pytest.raises(ConfigError, match="peft_config is given, and the model has an adapter already"):
+    with pytest.raises(ConfigError, match="peft_config is given, but the model already has an adapter"):
         load_model(model, peft_config=lora())
 
 
@@ -127,8 +127,8 @@ def test_overlapping_patterns_may_come_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("patterns", "adapter", "message"),
     [
-        pytest.param(["layer7"], None, "freeze='layer7' is found in no parameter's name. Names are like model.embed"),
-        pytest.param(["mlp", "layer7"], None, "freeze='layer7' is found in no parameter's name"),
+        pytest.param(["layer7"], None, "freeze='layer7' matches no parameter name. Names look like model.embed"),
+        pytest.param(["mlp", "layer7"], None, "freeze='layer7' matches no parameter name"),
         pytest.param(["(mlp"], None, r"freeze='\(mlp' is not a regular expression"),
         pytest.param(["."], None, r"freeze=\['.'\]: no parameter is left to train"),
         pytest.param(["embed_tokens"], lora(), "freeze='embed_tokens' has no effect: .* frozen already"),
@@ -232,12 +232,13 @@ def test_more_tokens_than_embeddings_are_a_warning_unless_a_text_cannot_do_witho
         assert not caplog.messages
         load_tokenizer(tiny_model(vocab_size=num_tokens - 1), tiny_tokenizer())
     (message,) = caplog.messages
-    assert f"has {num_tokens} tokens and the model embeddings for {num_tokens - 1}" in message
+    assert f"has {num_tokens} tokens, but the model has embeddings for only {num_tokens - 1}" in message
     for name in ("pad_token", "bos_token", "eos_token"):
         tokenizer = tiny_tokenizer()
         setattr(tokenizer, name, "~")  # the last but one
         last = tokenizer.convert_tokens_to_ids("~")
-        with pytest.raises(ConfigError, match=f"{name}='~' has the id {last}, and the model embeddings for {last}"):
+        message = f"{name}='~' has the id {last}, but the model has embeddings for only {last}"
+        with pytest.raises(ConfigError, match=message):
             load_tokenizer(tiny_model(vocab_size=last), tokenizer)
 
 

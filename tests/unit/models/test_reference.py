@@ -275,9 +275,9 @@ def test_tied_weights_are_saved_once_and_stay_tied() -> None:
 
 
 def test_a_saved_reference_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the saved reference has other parameters"):
+    with pytest.raises(ConfigError, match="the saved reference has different parameters"):
         made(plain(), moves=True).load_state_dict(made(tiny_model("gpt2"), moves=True).state_dict())
-    with pytest.raises(ConfigError, match="the saved reference has other parameters"):
+    with pytest.raises(ConfigError, match="the saved reference has different parameters"):
         made(lora_model()).load_state_dict(made(trained_lora()).state_dict())
 
 
@@ -341,14 +341,14 @@ def test_a_given_model_that_cannot_be_the_reference_is_refused() -> None:
     policy, adapted = tiny_model("llama"), lora_model()
     with pytest.raises(ConfigError, match=r"ref_model is the model that is trained.* Leave ref_model=None"):
         made(policy, given=policy)
-    with pytest.raises(ConfigError, match="ref_model has parameters of the model that are trained"):
+    with pytest.raises(ConfigError, match="ref_model shares trained parameters with the model"):
         made(adapted, given=adapted.get_base_model())
-    with pytest.raises(ConfigError, match="ref_model has a vocabulary of 64 tokens and the model one of 128"):
+    with pytest.raises(ConfigError, match="ref_model has a vocabulary of 64 tokens, but the model has 128"):
         made(adapted, given=tiny_model("llama", vocab_size=64))
     with pytest.raises(ConfigError, match="ref_model has no effect with beta=0"):
         make_reference(policy, beta=0.0, given=trained_ref_model())
     for other in (tiny_model("qwen2"), tiny_model("llama", intermediate_size=32), lora_model()):
-        with pytest.raises(ConfigError, match="sync_ref_model=True mixes parameter by parameter"):
+        with pytest.raises(ConfigError, match="sync_ref_model=True mixes the two models parameter by parameter"):
             made(policy, given=other, moves=True)
     with pytest.raises(ConfigError, match="which has no language-model head"):
         made(policy, given=trained_ref_model().model)

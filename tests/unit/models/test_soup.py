@@ -198,7 +198,7 @@ BASE = {"w": torch.ones(2), "v": torch.ones(2)}
         pytest.param({"w": torch.ones(2)}, {}, "different weights: v in one of them only", id="keys"),
         pytest.param(BASE | {"w": torch.ones(3)}, {}, r"different shapes: w is \[2\] and \[3\]", id="shape"),
         pytest.param(BASE, {"rope": {"theta": 2, "dtype": 3}}, "config.json differs in rope$", id="option"),
-        pytest.param(BASE, {"quantization_config": {}}, "quantized weights have no average", id="quantized"),
+        pytest.param(BASE, {"quantization_config": {}}, "quantized weights cannot be averaged", id="quantized"),
     ],
 )
 def test_checkpoints_that_compute_something_else_are_refused(
@@ -447,7 +447,9 @@ def test_greedy_soup_of_adapters_can_be_one_of_them(base: Path, tmp_path: Path) 
         pytest.param({"trainable_token_indices": [1]}, "trainable_token_indices", id="tokens"),
         pytest.param({"layers_to_transform": [0]}, r"layers_to_transform=\[0\]", id="layers"),
         pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'", id="PiSSA"),
-        pytest.param({"config": IA3Config, "feedforward_modules": ["up_proj"]}, "only LoRA is averaged", id="IA3"),
+        pytest.param(
+            {"config": IA3Config, "feedforward_modules": ["up_proj"]}, "only LoRA adapters can be averaged", id="IA3"
+        ),
     ],
 )
 def test_adapters_that_do_more_than_add_are_refused(
@@ -468,7 +470,7 @@ def test_adapters_need_one_base_model_that_is_there(base: Path, save: Callable[.
     a, b, c = save_adapter(base, "a"), save_adapter(base, "b"), save_adapter(save("other"), "c")
     with pytest.raises(ConfigError, match=r"adapters of different base models: .*base' and .*other'"):
         uniform_soup([a, c], tmp_path / "soup")
-    with pytest.raises(ConfigError, match=r"a' is an adapter and .*base' is none"):
+    with pytest.raises(ConfigError, match=r"a' is an adapter, but .*base' is not"):
         uniform_soup([base, a], tmp_path / "soup")
     shutil.rmtree(base)
     with pytest.raises(ConfigError, match="base' cannot be loaded"):

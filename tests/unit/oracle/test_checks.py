@@ -100,8 +100,8 @@ def test_a_wrong_policy_loss_is_found(function, found):
     ("function", "message"),
     [
         (lambda tokens: surrogate(tokens), "returns Tensor: a policy loss returns a TokenLoss"),
-        (lambda tokens: TokenLoss(surrogate(tokens).sum(), {}), r"the loss has shape \(\): needs to be \(17,\)"),
-        (lambda tokens: TokenLoss(surrogate(tokens).float(), {}), "the loss has dtype torch.float32: needs to be"),
+        (lambda tokens: TokenLoss(surrogate(tokens).sum(), {}), r"the loss has shape \(\): must be \(17,\)"),
+        (lambda tokens: TokenLoss(surrogate(tokens).float(), {}), "the loss has dtype torch.float32: must be"),
         (lambda tokens: TokenLoss(surrogate(tokens).detach(), {}), "the loss has no gradient"),
     ],
 )

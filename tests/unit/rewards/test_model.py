@@ -325,7 +325,7 @@ def test_messages_need_a_chat_template() -> None:
 def test_text_longer_than_the_model_reads_is_refused_not_cut() -> None:
     reward = ModelReward(reward_model(), tokenizer=tiny_tokenizer())
     reward(["p"], ["x" * 62])
-    with pytest.raises(RewardError, match=r"row 1: 65 tokens, and the model reads at most 64"):
+    with pytest.raises(RewardError, match=r"row 1: 65 tokens, but the model reads at most 64"):
         reward(["p", "p"], ["x", "x" * 63])
 
 

@@ -432,8 +432,8 @@ def test_columns_that_rewards_would_never_see_are_refused() -> None:
     ("options", "message"),
     [
         ({"reward_funcs": []}, "at least one reward"),
-        ({"reward_funcs": [length, 3]}, r"3 \(int\) is no reward"),
-        ({"reward_funcs": None}, r"None \(NoneType\) is no reward"),
+        ({"reward_funcs": [length, 3]}, r"3 \(int\) is not a reward"),
+        ({"reward_funcs": None}, r"None \(NoneType\) is not a reward"),
         ({"reward_funcs": length, "weights": [1.0, 2.0]}, "2 weights for 1 rewards"),
         ({"reward_funcs": length, "weights": [math.nan]}, "finite"),
         ({"reward_funcs": length, "timeout": 0.0}, "reward_timeout=0.0"),

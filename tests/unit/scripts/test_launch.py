@@ -103,7 +103,7 @@ def test_a_config_of_the_user_says_what_the_options_leave_open(tmp_path: Path) -
     [
         ("[", "is not YAML"),
         ("learning_rate: 1\n", "has no distributed_type"),
-        ("distributed_type: MULTI_GPU\ngpu_ids: 0,1\n", "has gpu_ids='0,1'. .*chosen by CUDA_VISIBLE_DEVICES"),
+        ("distributed_type: MULTI_GPU\ngpu_ids: 0,1\n", "has gpu_ids='0,1'. .*those of CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -116,9 +116,14 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, messa
     ("options", "gpus", "message"),
     [
         pytest.param({}, [], "no GPU is visible to train on. .*--use_cpu true", id="no GPU"),
-        pytest.param({"num_processes": 9}, EIGHT, r"num_processes=9: 9 .* and 8 \(0,.*,7\) can train", id="too many"),
         pytest.param(
-            {"num_processes": 8, "vllm_gpus": "6,7"}, EIGHT, "and 6 .* can train beside vllm_gpus='6,7'", id="beside"
+            {"num_processes": 9}, EIGHT, r"num_processes=9: 9 .* but only 8 \(0,.*,7\) can train", id="too many"
+        ),
+        pytest.param(
+            {"num_processes": 8, "vllm_gpus": "6,7"},
+            EIGHT,
+            "but only 6 .* can train beside vllm_gpus='6,7'",
+            id="beside",
         ),
         pytest.param({"vllm_gpus": "0,1"}, ["0", "1"], "no GPU is visible beside vllm_gpus='0,1'", id="none left"),
         pytest.param({"vllm_gpus": "7,8"}, EIGHT, "there is no GPU '8', GPUs 0,1,.* are visible", id="no such GPU"),
@@ -194,17 +199,21 @@ def test_the_python_of_the_server_may_be_another(tmp_path: Path) -> None:
     run = parser_of(REGISTRY["grpo"]).values(GRPO)
     variable = {"PREFRL_VLLM_PYTHON": str(python)}
     assert plan_server(LaunchArguments(vllm_gpus="0"), "grpo", run, EIGHT, variable).command[0] == str(python)
-    with pytest.raises(ConfigError, match="vllm_python='/nowhere/python': is no program"):
+    with pytest.raises(ConfigError, match="vllm_python='/nowhere/python': is not a program"):
         server(vllm_python="/nowhere/python")
 
 
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
-        (["--vllm_server_base_url", "http://a:1"], {}, r"the run names another: \['http://a:1'\]"),
-        (["--vllm_server_host", "10.0.0.5"], {}, "the run names another: 10.0.0.5"),
-        ([], {"vllm_args": "--port 9000"}, "port=9000 would not be where the run looks.*vllm_server_port"),
-        ([], {"vllm_args": "--data_parallel_size 2"}, "is 4, and vllm_gpus names 2 GPUs"),
+        (["--vllm_server_base_url", "http://a:1"], {}, r"the run names another one: \['http://a:1'\]"),
+        (["--vllm_server_host", "10.0.0.5"], {}, "the run names another one: 10.0.0.5"),
+        (
+            [],
+            {"vllm_args": "--port 9000"},
+            "port=9000 differ from the address that the run connects to.*vllm_server_port",
+        ),
+        ([], {"vllm_args": "--data_parallel_size 2"}, "is 4, but vllm_gpus names 2 GPUs"),
         ([], {"vllm_args": "--middleware a.B"}, "vLLM's --middleware cannot be given here"),
         ([], {"vllm_args": "--max_model_len 0"}, "max_model_len=0: must be"),
     ],
@@ -218,7 +227,7 @@ def test_a_server_that_does_not_fit_the_run_is_refused(
 
 def test_an_algorithm_without_generation_has_no_server() -> None:
     run = parser_of(REGISTRY["sft"]).values(["--model_name_or_path", "m", "--dataset_name", "d"])
-    with pytest.raises(ConfigError, match="vllm_gpus='7': sft generates nothing"):
+    with pytest.raises(ConfigError, match="vllm_gpus='7': sft does not sample completions"):
         plan_server(LaunchArguments(vllm_gpus="7"), "sft", run, EIGHT, {})
 
 
