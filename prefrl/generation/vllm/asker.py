@@ -146,11 +146,8 @@ class ServerAsker:
             self._balance.distrust(server, f"{server.url} is gone: {problem}")
         if server.distrust or isinstance(problem, Unreachable):
             return Lost(prompt, f"{server.url}: {problem}")
-        hint = (
-            " If completions take that long, raise request_timeout in vllm_kwargs."
-            if isinstance(problem, Overdue)
-            else ""
-        )
+        is_late = isinstance(problem, Overdue)
+        hint = " If completions take that long, raise request_timeout in vllm_kwargs." if is_late else ""
         message = f"is healthy but failed several requests for the completions. Last error: {problem}.{hint}"
         return Failed(prompt, _error(server, prompt, message))
 

@@ -108,7 +108,7 @@ class WeightSync:
             reasons = "\n".join(map(str, errors))
             raise WeightSyncError(
                 f"sending the weights {version!r} failed for {len(errors)} of {len(chosen)} servers "
-                f"(weight_sync={self._method}, weight_sync_timeout={self._timeout:g} s):\n{reasons}"
+                f"(weight_sync={self._method}, sync_timeout={self._timeout:g} s):\n{reasons}"
             ) from errors[0]
 
     def _register(self, url: str, info: ServerInfo) -> Server:

@@ -101,9 +101,7 @@ def test_what_a_trainer_changes_later_is_read(tmp_path: Path) -> None:
             "selection_kwargs: x=1 is not known with rollout_selection='max_min'. It has no keys.",
             id="no keys",
         ),
-        pytest.param(
-            {"loss_kwargs": {1: 2}}, "loss_kwargs: 1=2 is not known with loss_type='dapo'. Known:", id="number"
-        ),
+        pytest.param({"loss_kwargs": {1: 2}}, "loss_kwargs: 1=2 is not known with loss_type", id="number"),
         pytest.param({"loss_kwargs": [1]}, 'loss_kwargs=[1]: must be a mapping such as {"key": 1}', id="list"),
         pytest.param({"loss_kwargs": "{rho"}, "loss_kwargs='{rho': must be a JSON object", id="JSON"),
     ],
