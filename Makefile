@@ -7,6 +7,8 @@ BENCH_VENV ?= .venv-bench
 # So are the vLLM servers that tests start: they need another version of transformers than the trainer.
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+# And the oldest versions that prefrl works with.
+FLOORS_VENV ?= .venv-floors
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -19,18 +21,19 @@ PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(B
 GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
-.PHONY: demo test check vllm bench bench-growth bench-server gpu lint types imports unit demo-gain clean help
+.PHONY: demo test test-floors check vllm bench bench-growth bench-server gpu lint types imports unit demo-gain clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
 	@echo "make test    also install the test tools and run everything that continuous integration runs"
+	@echo "make test-floors   run unit, property and contract tests with the oldest versions of all dependencies, in $(FLOORS_VENV)"
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
 	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
 	@echo "make bench   compare prefrl with TRL, in $(BENCH_VENV): about 9 minutes on 2 cores; QUICK=1: 2 minutes"
 	@echo "make bench-growth   measure how their cost grows with completions, lengths and vocabulary: about 5 minutes"
 	@echo "make bench-server   measure weight transfers, generation and generation modes with vLLM: about 20 minutes"
 	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"
-	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV) and the caches"
+	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
@@ -39,6 +42,9 @@ demo: $(VENV)/.runtime
 test:
 	$(MAKE) -j 2 lint types imports demo-gain $(VLLM_VENV)/.ready
 	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
+
+test-floors: $(FLOORS_VENV)/.ready
+	OMP_NUM_THREADS=1 $(FLOORS_VENV)/bin/python -m pytest -n $(WORKERS) -ra --forbid-skips tests/unit tests/property tests/contract
 
 check: lint types imports unit
 
@@ -83,10 +89,11 @@ gpu:
 	else echo 'make gpu: no benchmark, $(GPU_PYTHON) cannot import trl'; fi
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 # Torch first and pinned: pip must never choose another version for it.
-$(VENV)/.torch $(BENCH_VENV)/.torch $(VLLM_VENV)/.torch: %/.torch:
+$(FLOORS_VENV)/.torch: TORCH = $(shell grep '^torch==' constraints-floors.txt)
+$(VENV)/.torch $(BENCH_VENV)/.torch $(VLLM_VENV)/.torch $(FLOORS_VENV)/.torch: %/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "prefrl needs Python >= 3.11; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip --disable-pip-version-check install '$(TORCH)'
@@ -102,6 +109,12 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 
 $(BENCH_VENV)/.bench: $(BENCH_VENV)/.torch pyproject.toml constraints.txt
 	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[bench,plot]'
+	@touch $@
+
+# The test tools are those of `make test`.
+$(FLOORS_VENV)/.ready: $(FLOORS_VENV)/.torch pyproject.toml constraints-floors.txt constraints.txt
+	$(FLOORS_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints-floors.txt -e '.[peft,quantization,bco,math,plot,deepspeed]'
+	$(FLOORS_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt pytest pytest-xdist hypothesis mypy
 	@touch $@
 
 # vLLM looks up the version of the package `vllm` and learns from it that it was built for CPUs. The package of this build has

@@ -1,13 +1,17 @@
-"""Change a model's modes temporarily, and its dropout."""
+"""Change a model's modes temporarily, its dropout, and what it keeps for the backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-__all__ = ["disable_dropout", "dropout_rates", "eval_mode"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["checkpoint_activations", "disable_dropout", "dropout_rates", "eval_mode"]
 
 
 @contextmanager
@@ -36,3 +40,17 @@ def disable_dropout(model: nn.Module) -> None:
     """Set every dropout rate of the model to 0, including those of adapters."""
     for module, name in list(dropout_rates(model)):
         setattr(module, name, 0.0)
+
+
+def checkpoint_activations(model: PreTrainedModel, arguments: dict[str, Any] | None = None) -> None:
+    """Keep only the inputs of the layers for the backward pass, as HuggingFace's loop does for the policy.
+
+    Args:
+        model: Changed in place; its new mode acts while it trains.
+        arguments: As in `activation_checkpointing_kwargs`.
+    """
+    of_checkpoint = dict(arguments or {})
+    of_layers = {name: of_checkpoint.pop(name) for name in ("every_n_layers", "offload") if name in of_checkpoint}
+    # The second name is that of transformers before 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(of_checkpoint or None, **of_layers)

@@ -18,7 +18,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.export import CRITIC
 from prefrl.models.load import arguments_for_other
-from prefrl.models.modes import disable_dropout
+from prefrl.models.modes import checkpoint_activations, disable_dropout
 from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.online.policy_objective import token_mean
 from prefrl.types import LossOutput
@@ -66,7 +66,7 @@ def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTraine
     add_kernels(args, model)
     disable_dropout(model)
     if args.activation_checkpointing:
-        model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
+        checkpoint_activations(model, cast("dict[str, Any] | None", args.activation_checkpointing_kwargs))
     return ModelCritic(model, plan=args.forward_plan)
 
 

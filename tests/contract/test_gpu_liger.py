@@ -17,6 +17,7 @@ from torch import nn
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs, verdict_of
 from prefrl.models.liger import apply_liger, liger_options
+from prefrl.models.modes import checkpoint_activations
 from prefrl.models.offload import OffloadActivations
 from prefrl.registry import REGISTRY
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
@@ -111,7 +112,7 @@ def test_gradients_survive_what_is_computed_again_or_moved(moves: bool, autocast
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         expected = scores(model, "shared_prefix")
         if not moves:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model, {"use_reentrant": False})
         found = scores(model, "shared_prefix", around)
     assert errors(found, expected) == [0.0, pytest.approx(0.0, abs=1e-6)]
 

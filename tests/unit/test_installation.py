@@ -1,11 +1,16 @@
-"""How the package is found after `pip install -e .`."""
+"""How the package is found after `pip install -e .`, and with which versions of its dependencies."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,3 +48,48 @@ def test_the_version_of_the_installation_is_that_of_the_code() -> None:
     path = ROOT / project["tool"]["hatch"]["version"]["path"]
     assert [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("__version__ = ")]
     assert "version" in project["project"]["dynamic"]
+
+
+# Extras that `make test-floors` does not install: an environment of its own, GPUs, or tools.
+WITHOUT_FLOORS = {"vllm", "liger", "docs", "bench", "dev"}
+
+
+def pins(name: str) -> dict[str, Version]:
+    """Version of each package in a file of constraints."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
+    pairs = [line.split("==") for line in lines if line]
+    return {canonicalize_name(package): Version(version) for package, version in pairs}
+
+
+def lower_bounds() -> dict[str, Version]:
+    """Lower bound of each dependency in pyproject.toml that `make test-floors` installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert extras.keys() >= WITHOUT_FLOORS
+    texts = [*project["dependencies"], *(text for name in extras.keys() - WITHOUT_FLOORS for text in extras[name])]
+    requirements = [Requirement(text) for text in texts]
+    return {
+        canonicalize_name(requirement.name): Version(bound.version)
+        for requirement in requirements
+        for bound in requirement.specifier
+        if bound.operator == ">="
+    }
+
+
+def test_the_floors_that_are_tested_are_those_of_the_project() -> None:
+    tested = pins("constraints-floors.txt")
+    assert lower_bounds() == {name: tested.get(name) for name in lower_bounds()}
+
+
+def test_every_dependency_has_a_lower_bound_and_a_ceiling_above_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    floors, ceilings = lower_bounds(), pins("constraints.txt")
+    assert {canonicalize_name(Requirement(text).name) for text in project["dependencies"]} <= floors.keys()
+    assert {name for name, floor in floors.items() if floor > ceilings[name]} == set()
+
+
+def test_make_installs_every_extra_whose_floor_is_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    [installed] = re.findall(r"constraints-floors\.txt -e '\.\[(.*)\]'", makefile)
+    assert set(installed.split(",")) == project["optional-dependencies"].keys() - WITHOUT_FLOORS

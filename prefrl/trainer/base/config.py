@@ -57,6 +57,17 @@ class BaseConfig(TrainingArguments):
         "How a forward pass lays out its rows. All plans give equal results. auto computes shared prompts once, packs "
         "rows that share none, and pads if the model failed the self-check of the other plans.",
     )
+    # transformers has these two from 5.23; before, it knows them by their old names only.
+    activation_checkpointing: bool = opt(
+        None,  # until __post_init__ knows whether the old name is set
+        "Keep only the inputs of the layers for the backward pass, which computes the layers once more. Saves memory, "
+        "costs about a third more time, never changes the update.",
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = opt(
+        None,
+        "Arguments of torch.utils.checkpoint.checkpoint, and every_n_layers and offload of transformers; JSON on the "
+        "command line.",
+    )
     activation_offloading: bool = opt(
         False,
         "Keep the activations that the backward pass needs in host memory instead of GPU memory; with "
@@ -82,8 +93,17 @@ class BaseConfig(TrainingArguments):
     def __post_init__(self, *flat_values: Any) -> None:
         fill_places(self, flat_values, self.flat_names)
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
+        self._set_both_names()
         super().__post_init__()
         self.validate()
+
+    def _set_both_names(self) -> None:
+        """Give activation checkpointing one value under its name and its old one: HuggingFace's loop reads either."""
+        for option in ("checkpointing", "checkpointing_kwargs"):
+            new, old = f"activation_{option}", f"gradient_{option}"
+            if getattr(self, new) is None:
+                setattr(self, new, getattr(self, old))
+            setattr(self, old, getattr(self, new))
 
     @property
     def scoring_temperature(self) -> float:
@@ -100,7 +120,7 @@ class BaseConfig(TrainingArguments):
         for option in self.kwargs_options:
             option.check(self)
         distributed.check_processes(self, os.environ)
-        parse_json(self, "model_init_kwargs", "liger_kernel_config")
+        parse_json(self, "model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config")
         if self.remove_unused_columns:
             raise ConfigError("remove_unused_columns=True: must be False, because the data layer chooses the columns")
         if self.train_sampling_strategy not in ("random", "sequential"):

@@ -25,6 +25,7 @@ from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.generation.local.sampling import uniform_numbers
+from prefrl.models.modes import checkpoint_activations
 from tests.assets import tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [7], [9, 10, 11, 12, 100, 101, 33], [60, 61] * 10]
@@ -352,7 +353,7 @@ def test_prompts_of_like_length_run_together(model: PreTrainedModel) -> None:
 
 def test_global_random_state_and_modes_are_left_alone(model: PreTrainedModel) -> None:
     model = tiny_model("qwen2", attention_dropout=0.5)
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     model.config.use_cache = False
     model.train()
     model.model.layers[1].eval()
@@ -361,7 +362,7 @@ def test_global_random_state_and_modes_are_left_alone(model: PreTrainedModel) ->
     first = LocalGenerator(model).generate(PROMPTS, sampled(), seeds=range(4))
     assert torch.get_rng_state().equal(state)
     assert [module.training for module in model.modules()] == modes
-    assert model.is_activation_checkpointing
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
     assert model.config.use_cache is False
     torch.manual_seed(123)
     assert LocalGenerator(model.eval()).generate(PROMPTS, sampled(), seeds=range(4)) == first  # no dropout

@@ -10,6 +10,7 @@ import torch
 from prefrl.models.attention import interface as attention
 from prefrl.models.attention import segments
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, Tree, flat_attention, mask_placeholder
+from prefrl.models.modes import checkpoint_activations
 from tests.assets import tiny_model
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -99,17 +100,16 @@ def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_forward():
         layout = {LAYOUT_KWARG: Layout(trees), "attention_mask": mask_placeholder(ids.device)}
         return model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **layout).last_hidden_state
 
-    def gradient(*, checkpointing):
+    def gradient():
         model.zero_grad()
-        model.activation_checkpointing_disable()
-        if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": True})
         first = hidden(Tree(4, (2, 4, 2))).square().sum()
         second = hidden(Tree(12)).square().sum()  # another layout between a forward and its backward
         (first + 2 * second).backward()
         return torch.cat([p.grad.flatten() for p in model.base_model.parameters()])
 
-    torch.testing.assert_close(gradient(checkpointing=True), gradient(checkpointing=False))
+    expected = gradient()
+    checkpoint_activations(model, {"use_reentrant": True})
+    torch.testing.assert_close(gradient(), expected)
 
 
 @pytest.mark.parametrize("kwargs", [{"softcap": 5.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])

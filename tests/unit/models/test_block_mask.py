@@ -215,8 +215,7 @@ def test_kernels_count_a_window_without_the_token_itself(window, reach):
 
 
 def test_torchs_own_kernel_is_called_as_this_torch_spells_it():
-    if torch.__version__ >= "2.11":
-        assert varlen.kernel() is not None
+    assert varlen.kernel() is not None
     tensors = [x.detach().bfloat16() for x in random_qkv(8)]
     # There is none for the CPU: it is found, reads every argument, and gets as far as choosing the device.
     with pytest.raises(NotImplementedError, match="CPU"):

@@ -16,6 +16,7 @@ from prefrl.models import classifier, plans, selfcheck
 from prefrl.models.attention import interface as attention
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.modes import checkpoint_activations
 from tests.assets import tiny_model
 
 VOCAB_SIZE = 128
@@ -172,7 +173,7 @@ def test_auto_shares_prompts_where_rows_share_them_and_no_dropout_is_active(monk
 def test_gradient_checkpointing_gives_equal_gradients(plan, use_reentrant):
     model, batch = tiny_classifier().train(), ragged_pairs()
     expected = gradient(model, sequence_scores(model, batch, plan=plan))
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    checkpoint_activations(model, {"use_reentrant": use_reentrant})
     first = sequence_scores(model, batch, plan=plan)
     sequence_scores(model, batch.select([3, 0, 5]), plan=plan)  # another batch between a forward and its backward
     assert_same(gradient(model, first), expected)

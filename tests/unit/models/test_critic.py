@@ -24,6 +24,7 @@ from prefrl.models import scoring
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, ValueHead, value_model
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.modes import checkpoint_activations
 from prefrl.models.no_grad import in_pieces
 from prefrl.models.plans import lay_out
 from prefrl.types import TokenBatch
@@ -339,7 +340,7 @@ def test_through_ddp_the_trunk_gets_the_gradient_of_log_probs_and_values():
 def test_with_gradient_checkpointing_a_critic_of_its_own_has_the_same_gradients():
     critic = model_critic()
     expected = gradients(critic.module, critic.values(BATCH))
-    critic.module.activation_checkpointing_enable()
+    checkpoint_activations(critic.module)
     assert_same(gradients(critic.module, critic.values(BATCH)), expected)
 
 

@@ -18,6 +18,7 @@ from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.flops import FlopCounter, ModelCost, Products, floor_flops, model_cost, recomputed_share
 from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
+from prefrl.models.modes import checkpoint_activations
 from prefrl.types import IdleBatch, TokenBatch
 from tests.assets import tiny_model, tiny_reward_model
 
@@ -151,7 +152,7 @@ def test_checkpointing_runs_the_blocks_once_more(use_reentrant: bool, is_exact: 
     model = tiny_model()
     cost, batch = model_cost(model), batch_of_a_group()
     plain = sum(flops for name, flops in counted(model, batch).by_operator.items() if "mm" in name)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    checkpoint_activations(model, {"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     again = sum(flops for name, flops in counted(model, batch).by_operator.items() if "mm" in name) - plain
     assert recomputed_share(model) == 1.0
@@ -164,7 +165,7 @@ def test_checkpointing_runs_the_blocks_once_more(use_reentrant: bool, is_exact: 
 def test_every_second_layer_is_half_of_them() -> None:
     model = tiny_model()
     assert recomputed_share(model) == 0.0
-    model.activation_checkpointing_enable(every_n_layers=2)
+    checkpoint_activations(model, {"every_n_layers": 2, "use_reentrant": True})
     assert recomputed_share(model) == 0.5
 
 

@@ -16,6 +16,7 @@ from prefrl.errors import ConfigError
 from prefrl.models import forward, plans, scoring, selfcheck
 from prefrl.models.attention import interface as attention
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.modes import checkpoint_activations
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
 
@@ -172,7 +173,7 @@ def test_a_batch_without_trainable_tokens_gives_zero_gradients_to_every_paramete
 def test_gradient_checkpointing_gives_equal_gradients(plan, use_reentrant):
     model, batch = tiny_model("qwen2").train(), ragged_batch()
     expected = gradient(model, token_logprobs(model, batch, plan=plan).logprobs)
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    checkpoint_activations(model, {"use_reentrant": use_reentrant})
     first = token_logprobs(model, batch, plan=plan).logprobs
     token_logprobs(model, batch.select([3, 0, 5]), plan=plan)  # another batch between a forward and its backward
     assert_same_gradient(gradient(model, first), expected)
@@ -268,7 +269,7 @@ def test_lora_with_reentrant_checkpointing_gives_equal_gradients():
     model, batch = lora(tiny_model("qwen2"), target_modules=["q_proj", "down_proj"]).train(), ragged_batch()
     expected = gradient(model, token_logprobs(model, batch).logprobs)
     model.enable_input_require_grads()
-    model.base_model.model.activation_checkpointing_enable({"use_reentrant": True})
+    checkpoint_activations(model.base_model.model, {"use_reentrant": True})
     assert_same_gradient(gradient(model, token_logprobs(model, batch).logprobs), expected)
 
 
@@ -287,6 +288,7 @@ def test_prompt_learning_falls_back_to_padded_rows(caplog):
 def test_gemma2_falls_back_and_says_so_once(caplog):
     model = tiny_model("gemma2", sliding_window=8, final_logit_softcapping=4.0, attn_logit_softcapping=2.0)
     batch = ragged_batch()
+    implementation = model.config._attn_implementation
     expected = plain_logprobs(model, batch)
     expected_gradient = gradient(model, expected)
     for _ in range(2):
@@ -298,7 +300,7 @@ def test_gemma2_falls_back_and_says_so_once(caplog):
     assert "Gemma2ForCausalLM" in record.getMessage()
     assert "shared_prefix and packed to padded" in record.getMessage()
     assert "attn_logit_softcapping" in record.getMessage()
-    assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == implementation
 
 
 @pytest.mark.parametrize("plan", ["shared_prefix", "packed"])

@@ -16,6 +16,7 @@ from prefrl.models.attention.choice import Inputs, choose_kernel
 from prefrl.models.attention.interface import LAYOUT_KWARG, mask_placeholder
 from prefrl.models.attention.layout import Layout, Tree
 from prefrl.models.forward import token_logprobs, verdict_of
+from prefrl.models.modes import checkpoint_activations
 from prefrl.models.plans import lay_out
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
@@ -151,7 +152,7 @@ def test_flat_plans_are_as_near_to_the_cpu_as_padded_rows_are(kernel, dtype, pla
     sizes = {"sliding_window": 20, "head_dim": 16}
     logprobs, gradient = scores(tiny_model("mistral", **sizes), "padded")
     model = tiny_model("mistral", **sizes).to("cuda", dtype).train()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model, {"use_reentrant": False})
     padded_logprobs, padded_gradient = scores(model, "padded")
     monkeypatch.setattr(attention, "choose_kernel", choose)
     flat_logprobs, flat_gradient = scores(model, plan)

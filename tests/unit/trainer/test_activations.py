@@ -13,6 +13,7 @@ from torch import nn
 
 from prefrl import ConfigError, SFTConfig, SFTTrainer
 from prefrl.models.forward import token_logprobs
+from prefrl.models.modes import checkpoint_activations
 from prefrl.models.offload import OffloadActivations
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
@@ -120,7 +121,7 @@ def test_gradients_are_those_of_a_pass_that_moves_nothing(
 ) -> None:
     model, offload = tiny_model().train(), Recorder()
     if use_reentrant is not None:
-        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        checkpoint_activations(model, {"use_reentrant": use_reentrant})
     expected = gradient(model, plan, None, autocast=autocast)
     assert torch.equal(gradient(model, plan, offload, autocast=autocast), expected)
     assert offload.moved
@@ -141,7 +142,7 @@ def test_a_model_moves_its_activations_and_none_of_its_weights(autocast: bool) -
 def test_checkpointed_layers_move_their_inputs_alone(use_reentrant: bool) -> None:
     model, everything, inputs = tiny_model().train(), Recorder(), Recorder()
     gradient(model, "shared_prefix", everything, autocast=False)
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    checkpoint_activations(model, {"use_reentrant": use_reentrant})
     gradient(model, "shared_prefix", inputs, autocast=False)
     tokens = 12 + 22 - 4  # the last token of a response is not fed
     # Two layers, and the norm behind them: its input twice, and its output.

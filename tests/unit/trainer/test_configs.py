@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import HfArgumentParser
 
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 
@@ -128,6 +129,40 @@ def test_scale_rewards_takes_the_old_booleans(given: Any, meant: str, tmp_path: 
 def test_json_options_are_parsed(tmp_path: Path) -> None:
     config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs='{"revision": "main"}')
     assert config.model_init_kwargs == {"revision": "main"}
+
+
+REENTRANT = {"use_reentrant": True}
+AS_JSON = '{"use_reentrant": true}'
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (False, None)),
+        ({"activation_checkpointing": True}, (True, None)),
+        ({"gradient_checkpointing": True}, (True, None)),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": AS_JSON},
+            (True, REENTRANT),
+        ),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": REENTRANT}, (True, REENTRANT)),
+        ({"activation_checkpointing": False, "gradient_checkpointing": True}, (False, None)),
+    ],
+)
+def test_activation_checkpointing_has_one_value_under_its_name_and_its_old_one(
+    given: Any, expected: Any, tmp_path: Path
+) -> None:
+    config: Any = SFTConfig(output_dir=str(tmp_path), use_cpu=True, **given)
+    assert (config.activation_checkpointing, config.activation_checkpointing_kwargs) == expected
+    assert (config.gradient_checkpointing, config.gradient_checkpointing_kwargs) == expected
+
+
+def test_activation_checkpointing_is_a_switch_on_the_command_line(tmp_path: Path) -> None:
+    parser: Any = HfArgumentParser(SFTConfig)
+    words = ["--output_dir", str(tmp_path), "--use_cpu"]
+    for switch in ([], ["--activation_checkpointing"]):
+        (made,) = parser.parse_args_into_dataclasses([*words, *switch])
+        assert made.activation_checkpointing is bool(switch)
 
 
 def test_generation_sizes_follow_from_each_other(tmp_path: Path) -> None:
