@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Each test uses one torch thread, because more threads would compete with the test workers for the cores.
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m pytest
 
 # The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. If a package is missing there or too

@@ -114,7 +114,7 @@ def _completion(ids: list[int]) -> Completion:
     return Completion(
         token_ids=ids,
         finish_reason="stop",
-        logprobs=None,
+        logprobs=[0.0] * len(ids),
         trainable=[True] * len(ids),
         policy_versions=[0] * len(ids),
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
+import os
 import sys
+import threading
 from collections.abc import Sequence
 
 import prefrl
@@ -69,10 +72,30 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     if command in _OTHERS:
         return int(importlib.import_module(f"prefrl.scripts.{command.replace('-', '_')}").main(list(arguments)))
     if command in REGISTRY:
-        train = importlib.import_module("prefrl.scripts.train").main
-        as_worker = importlib.import_module("prefrl.distributed.launcher").as_worker
-        return int(as_worker(lambda: train(REGISTRY[command], arguments)))
+        return _train(command, arguments)
     raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, *_OTHERS])}")
+
+
+def _train(command: str, arguments: Sequence[str]) -> int:
+    is_done = threading.Event()
+    atexit.register(_leave_worker, is_done)  # before torch is imported: exit handlers run in reverse order
+    train = importlib.import_module("prefrl.scripts.train").main
+    as_worker = importlib.import_module("prefrl.distributed.launcher").as_worker
+    code = int(as_worker(lambda: train(REGISTRY[command], arguments)))
+    is_done.set()
+    return code
+
+
+def _leave_worker(is_done: threading.Event) -> None:
+    """Exit without the interpreter's teardown, if this is a worker of torchrun whose work is done.
+
+    In the teardown, a native thread of torch now and then aborts the process, and the launcher would report a training
+    that succeeded as failed.
+    """
+    if is_done.is_set() and "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

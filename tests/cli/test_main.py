@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,35 @@ def test_help_loads_nothing_heavy_and_names_every_command() -> None:
         *REGISTRY,
         *OTHERS,
     }
+
+
+TRAINING = """
+import atexit, ctypes, sys, types
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)  # as a native thread does now and then
+train = types.ModuleType("prefrl.scripts.train")
+train.main = lambda *_: atexit.register(print, "exit handler") and {code}
+sys.modules["prefrl.scripts.train"] = train
+from prefrl.scripts.main import main
+sys.exit(main(["sft"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("launched", "code", "expected"),
+    [(True, "0", 0), (False, "0", -signal.SIGABRT), (True, "int('x')", -signal.SIGABRT)],
+    ids=["worker", "no worker", "failed worker"],
+)
+def test_a_worker_that_is_done_exits_before_torch_can_abort_it(
+    launched: bool, code: str, expected: int, tmp_path: Path
+) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    if launched:
+        environment |= {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    command = [sys.executable, "-c", TRAINING.format(code=code)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == expected, done.stderr
+    assert done.stdout == "exit handler\n"
 
 
 def test_help_is_quick() -> None:
