@@ -91,5 +91,5 @@ def test_every_dependency_has_a_lower_bound_and_a_ceiling_above_it() -> None:
 def test_make_installs_every_extra_whose_floor_is_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    [installed] = re.findall(r"constraints-floors\.txt -e '\.\[(.*)\]'", makefile)
+    [installed] = re.findall(r"-c constraints-floors\.txt \\\n\s*-e '\.\[(.*)\]'", makefile)
     assert set(installed.split(",")) == project["optional-dependencies"].keys() - WITHOUT_FLOORS

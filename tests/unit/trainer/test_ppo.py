@@ -44,6 +44,13 @@ def test_a_critic_that_is_named_is_loaded_with_the_arguments_of_the_model(tmp_pa
     torch.testing.assert_close(found.float(), saved.score.weight, atol=0, rtol=2**-8)
 
 
+def test_a_critic_checkpoints_the_layers_that_the_options_name(tmp_path: Path) -> None:
+    options = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    trainer = ppo(tmp_path, **options, **CRITIC)
+    assert [layer.gradient_checkpointing for layer in trainer.critic.module.model.layers] == [True, False]
+    trainer.train()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
