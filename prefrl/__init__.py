@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.data.convert import extract_prompt as extract_prompt
     from prefrl.data.convert import unpair_preference_dataset as unpair_preference_dataset
     from prefrl.data.mixture import mix_datasets as mix_datasets
+    from prefrl.errors import CheckpointError as CheckpointError
     from prefrl.errors import ConfigError as ConfigError
     from prefrl.errors import DataError as DataError
     from prefrl.errors import GenerationError as GenerationError

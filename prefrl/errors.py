@@ -1,6 +1,14 @@
 """Every error that prefrl raises on purpose. Users can catch `PrefrlError`."""
 
-__all__ = ["ConfigError", "DataError", "GenerationError", "PrefrlError", "RewardError", "WeightSyncError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "GenerationError",
+    "PrefrlError",
+    "RewardError",
+    "WeightSyncError",
+]
 
 
 class PrefrlError(Exception):
@@ -25,3 +33,7 @@ class GenerationError(PrefrlError, RuntimeError):
 
 class WeightSyncError(PrefrlError, RuntimeError):
     """The weights of the policy could not be sent to the generator."""
+
+
+class CheckpointError(PrefrlError, RuntimeError):
+    """A checkpoint could not be written."""

@@ -7,8 +7,9 @@ have the same rows and each compute a part of their tokens. Gathering or summing
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -104,6 +105,21 @@ def from_main(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Run `work` on the main process only; every process gets its result or its error. All processes must call it."""
+    result: T | None = None
+    error: Exception | None = None
+    if is_main():
+        try:
+            result = work()
+        except Exception as caught:  # noqa: BLE001 - raised below, on all processes
+            error = caught
+    result, error = from_main((result, error))
+    if error is not None:
+        raise error
+    return cast("T", result)
 
 
 def wait_for_all() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards.call import Call, EventLoopThread, call_all, is_async
 from prefrl.rewards.check import checked_values
+from prefrl.rewards.fingerprint import reward_fingerprint
 from prefrl.rewards.model import ModelReward
 
 if TYPE_CHECKING:
@@ -96,6 +97,11 @@ class RewardRunner:
     def names(self) -> list[str]:
         """K names. A second reward of the same name is `name_2`."""
         return [reward.name for reward in self._rewards]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """K hashes by name; see `reward_fingerprint`."""
+        return {reward.name: reward_fingerprint(reward.function) for reward in self._rewards}
 
     @property
     def models(self) -> list[ModelReward]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from transformers import TrainingArguments
 
 from prefrl import distributed
@@ -37,6 +37,25 @@ class BaseConfig(TrainingArguments):
 
     kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
+    # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
+    changeable: ClassVar[tuple[str, ...]] = (
+        "logging_steps",
+        "logging_nan_inf_filter",
+        "remove_unused_columns",
+        "model_init_kwargs",  # what it decides is seen in the model
+        "max_tokens_per_micro_batch",
+        "forward_plan",
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "activation_offloading",
+        "use_liger_kernel",
+        "liger_kernel_config",
+        "dataset_num_proc",
+        "log_flops",
+        "allow_resume_changes",
+        "save_in_background",
+        "max_train_time",
+    )
 
     logging_steps: float = opt(10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.")
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.")
@@ -90,6 +109,23 @@ class BaseConfig(TrainingArguments):
         "its rows need. Costs some time, never changes the update.",
     )
 
+    allow_resume_changes: list[str] | None = opt(
+        None,
+        "What may differ from the checkpoint that training resumes from although it decides the updates: names of "
+        "options, or model, data, rewards. Without it, a difference is an error that lists the names.",
+    )
+    save_in_background: bool = opt(
+        False,
+        "Go on with training while the files of a checkpoint are written to the disk and sealed. Copying the weights "
+        "into the memory of the operating system still takes place in the step.",
+    )
+
+    max_train_time: Annotated[float, Gt(0)] | None = opt(
+        None,
+        "Seconds after which training saves a checkpoint and the process ends with exit code 75, so that the next job "
+        "can resume; checked after each step. None: no limit.",
+    )
+
     def __post_init__(self, *flat_values: Any) -> None:
         fill_places(self, flat_values, self.flat_names)
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
@@ -104,6 +140,11 @@ class BaseConfig(TrainingArguments):
             if getattr(self, new) is None:
                 setattr(self, new, getattr(self, old))
             setattr(self, old, getattr(self, new))
+
+    @classmethod
+    def free_options(cls) -> set[str]:
+        """The options that do not decide the updates, of this class and its bases; see `changeable`."""
+        return {name for base in cls.__mro__ for name in vars(base).get("changeable", ())}
 
     @property
     def scoring_temperature(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
@@ -46,6 +46,8 @@ class ReferenceOptions:
 @dataclass
 class OfflineReferenceOptions(ReferenceOptions):
     """The reference model, which the policy stays close to, for training on a fixed dataset."""
+
+    changeable: ClassVar[tuple[str, ...]] = ("precompute_ref_log_probs", "precompute_ref_batch_size")
 
     beta: Annotated[float, Gt(0)] = opt(
         0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."

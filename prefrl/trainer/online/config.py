@@ -97,6 +97,15 @@ class OnlineConfig(
 
     kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM)
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
+    changeable: ClassVar[tuple[str, ...]] = (
+        "num_generations_eval",
+        "temperature_eval",
+        "reward_timeout",
+        "log_completions",
+        "num_completions_to_print",
+        "generation_batch_size",  # with another number of processes, these two differ for the same updates
+        "steps_per_generation",
+    )
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     generation_batch_size: Annotated[int, Ge(1)] | None = opt(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
@@ -14,6 +14,8 @@ __all__ = ["LocalOptions"]
 @dataclass
 class LocalOptions:
     """Generation in the training process."""
+
+    changeable: ClassVar[tuple[str, ...]] = ("ds3_gather_for_generation", "cache_implementation")
 
     ds3_gather_for_generation: bool = opt(
         True,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.rollout.collect import Request
+    from prefrl.run.identity import Identity
     from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
@@ -254,8 +256,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if self.buffer.is_spent:
             self._sync_generator()
             with self.account.phase("generation"):
-                number = self._generation_at(self.state.global_step)
-                collected = self.prompts.collect(self._request(), number)
+                collected = self._collect(self._generation_at(self.state.global_step))
                 self.account.move("reward", collected.reward_s)
             learned = self._learned(collected, num_parts=self.args.updates_per_generation)
             self.buffer.fill(self._minibatches.of(learned))
@@ -263,6 +264,12 @@ class OnlineTrainer(BaseTrainer[Ready]):
         minibatch = self.buffer.next()
         merge(self.metrics["train"], minibatch.metrics)
         return list(minibatch.micro_batches), minibatch.num_items
+
+    def _collect(self, number: int) -> Collected:
+        """The scored rollouts of a generation batch. A single process can be stopped meanwhile."""
+        waiting = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
+        with waiting:
+            return self.prompts.collect(self._request(), number)
 
     def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
@@ -428,6 +435,16 @@ class OnlineTrainer(BaseTrainer[Ready]):
         print_table(everyone.rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
         folder = Path(self.args.output_dir) / "completions"
         write_parquet(everyone.rollouts, folder, step=step, extra=everyone.logged_columns)
+
+    def _identity(self) -> Identity:
+        """See `BaseTrainer`; the updates also depend on the rewards and on how many prompts each generation has."""
+        identity = super()._identity()
+        own = {
+            "prompts_per_generation": self._prompts_per_generation,
+            "steps_of_a_generation": self.args.steps_of_a_generation,
+            "rewards": self.rewards.fingerprints,
+        }
+        return replace(identity, decisive={**identity.decisive, **own})
 
     def end(self) -> None:
         """See HuggingFace's `end`; also releases the servers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
@@ -48,6 +48,16 @@ CORRECTION: KwargsOption[CorrectionParams] = KwargsOption(
 @dataclass
 class VLLMOptions:
     """Generation on servers that `prefrl vllm-serve` started; the key is read from VLLM_API_KEY."""
+
+    changeable: ClassVar[tuple[str, ...]] = (
+        "use_vllm",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
+        "vllm_server_timeout",
+        "vllm_kwargs",
+        "weight_sync",
+    )
 
     use_vllm: bool = opt(False, "Sample completions on a vLLM server instead of in the training process.")
     vllm_server_base_url: list[str] | None = opt(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers.trainer_utils import get_last_checkpoint
 
 from prefrl import distributed
 
@@ -17,20 +16,9 @@ if TYPE_CHECKING:
 
     from prefrl.models.reference import Reference
 
-__all__ = ["checkpoint_folder", "load_reference", "save_reference"]
+__all__ = ["load_reference", "save_reference"]
 
 _REFERENCE_FILE = "reference.safetensors"
-
-
-def checkpoint_folder(given: str | bool | None, output_dir: str) -> Path | None:
-    """The folder that `resume_from_checkpoint` refers to. None if there is none; HuggingFace then reports it.
-
-    Args:
-        given: A folder, or True for the last checkpoint in `output_dir`.
-        output_dir: The output folder of the run.
-    """
-    folder = get_last_checkpoint(output_dir) if given is True else given
-    return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def save_reference(reference: Reference, folder: Path, *, writes: bool) -> None:

@@ -1,0 +1,152 @@
+"""The checkpoints in a run's folder. Each is written aside, sealed and renamed: it is whole or it is not there.
+
+checkpoint-<step>/           sealed checkpoints
+.saving/checkpoint-<step>/   the one that is being written
+.deleting/                   one that is being deleted
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prefrl.run.seal import manifest_of, problem_of, seal, sync_folder
+
+__all__ = ["Found", "checkpoint_name", "clean", "find_last", "publish", "rotate", "staging_folder"]
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the checkpoint after an optimizer step, HuggingFace's."""
+    return f"checkpoint-{step}"
+
+
+def staging_folder(run_folder: Path) -> Path:
+    """Where a checkpoint is written before it is sealed."""
+    return run_folder / ".saving"
+
+
+def publish(run_folder: Path, *, run: str, step: int, resumable: bool) -> Path:
+    """Seal the checkpoint that was written aside, and move it to its place.
+
+    Args:
+        run_folder: The run's folder.
+        run: Id of the run.
+        step: Optimizer steps that were done.
+        resumable: Whether it holds the state of training besides the model.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        OSError: It cannot be written, for example because the disk is full.
+    """
+    staged = staging_folder(run_folder) / checkpoint_name(step)
+    seal(staged, run=run, step=step, resumable=resumable)
+    return _move_in_place(run_folder, staged)
+
+
+def _move_in_place(run_folder: Path, staged: Path) -> Path:
+    final = run_folder / staged.name
+    if final.exists():  # an interruption between the two renames is mended by `clean`
+        _hide(run_folder, final)
+    os.rename(staged, final)
+    staged.parent.rmdir()
+    sync_folder(run_folder)
+    _delete_hidden(run_folder)
+    return final
+
+
+def clean(run_folder: Path) -> None:
+    """Finish or undo what an interrupted process left: a checkpoint that is sealed but not in its place is moved there.
+
+    No other process may write to the folder.
+    """
+    for staged in _checkpoints_in(staging_folder(run_folder)).values():
+        if problem_of(staged) is None:
+            _move_in_place(run_folder, staged)
+    shutil.rmtree(staging_folder(run_folder), ignore_errors=True)
+    _delete_hidden(run_folder)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to resume from."""
+
+    folder: Path | None  # None: there is none
+    passed_over: list[str] = field(default_factory=list)  # newer ones, each with the reason
+
+
+def find_last(run_folder: Path, *, run: str | None) -> Found:
+    """The last whole checkpoint of a run.
+
+    Args:
+        run_folder: The run's folder.
+        run: Id of the run; None: of any run.
+    """
+    passed_over = []
+    for _, folder in sorted(_checkpoints_in(run_folder).items(), reverse=True):
+        reason = _reason_against(folder, run)
+        if reason is None:
+            return Found(folder, passed_over)
+        passed_over.append(f"{folder.name}: {reason}")
+    return Found(None, passed_over)
+
+
+def _reason_against(folder: Path, run: str | None) -> str | None:
+    manifest = manifest_of(folder)
+    if manifest is not None and run is not None and manifest.run != run:
+        return f"it was written by another run ({manifest.run})"
+    if manifest is not None and not manifest.resumable:
+        return "it holds the model only (save_only_model=True)"
+    return problem_of(folder)
+
+
+def rotate(run_folder: Path, *, run: str, limit: int | None, best: str | None) -> None:
+    """Delete all but the last `limit` checkpoints of a run.
+
+    The last one and the best one are never deleted. Checkpoints are ordered by step, never by time.
+
+    Args:
+        run_folder: The run's folder.
+        run: Id of the run; checkpoints of other runs are left alone.
+        limit: How many to keep; None: all.
+        best: Path of the best one.
+    """
+    if limit is None or limit <= 0:
+        return
+    own = {}
+    for step, folder in _checkpoints_in(run_folder).items():
+        manifest = manifest_of(folder)
+        if manifest is not None and manifest.run == run:
+            own[step] = folder
+    last_first = [own[step] for step in sorted(own, reverse=True)]
+    kept = set(last_first[:1]) | {folder for folder in last_first if best is not None and folder == Path(best)}
+    for folder in last_first:
+        if len(kept) < limit:
+            kept.add(folder)
+    for folder in last_first:
+        if folder not in kept:
+            _hide(run_folder, folder)
+            _delete_hidden(run_folder)
+
+
+def _checkpoints_in(folder: Path) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
+    return {int(match.group(1)): path for match, path in matches if match is not None}
+
+
+def _hide(run_folder: Path, checkpoint: Path) -> None:
+    """Take a checkpoint out of sight at once: an interruption never leaves a part of one."""
+    _delete_hidden(run_folder)
+    os.rename(checkpoint, run_folder / ".deleting")
+
+
+def _delete_hidden(run_folder: Path) -> None:
+    shutil.rmtree(run_folder / ".deleting", ignore_errors=True)

@@ -1,0 +1,114 @@
+"""Seals a folder with a manifest of its files, so that a reader knows whether all of them are there and unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["MANIFEST", "Manifest", "manifest_of", "problem_of", "seal", "sync_folder", "write_synced"]
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+# Files are read for their hash side by side: hashing releases the interpreter's lock.
+_READERS = 4
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a sealed folder holds."""
+
+    run: str  # id of the run that wrote it
+    step: int  # optimizer steps that were done
+    resumable: bool  # whether it holds the state of training besides the model
+    files: dict[str, FileSeal]  # by path relative to the folder
+
+
+@dataclass(frozen=True)
+class FileSeal:
+    """The size and hash of a file."""
+
+    size: int  # bytes
+    sha256: str
+
+
+def seal(folder: Path, *, run: str, step: int, resumable: bool) -> None:
+    """Write all files of a folder to the disk, then its manifest.
+
+    Args:
+        folder: Nothing else may write to it any more.
+        run: Id of the run.
+        step: Optimizer steps that were done.
+        resumable: Whether the folder holds the state of training besides the model.
+
+    Raises:
+        OSError: A file cannot be written, for example because the disk is full.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    with ThreadPoolExecutor(_READERS) as readers:
+        seals = list(readers.map(_seal_file, paths))
+    files = {path.relative_to(folder).as_posix(): value for path, value in zip(paths, seals, strict=True)}
+    manifest = {"format": _FORMAT, **asdict(Manifest(run, step, resumable, files))}
+    write_synced(folder / MANIFEST, json.dumps(manifest, indent=1))
+    for inner in [path for path in folder.rglob("*") if path.is_dir()]:
+        sync_folder(inner)
+    sync_folder(folder)
+
+
+def manifest_of(folder: Path) -> Manifest | None:
+    """The manifest of a sealed folder; None if it has none that can be read."""
+    try:
+        values = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = {name: FileSeal(**value) for name, value in values["files"].items()}
+        return Manifest(values["run"], values["step"], values["resumable"], files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def problem_of(folder: Path) -> str | None:
+    """What a sealed folder lacks: the first file that is missing or was changed. None: it is whole."""
+    manifest = manifest_of(folder)
+    if manifest is None:
+        return f"{MANIFEST} is missing or damaged"
+    for name, expected in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected.size:
+            return f"{name} has {path.stat().st_size} bytes instead of {expected.size}"
+    names = list(manifest.files)
+    with ThreadPoolExecutor(_READERS) as readers:
+        hashes = readers.map(lambda name: _sha256(folder / name), names)
+        changed = [name for name, found in zip(names, hashes, strict=True) if found != manifest.files[name].sha256]
+    return f"{changed[0]} is damaged: its bytes differ from those that were saved" if changed else None
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a small file and wait until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _seal_file(path: Path) -> FileSeal:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return FileSeal(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,47 @@
+"""Options that a resumed run may change and that checkpoints would otherwise override."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["GroupOptions"]
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """The learning rates and weight decays of a new optimizer, whose state is about to be read from a checkpoint."""
+
+    learning_rates: list[float]  # one for each parameter group, at the start of the schedule
+    weight_decays: list[float]
+
+    @classmethod
+    def of(cls, optimizer: Any) -> GroupOptions:
+        """What the options of this run ask for.
+
+        Args:
+            optimizer: Before its state is read.
+        """
+        groups = optimizer.param_groups
+        return cls(
+            [group.get("initial_lr", group["lr"]) for group in groups],
+            [group.get("weight_decay", 0.0) for group in groups],
+        )
+
+    def apply(self, changed: Collection[str], optimizer: Any, scheduler: Any) -> None:
+        """Give the changed options effect again, after the state was read.
+
+        Args:
+            changed: Names of the options that differ from the checkpoint.
+            optimizer: After its state was read.
+            scheduler: Its schedule goes on; learning rates are proportional to those at its start.
+        """
+        if "weight_decay" in changed:
+            for group, weight_decay in zip(optimizer.param_groups, self.weight_decays, strict=True):
+                group["weight_decay"] = weight_decay
+        if "learning_rate" in changed:
+            for group, initial in zip(optimizer.param_groups, self.learning_rates, strict=True):
+                group["lr"] *= initial / group["initial_lr"]
+                group["initial_lr"] = initial
+            scheduler.base_lrs = list(self.learning_rates)

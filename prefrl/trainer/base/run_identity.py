@@ -1,0 +1,82 @@
+"""What decides the updates of a training: its algorithm, model, data and options."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import datasets
+from transformers import TrainingArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from prefrl.trainer.base.config import BaseConfig
+
+__all__ = ["data_fingerprint", "decisive_options", "model_fingerprint"]
+
+# HuggingFace's options that decide the updates. Whatever else it has, changes where and how the same work is done.
+_OF_HUGGINGFACE = frozenset({
+    "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "dataloader_drop_last", "fp16", "learning_rate",
+    "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "optim", "optim_args", "optim_target_modules", "seed",
+    "train_sampling_strategy", "warmup_ratio", "warmup_steps", "weight_decay",
+})  # fmt: skip
+# These decide the updates only through a learning rate that depends on the length of training.
+_LENGTH = frozenset({"max_steps", "num_train_epochs"})
+_FLAT_SCHEDULES = ("constant", "constant_with_warmup")
+# Rows of a dataset that are hashed.
+_SAMPLED_ROWS = 64
+# Keys of a model's config that do not describe its architecture.
+_NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+
+
+def decisive_options(config: BaseConfig) -> dict[str, Any]:
+    """The options that decide the updates, with JSON values, by name."""
+    of_huggingface = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = {field.name for field in dataclasses.fields(config)} - of_huggingface - config.free_options()
+    names = (_OF_HUGGINGFACE & of_huggingface) | own
+    if config.lr_scheduler_type not in _FLAT_SCHEDULES:
+        names |= _LENGTH
+    return {name: json.loads(json.dumps(getattr(config, name), default=str)) for name in sorted(names)}
+
+
+def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """The architecture of a model and of its adapters."""
+    described = {"class": type(model).__name__, "config": _digest(_without(model.config.to_dict(), _NOT_ARCHITECTURE))}
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, Mapping):
+        described["adapters"] = _digest(
+            {
+                name: {
+                    key: getattr(adapter, key, None) for key in ("peft_type", "r", "target_modules", "modules_to_save")
+                }
+                for name, adapter in adapters.items()
+            }
+        )
+    return described
+
+
+def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
+    """The number of rows of a dataset, its columns, and a hash of rows at even distances. None: not known, a stream."""
+    if not isinstance(dataset, datasets.Dataset):
+        return None
+    count = len(dataset)
+    which = sorted({i * count // _SAMPLED_ROWS for i in range(_SAMPLED_ROWS)}) if count else []
+    return {"rows": count, "columns": sorted(dataset.column_names), "hash": _digest([dataset[i] for i in which])}
+
+
+def _without(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in names}
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=_sortable)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _sortable(value: Any) -> Any:
+    """For `json.dumps`: what it does not know. The text of other objects may hold addresses."""
+    return sorted(value) if isinstance(value, set | frozenset) else type(value).__name__

@@ -1,0 +1,219 @@
+"""The checkpoints of a training run: written whole or not at all, and read only if they are whole and of this run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from prefrl import distributed
+from prefrl.errors import CheckpointError, ConfigError
+from prefrl.run.checkpoints import Found, checkpoint_name, clean, find_last, publish, rotate, staging_folder
+from prefrl.run.identity import Identity, check_same_run, new_run_id, read_identity, write_identity
+from prefrl.run.lock import only_writer
+from prefrl.run.seal import problem_of
+
+__all__ = ["RunFolder", "Start"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a training starts."""
+
+    run: str  # id of the run
+    checkpoint: Path | None  # None: at step 0
+    changed: tuple[str, ...] = ()  # what decides the updates, differs from the checkpoint, and was allowed to
+
+
+@dataclass
+class RunFolder:
+    """The folder of a run. All processes must call its methods; one of them reads and writes.
+
+    HuggingFace's trainer writes a checkpoint into `staging`. `publish` waits until its files are on the disk, seals
+    them and moves the checkpoint to its place.
+
+    Args:
+        path: `output_dir`.
+        limit: `save_total_limit`.
+        in_background: Whether training goes on while the files get to the disk.
+        is_first_of_node: Whether this process is the first on its node.
+    """
+
+    path: Path
+    limit: int | None
+    in_background: bool
+    is_first_of_node: bool
+    run: str = ""  # id of the run that is under way
+    _thread: threading.Thread | None = None
+    _error: list[Exception] = field(default_factory=list)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Context of a training: no other run writes to the folder.
+
+        Raises:
+            ConfigError: Another process trains in it, or it cannot be written to.
+        """
+        with ExitStack() as stack:
+            distributed.on_main(partial(self._enter, stack))
+            yield
+            self.wait()
+
+    def _enter(self, stack: ExitStack) -> None:
+        stack.enter_context(only_writer(self.path))
+        clean(self.path)
+
+    # Reading.
+
+    def start(self, given: str | bool | os.PathLike[str] | None, now: Identity, *, allowed: list[str]) -> Start:
+        """Find the checkpoint that a training resumes from, and set the id of the run.
+
+        Args:
+            given: `resume_from_checkpoint`: a folder; True for the last whole checkpoint of the run that the folder
+                belongs to, or step 0 if there is none; None for a new run.
+            now: What decides the updates of this training.
+            allowed: What may differ from the checkpoint.
+
+        Raises:
+            ConfigError: The folder that was given is no whole checkpoint, or it belongs to a run whose updates are
+                decided by something else: lists the differences.
+        """
+        found = distributed.on_main(partial(self._start, given, now, allowed))
+        self.run = found.run
+        return found
+
+    def _start(self, given: str | bool | os.PathLike[str] | None, now: Identity, allowed: list[str]) -> Start:
+        checkpoint = self._checkpoint(given)
+        saved = read_identity(self.path if checkpoint is None else checkpoint) if given else None
+        run, changed = new_run_id(), []
+        if saved is not None and (checkpoint is not None or saved.decisive == now.decisive):
+            where = str(self.path if checkpoint is None else checkpoint)
+            changed = check_same_run(saved, now, where=where, allowed=allowed)
+            run = saved.run
+        if not given:
+            self._tell_of_others()
+        write_identity(self.path, replace(now, run=run))
+        return Start(run, checkpoint, tuple(changed))
+
+    def _checkpoint(self, given: str | bool | os.PathLike[str] | None) -> Path | None:
+        if not given:
+            return None
+        if given is not True:
+            return _checked(Path(given))
+        own = read_identity(self.path)
+        found = find_last(self.path, run=None if own is None else own.run)
+        for reason in found.passed_over:
+            _log.warning("resume_from_checkpoint=True passes over %s", reason)
+        if found.folder is None:
+            _log.warning(
+                "resume_from_checkpoint=True: %s has no whole checkpoint; training starts at step 0", self.path
+            )
+        return found.folder
+
+    def _tell_of_others(self) -> None:
+        found: Found = find_last(self.path, run=None)
+        if found.folder is not None:
+            _log.warning(
+                "%s holds checkpoints of an earlier run, the last of them %s. This run is a new one: it replaces those "
+                "of the same step and leaves the others alone. Set resume_from_checkpoint=True to continue the "
+                "earlier run.",
+                self.path,
+                found.folder.name,
+            )
+
+    # Writing.
+
+    def publish(self, run_folder: Path, *, step: int, resumable: bool, best: str | None) -> Path:
+        """Seal the checkpoint that all processes have written to `staging`, and delete old ones.
+
+        Args:
+            run_folder: The folder of checkpoints; in a search of hyperparameters, that of the trial.
+            step: Optimizer steps that were done.
+            resumable: Whether it holds the state of training besides the model.
+            best: Path of the best checkpoint, which is not deleted.
+
+        Returns:
+            Its folder, which may not be there yet with `in_background`.
+
+        Raises:
+            CheckpointError: It cannot be written. The checkpoints that were there are untouched.
+        """
+
+        def work() -> None:
+            try:
+                publish(run_folder, run=self.run, step=step, resumable=resumable)
+                rotate(run_folder, run=self.run, limit=self.limit, best=best)
+            except OSError as error:
+                raise self.failure(error, run_folder, step) from error
+
+        distributed.wait_for_all()
+        if self.in_background:
+            self._start_thread(work)
+        else:
+            distributed.on_main(work)
+            # The first process of a node whose file system is its own still has what its node wrote.
+            if self.is_first_of_node and (staging_folder(run_folder) / checkpoint_name(step)).exists():
+                work()
+        return run_folder / checkpoint_name(step)
+
+    def _start_thread(self, work: Callable[[], None]) -> None:
+        if not distributed.is_main():
+            return
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - `wait` raises it
+                self._error.append(error)
+
+        self._thread = threading.Thread(target=guarded, name="prefrl-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written in the background.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        distributed.on_main(self._join)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            raise self._error.pop()
+
+    @staticmethod
+    def failure(error: Exception, run_folder: Path, step: int) -> CheckpointError:
+        """What to tell about a checkpoint that could not be written. Removes what was written of it."""
+        staged = staging_folder(run_folder)
+        written = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
+        shutil.rmtree(staged, ignore_errors=True)
+        free = shutil.disk_usage(run_folder).free
+        last = find_last(run_folder, run=None).folder
+        kept = "There is no other." if last is None else f"The last whole one is {last}."
+        return CheckpointError(
+            f"{checkpoint_name(step)} could not be written to {run_folder}: {error}. {written / 1e6:,.0f} MB of it "
+            f"were written, and {free / 1e6:,.0f} MB are free now that they are removed. {kept} Free space, or lower "
+            "save_total_limit, then resume with resume_from_checkpoint=True."
+        )
+
+
+def _checked(folder: Path) -> Path:
+    hint = "Set True to resume from the last whole checkpoint in output_dir."
+    if not folder.is_dir():
+        raise ConfigError(f"resume_from_checkpoint={str(folder)!r}: there is no such folder. {hint}")
+    distributed.writer_of(folder)  # says so if it holds the model only
+    problem = problem_of(folder)
+    if problem is not None:
+        raise ConfigError(f"resume_from_checkpoint={str(folder)!r}: {problem}. {hint}")
+    return folder
