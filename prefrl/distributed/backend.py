@@ -28,7 +28,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def announce_backward(accelerator: Any, *, is_last: bool) -> None:
-    """Tell the backend whether the next backward pass is the last of an optimizer step: DeepSpeed updates in it."""
+    """Tell the backend whether the next backward pass is the last of an optimizer step, in which DeepSpeed updates."""
     accelerator.gradient_state._set_sync_gradients(is_last)
 
 

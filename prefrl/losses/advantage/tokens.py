@@ -105,8 +105,8 @@ class BaselineParams(AdvantageParams):
 
     zero_tail: bool = opt(
         True,
-        "No baseline at positions that only one completion of a prompt reaches. False: it is its own baseline there, "
-        "so its advantage is 0.",
+        "No baseline at positions that only one completion of a prompt reaches. False: the completion is its own "
+        "baseline there, so its advantage is 0.",
     )
 
 
