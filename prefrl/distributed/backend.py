@@ -33,7 +33,7 @@ def announce_backward(accelerator: Any, *, is_last: bool) -> None:
 
 
 def updates_in_backward(accelerator: Any) -> bool:
-    """Whether the optimizer's step is part of the last backward pass, so that gradients cannot be changed after it."""
+    """Whether the optimizer's step is part of the last backward pass, so gradients cannot be changed after it."""
     return bool(accelerator.distributed_type == "DEEPSPEED")
 
 

@@ -60,7 +60,7 @@ def gae(scored: ScoredTokens, params: GaeParams) -> Advantages:
     """Generalized advantage estimation: A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t.
 
     After the last trainable token of a row, V and A are 0. The returns, the critic's targets, are A + V. In rows
-    without a reward they equal V, so that the critic has no error there.
+    without a reward they equal V, so the critic has no error there.
 
     Args:
         scored: Needs `values`.

@@ -124,7 +124,7 @@ RULES = [
     ),
     (RLOOConfig, {"num_generations": 1}, "num_generations=1: a completion is compared with the others"),
     (ReinforcePlusPlusConfig, {"importance_sampling_level": "sequence"}, "Use level 'token' or 'sequence_token'"),
-    (ReinforcePlusPlusConfig, {"reward_balance": "nash"}, "only advantages of completions are computed for each reward"),
+    (ReinforcePlusPlusConfig, {"reward_balance": "nash"}, "only advantages of completions are computed"),
     (
         ReinforcePlusPlusConfig,
         {"advantage_estimator": "reinforce_plus_plus_baseline"},
