@@ -40,7 +40,7 @@ class ShapingParams(Params):
     """Hyperparameters of `shaped`."""
 
     stop_properly_penalty_coef: Annotated[float, Le(1)] | None = opt(
-        None, "Multiply the total reward of completions cut off at the length limit by this; below 0: replace it."
+        None, "Total reward of completions cut off at the length limit: multiplied by this; below 0: replaced by this."
     )
     missing_eos_penalty: Annotated[float, Gt(0)] | None = opt(
         None, "Subtract this from the total reward of completions that were cut off or aborted."
