@@ -1,7 +1,7 @@
 """The data types of prefrl: completions, rollouts, the stages of a flat batch, and losses.
 
 The class of a batch is its stage, and every field of a stage is set in all its batches. What only one algorithm adds
-is a subclass in that algorithm's module.
+is a subclass next to that algorithm.
 
 Shape letters used in every file: N response tokens of a flat batch, B rows, P prompts, G completions of a prompt,
 K rewards, V vocabulary.

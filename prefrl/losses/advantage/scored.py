@@ -34,7 +34,7 @@ class AdvantageParams(Params):
     """Hyperparameters that go with every estimator."""
 
     clip_range: list[float] | None = opt(
-        None, "Clip advantages to this range: smallest and largest value, which enclose 0; None: no clipping."
+        None, "Clip advantages to this range: smallest value (<= 0) and largest value (>= 0); None: no clipping."
     )
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class AdvantageParams(Params):
         super().__post_init__()
         check_range(self.clip_range, "clip_range")
         if self.clip_range is not None and not self.clip_range[0] <= 0 <= self.clip_range[1]:
-            raise ConfigError(f"clip_range={self.clip_range}: 0 must be within, as in [-5, 5]")
+            raise ConfigError(f"clip_range={self.clip_range}: must contain 0, as in [-5, 5]")
 
 
 @dataclass(frozen=True, slots=True)

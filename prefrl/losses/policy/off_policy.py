@@ -1,4 +1,4 @@
-"""Importance weights for samples of another policy: of an inference engine that rounds differently, or older weights.
+"""Importance weights for samples of another policy: an inference engine that rounds differently, or older weights.
 
 Samples come from mu, and the loss is an expectation under pi, the trained policy before the update:
 

@@ -61,7 +61,7 @@ class AdaptiveKL:
             ValueError: `kl` is NaN.
         """
         if math.isnan(kl):
-            raise ValueError("kl=nan: the KL weight cannot adapt to it. Update it after steps with tokens only.")
+            raise ValueError("kl=nan: the KL weight cannot adapt to it. Update it only after steps that have tokens.")
         if _LARGEST_ERROR * num_completions >= self._horizon:
             raise ConfigError(
                 f"horizon={self._horizon} of an adaptive KL weight: needs to be above {_LARGEST_ERROR} times the "
@@ -130,7 +130,7 @@ class AdaptiveEntropy:
             ValueError: `entropy` is NaN.
         """
         if math.isnan(entropy):
-            raise ValueError("entropy=nan: the bonus cannot adapt to it. Update it after steps with tokens only.")
+            raise ValueError("entropy=nan: the bonus cannot adapt to it. Update it only after steps that have tokens.")
         params = self._params
         step = params.delta if entropy <= params.target else -params.delta
         self._coef = min(max(self._coef + step, params.min), params.max)
