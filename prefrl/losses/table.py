@@ -14,7 +14,7 @@ __all__ = ["LossRow", "keyword_names"]
 
 
 def keyword_names(function: Callable[..., object]) -> frozenset[str]:
-    """Names of the keyword-only arguments of a loss: its hyper-parameters."""
+    """Names of the keyword-only arguments of a loss: its hyperparameters."""
     parameters = inspect.signature(function).parameters.values()
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 

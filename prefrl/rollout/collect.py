@@ -131,7 +131,7 @@ class Collector:
         return self._scored(request, [(number, completions[number]) for number in range(len(request.rows))])
 
     def by_group(self, request: Request) -> Iterator[Collected]:
-        """Like `collect`, but yields each group once its completions are there, and scores it separately."""
+        """Like `collect`, but yields each group as soon as its completions arrive, and scores it separately."""
         for number, completions in request.pending.as_completed():
             yield self._scored(request, [(number, completions)])
 

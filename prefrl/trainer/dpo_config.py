@@ -69,7 +69,7 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
         if unknown or not self.loss_type:
             raise ConfigError(f"loss_type={self.loss_type}: must be one or several of {', '.join(PAIR_LOSSES)}")
         if len(set(self.loss_type)) < len(self.loss_type):
-            raise ConfigError(f"loss_type={self.loss_type}: each loss once; weigh it with loss_weights")
+            raise ConfigError(f"loss_type={self.loss_type}: list each loss once, and weight it with loss_weights")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ConfigError(
                 f"loss_weights={self.loss_weights}: must have one number for each of loss_type={self.loss_type}"
@@ -77,14 +77,14 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
         raw = [name for name in self.loss_type if PAIR_LOSSES[name].uses_log_ratios]
         if raw and self.f_divergence_type != "reverse_kl":
             raise ConfigError(
-                f"f_divergence_type={self.f_divergence_type!r} with loss_type={raw}: these losses are made of the "
+                f"f_divergence_type={self.f_divergence_type!r} with loss_type={raw}: these losses use the "
                 "log-ratios themselves. Use reverse_kl, or another loss."
             )
         sorting = [name for name in self.loss_type if PAIR_LOSSES[name].is_batch_loss]
         if sorting and self.use_weighting:
             raise ConfigError(
-                f"use_weighting=True with loss_type={sorting}: its values belong to ranks of the sorted batch, not to "
-                "pairs that could be weighted. Set use_weighting=False."
+                f"use_weighting=True with loss_type={sorting}: its values belong to positions in the sorted "
+                "batch, not to pairs. Set use_weighting=False."
             )
 
     def _validate_hyperparameters(self) -> None:
@@ -105,5 +105,5 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
             )
         if "robust" in self.loss_type and self.label_smoothing == 0.5:
             raise ConfigError(
-                "label_smoothing=0.5 with loss_type 'robust': must be below 0.5: it divides by 1 - 2 times it"
+                "label_smoothing=0.5 with loss_type 'robust': must be below 0.5: it divides by 1 - 2 * label_smoothing"
             )

@@ -147,7 +147,7 @@ class PairLearner:
         return {} if self.moments is None else self.moments.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if self.moments is not None:
             self.moments.load_state_dict(state)
 

@@ -195,7 +195,7 @@ def hinge(pairs: Pairs, *, beta: float) -> Tensor:
 
 
 def ipo(pairs: Pairs, *, beta: float) -> Tensor:
-    """Identity preference optimization on per-token means: (s_w / |y_w| - s_l / |y_l| - 1 / (2 b))^2, b is their tau.
+    """Identity preference optimization on per-token means: (s_w / |y_w| - s_l / |y_l| - 1 / (2 b))^2, b is tau there.
 
     The paper uses sums over tokens, which grow with the length of the responses while the target 1 / (2 b) is fixed.
 
@@ -215,7 +215,7 @@ def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     Source: Ji et al. 2024, arXiv 2402.00856, eq. 16
     """
     if not 0 < label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing={label_smoothing}: exo_pair needs 0 < label_smoothing < 0.5, say 1e-3")
+        raise ValueError(f"label_smoothing={label_smoothing}: exo_pair needs 0 < label_smoothing < 0.5, such as 1e-3")
     margin = beta * pairs.score_margin
     if_chosen = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-label_smoothing))
     if_rejected = torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(label_smoothing))

@@ -273,7 +273,7 @@ class PolicyGradient:
         return torch.zeros(len(totals), dtype=result.values.dtype).masked_scatter(is_kept, result.values)
 
     def _balanced(self, scored: ScoredRows, balancer: RewardBalancer, metrics: dict[str, Metric]) -> Advantages:
-        """Computes the advantages of each reward, [B, K], and combines them so that one backward pass is enough."""
+        """Compute the advantages of each reward, [B, K], and combine them so that one backward pass is enough."""
         params = self.args.advantage_params
         each = [
             self.estimator.function(

@@ -120,7 +120,7 @@ class PolicyObjective:
         *,
         is_first: bool,
     ) -> PolicyBatch:
-        """See `Objective`; computes what the advantages did not need before."""
+        """See `Objective`; computes the scores that the advantages did not need."""
         if is_first:
             # The policy is still the one that sampled. Its fresh log-probs serve as old ones: ratios are exactly 1.
             batch = batch.replace(old_logprobs=None)

@@ -26,7 +26,7 @@ class SamplingCorrection:
 
 
 def correct_sampling(options: VLLMOptions, batch: SampledBatch, old_logprobs: Tensor) -> SamplingCorrection:
-    """Importance weights pi / mu; see `losses.off_policy`.
+    """Importance weights pi / mu; see `losses.policy.off_policy`.
 
     Args:
         options: Mode and bounds.

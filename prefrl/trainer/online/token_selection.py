@@ -1,4 +1,4 @@
-"""Selects the tokens of a generation batch with a policy loss, or a special one: once, among those of all ranks."""
+"""Selects the tokens of a generation batch that get a policy loss, or a special one, among those of all ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cov_tokens(
     *,
     step: int,
 ) -> Tensor:
-    """[N] True for the tokens that `clip_cov` or `kl_cov` treats apart; none for other losses.
+    """[N] True for the tokens that `clip_cov` or `kl_cov` treats differently; none for other losses.
 
     Args:
         args: Options.

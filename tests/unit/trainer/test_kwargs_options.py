@@ -56,7 +56,7 @@ def test_what_a_trainer_changes_later_is_read(tmp_path: Path) -> None:
         ),
         pytest.param(
             {"dynamic_sampling": True, "dynamic_sampling_kwargs": {"reward_metric": 3}},
-            "dynamic_sampling_kwargs: reward_metric=3: must be a text",
+            "dynamic_sampling_kwargs: reward_metric=3: must be a string",
             id="no text",
         ),
         pytest.param(
