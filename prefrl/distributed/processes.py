@@ -114,7 +114,7 @@ def on_main(work: Callable[[], T]) -> T:
     if is_main():
         try:
             result = work()
-        except Exception as caught:  # noqa: BLE001 - raised below, on all processes
+        except Exception as caught:  # raised below, on all processes
             error = caught
     result, error = from_main((result, error))
     if error is not None:

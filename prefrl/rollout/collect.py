@@ -35,6 +35,8 @@ class Collected:
     logged_columns: dict[str, list[Any]] = field(default_factory=dict)
     reward_s: float = 0.0
     metrics: dict[str, Metric] = field(default_factory=dict)  # metrics of how prompts were chosen
+    # What the curriculum learned, update by update: (dataset row, group, total reward) of all ranks.
+    visits: list[list[tuple[int, int, float]]] = field(default_factory=list)
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:

@@ -17,6 +17,7 @@ from prefrl.run.seal import manifest_of, problem_of, seal, sync_folder
 
 __all__ = ["Found", "checkpoint_name", "clean", "find_last", "publish", "rotate", "staging_folder"]
 
+_MODEL_ONLY = "it holds a model without the training state (from save_only_model=True)"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -62,7 +63,7 @@ def _move_in_place(run_folder: Path, staged: Path) -> Path:
 
 
 def clean(run_folder: Path) -> None:
-    """Finish or undo what an interrupted process left: a checkpoint that is sealed but not in its place is moved there.
+    """Finish or undo what an interrupted process left: a sealed checkpoint that is not in its place is moved there.
 
     No other process may write to the folder.
     """
@@ -78,7 +79,8 @@ class Found:
     """The checkpoint to resume from."""
 
     folder: Path | None  # None: there is none
-    passed_over: list[str] = field(default_factory=list)  # newer ones, each with the reason
+    unusable: list[str] = field(default_factory=list)  # newer ones of the same run, each with the reason
+    foreign: list[str] = field(default_factory=list)  # newer ones of other runs
 
 
 def find_last(run_folder: Path, *, run: str | None) -> Found:
@@ -88,22 +90,17 @@ def find_last(run_folder: Path, *, run: str | None) -> Found:
         run_folder: The run's folder.
         run: Id of the run; None: of any run.
     """
-    passed_over = []
+    unusable, foreign = [], []
     for _, folder in sorted(_checkpoints_in(run_folder).items(), reverse=True):
-        reason = _reason_against(folder, run)
+        manifest = manifest_of(folder)
+        if manifest is not None and run is not None and manifest.run != run:
+            foreign.append(folder.name)
+            continue
+        reason = problem_of(folder) if manifest is None or manifest.resumable else _MODEL_ONLY
         if reason is None:
-            return Found(folder, passed_over)
-        passed_over.append(f"{folder.name}: {reason}")
-    return Found(None, passed_over)
-
-
-def _reason_against(folder: Path, run: str | None) -> str | None:
-    manifest = manifest_of(folder)
-    if manifest is not None and run is not None and manifest.run != run:
-        return f"it was written by another run ({manifest.run})"
-    if manifest is not None and not manifest.resumable:
-        return "it holds the model only (save_only_model=True)"
-    return problem_of(folder)
+            return Found(folder, unusable, foreign)
+        unusable.append(f"{folder.name}: {reason}")
+    return Found(None, unusable, foreign)
 
 
 def rotate(run_folder: Path, *, run: str, limit: int | None, best: str | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 __all__ = ["DEADLINE", "StopRequest", "Stopped", "leave"]
 
-# Exit code after `max_train_time`: EX_TEMPFAIL of sysexits.h, "try again". A signal's is 128 + its number, as in shells.
+# Exit code after `max_train_time`: EX_TEMPFAIL of sysexits.h, "try again". A signal's is 128 + its number.
 DEADLINE = 75
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -52,14 +52,14 @@ class StopRequest:
     def listen(self) -> Iterator[None]:
         """Context in which signals are noted. A handler that a user has installed is left alone."""
         self._started, self._signal = self._clock(), None
-        usual = {
+        usual: dict[int, Any] = {
             number: handler
             for number in _SIGNALS
             if (handler := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)
         }
         if threading.current_thread() is not threading.main_thread():
             usual = {}  # only the main thread can install handlers
-        self._usual: dict[int, Any] = usual
+        self._usual = usual
         for number in usual:
             signal.signal(number, self._note)
         try:
@@ -79,7 +79,7 @@ class StopRequest:
         self._signal = number
         name = signal.Signals(number).name
         when = "now" if self._interruptible else "after this step"
-        print(f"{name}: saving a checkpoint {when}; the next {name} stops at once", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{name}: saving a checkpoint {when}; the next {name} stops at once\n")
         if self._interruptible:
             raise Stopped
 
@@ -101,7 +101,7 @@ class StopRequest:
 
 def leave(code: int, line: str) -> NoReturn:
     """Print a line and end the process with an exit code; after Ctrl-C, with KeyboardInterrupt."""
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{line}\n")
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(code)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
+from prefrl.run.seal import seal
 from tests.contract.cases import make_trainer, model_of, ragged_reward, weights_of
 
 SAVED_AT = 3
@@ -100,6 +101,7 @@ def test_resume_from_what_cannot_be_read_is_refused(
         signature.unlink()
     else:
         signature.write_text(json.dumps(writer), encoding="utf-8")
+        seal(signature.parent, run="any", step=1, resumable=True)
     with pytest.raises(ConfigError, match=message):
         make_trainer("sft", tmp_path, **settings).train(resume_from_checkpoint=str(signature.parent))
 

@@ -60,7 +60,7 @@ def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
-    """The number of rows of a dataset, its columns, and a hash of rows at even distances. None: not known, a stream."""
+    """The number of rows of a dataset, its columns, and a hash of rows at even distances; None: it is a stream."""
     if not isinstance(dataset, datasets.Dataset):
         return None
     count = len(dataset)

@@ -110,21 +110,25 @@ class RunFolder:
             return _checked(Path(given))
         own = read_identity(self.path)
         found = find_last(self.path, run=None if own is None else own.run)
-        for reason in found.passed_over:
+        if found.folder is None and found.unusable:
+            raise ConfigError(
+                f"resume_from_checkpoint=True: {self.path} has no checkpoint to resume from: "
+                f"{'; '.join(found.unusable)}. Start a new training, resume_from_checkpoint=None; to begin with the "
+                f"weights of a checkpoint, pass its folder as model={str(self.path / 'checkpoint-...')!r}."
+            )
+        for reason in [*found.unusable, *(f"{name}: it belongs to another run" for name in found.foreign)]:
             _log.warning("resume_from_checkpoint=True passes over %s", reason)
         if found.folder is None:
-            _log.warning(
-                "resume_from_checkpoint=True: %s has no whole checkpoint; training starts at step 0", self.path
-            )
+            _log.warning("resume_from_checkpoint=True: %s has no checkpoint yet; training starts at step 0", self.path)
         return found.folder
 
     def _tell_of_others(self) -> None:
         found: Found = find_last(self.path, run=None)
         if found.folder is not None:
             _log.warning(
-                "%s holds checkpoints of an earlier run, the last of them %s. This run is a new one: it replaces those "
-                "of the same step and leaves the others alone. Set resume_from_checkpoint=True to continue the "
-                "earlier run.",
+                "%s holds checkpoints of an earlier run, the last of them %s. This is a new run: it replaces those of "
+                "the same step and leaves the others alone. Set resume_from_checkpoint=True to continue the earlier "
+                "one.",
                 self.path,
                 found.folder.name,
             )
@@ -171,7 +175,7 @@ class RunFolder:
         def guarded() -> None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - `wait` raises it
+            except Exception as error:  # `wait` raises it
                 self._error.append(error)
 
         self._thread = threading.Thread(target=guarded, name="prefrl-checkpoint")

@@ -446,6 +446,7 @@ class BaseTrainer(Trainer, Generic[Ready]):
             if start.checkpoint is not None:
                 distributed.check_resumable(self.accelerator, start.checkpoint)
             self._changed = start.changed
+            self._last_saved = -1
             return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
 
     def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:

@@ -103,6 +103,7 @@ class OnlineConfig(
         "reward_timeout",
         "log_completions",
         "num_completions_to_print",
+        "journal_keep",
         "generation_batch_size",  # with another number of processes, these two differ for the same updates
         "steps_per_generation",
     )
@@ -120,6 +121,11 @@ class OnlineConfig(
     num_iterations: Annotated[int, Ge(1)] = opt(1, "Number of passes over each generation batch.")
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(False, "Print each generation batch as a table and write it to a Parquet file.")
+    journal_keep: Annotated[int, Ge(0)] = opt(
+        100,
+        "Scored generation batches that are kept in the folder completions, besides those that a resumed run needs "
+        "after its checkpoint; 0: none are written, and a resumed run generates them again.",
+    )
     num_completions_to_print: Annotated[int, Ge(1)] | None = opt(
         None, "Number of completions that log_completions prints; None: all."
     )

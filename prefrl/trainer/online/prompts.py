@@ -73,14 +73,27 @@ class Prompts:
         )
 
     def collect(self, request: Request, number: int) -> Collected:
-        """Wait for all completions of this rank and score them; replace groups without a learning signal."""
-        collected = self._collector.collect(request)
-        self._update_curriculum(collected, self._rows)
-        if self._args.dynamic_sampling:
-            collected = self._with_signal(collected, number)
-        if self._args.needs_greedy:
-            self._add_greedy(collected)
+        """Wait for all completions of this rank and score them; replace groups without a learning signal.
+
+        If it raises, the curriculum is as it was before.
+        """
+        before = None if self.curriculum is None else self.curriculum.state_dict()
+        try:
+            collected = self._with_visits(self._collector.collect(request), self._rows)
+            if self._args.dynamic_sampling:
+                collected = self._with_signal(collected, number)
+            if self._args.needs_greedy:
+                self._add_greedy(collected)
+        except BaseException:
+            if self.curriculum is not None and before is not None:
+                self.curriculum.load_state_dict(before)
+            raise
         return collected
+
+    def repeat(self, collected: Collected) -> None:
+        """Update the curriculum as `collect` did when these rollouts were collected."""
+        for visit in collected.visits:
+            self._visit(visit)
 
     def _add_greedy(self, collected: Collected) -> None:
         """Set `greedy_reward`: the total reward of one more completion of each prompt, decoded greedily."""
@@ -118,13 +131,18 @@ class Prompts:
             world_size=distributed.world_size(),
         )
 
-    def _update_curriculum(self, collected: Collected, rows: Sequence[int]) -> None:
-        """Update the curriculum with the rewards of all ranks."""
+    def _with_visits(self, collected: Collected, rows: Sequence[int]) -> Collected:
+        """Update the curriculum with the rewards of all ranks, and note them."""
         if self.curriculum is None:
-            return
+            return collected
         mine = [(rows[rollout.group], rollout.group, rollout.reward) for rollout in collected.rollouts]
         everyone = [row for part in distributed.gather_objects(mine) for row in part]
-        self.curriculum.update(*(list(column) for column in zip(*everyone, strict=True)))
+        self._visit(everyone)
+        return replace(collected, visits=[*collected.visits, everyone])
+
+    def _visit(self, visit: Sequence[tuple[int, int, float]]) -> None:
+        if self.curriculum is not None:
+            self.curriculum.update(*(list(column) for column in zip(*visit, strict=True)))
 
     def _with_signal(self, collected: Collected, number: int) -> Collected:
         resampling = Resampling(self._rows, num_rows=len(self._dataset), seed=self._args.seed, generation=number)
@@ -141,8 +159,8 @@ class Prompts:
             seeds = {group: resampling.sample_seed(group) for group in groups if group in redrawn}
             # All ranks make a request, even those without a group to replace: recovery of a server may need them.
             new = self._collector.collect(self._ask(resampling.rows, seeds))
-            self._update_curriculum(new, resampling.rows)
-            collected = replace_groups(collected, new)
+            new = self._with_visits(new, resampling.rows)
+            collected = replace(replace_groups(collected, new), visits=[*collected.visits, *new.visits])
         return replace(collected, metrics=resampling.metrics(groups, without_signal))
 
     # Checkpoints. The curriculum is the same on all ranks.

@@ -18,14 +18,15 @@ from rich.console import Console
 from prefrl import distributed
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
 from prefrl.data.tokenize import prepare_prompt_dataset
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import CheckpointError, ConfigError, DataError
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, sampled_batch
-from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
+from prefrl.rollout.journal import Entry, Journal
+from prefrl.rollout.summary import print_table, rollout_metrics, staleness
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.steps import Step, SyncStep
@@ -168,6 +169,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
             cut=lambda batch: self.cut(batch, args.per_device_train_batch_size),
             hidden_size=self.policy.config.get_text_config().hidden_size,
         )
+        self.journal = Journal(
+            Path(args.output_dir) / "completions", distributed.rank(), distributed.world_size(), keep=args.journal_keep
+        )
+        self._journaled_until = 0  # generation batches before this number are read from the journal
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
@@ -254,11 +259,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[Ready], float]:
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
         if self.buffer.is_spent:
-            self._sync_generator()
-            with self.account.phase("generation"):
-                collected = self._collect(self._generation_at(self.state.global_step))
-                self.account.move("reward", collected.reward_s)
+            number = self._generation_at(self.state.global_step)
+            collected = self._journaled(number) or self._collect(number)
             learned = self._learned(collected, num_parts=self.args.updates_per_generation)
+            self._seal(number, [collected])
             self.buffer.fill(self._minibatches.of(learned))
             self._report(collected)
         minibatch = self.buffer.next()
@@ -267,9 +271,40 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _collect(self, number: int) -> Collected:
         """The scored rollouts of a generation batch. A single process can be stopped meanwhile."""
+        self._sync_generator()
         waiting = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
-        with waiting:
-            return self.prompts.collect(self._request(), number)
+        with waiting, self.account.phase("generation"):
+            collected = self.prompts.collect(self._request(), number)
+            self.account.move("reward", collected.reward_s)
+        return collected
+
+    def _journaled(self, number: int) -> Collected | None:
+        """The scored rollouts of a generation batch that was collected before the run was interrupted, if there are."""
+        if number >= self._journaled_until:
+            return None
+        (collected,) = self._entry(number).parts
+        self.prompts.repeat(collected)
+        return collected
+
+    def _entry(self, number: int) -> Entry:
+        entry = self.journal.read(generation=number, step=self.state.global_step)
+        if entry is None:
+            raise CheckpointError(f"generation batch {number} has disappeared from the journal, {self.journal.folder}")
+        return entry
+
+    def _seal(self, number: int, parts: list[Collected]) -> None:
+        """Write a generation batch to the journal, if it is not there."""
+        if self.journal.keep == 0 or number < self._journaled_until:
+            return
+        step = self.state.global_step
+        try:
+            self.journal.write(Entry(self.run_folder.run, number, step, parts))
+        except OSError as error:
+            raise CheckpointError(
+                f"the rollouts of step {step} could not be written to {self.journal.folder}: {error}. Free space or "
+                "lower journal_keep, then resume with resume_from_checkpoint=True."
+            ) from error
+        self.journal.prune(needed_from=step if self.args.save_strategy == "no" else max(self._last_saved, 0))
 
     def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
@@ -295,15 +330,20 @@ class OnlineTrainer(BaseTrainer[Ready]):
         items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
         if not items:
             return [], 0.0
-        self._sync_generator()
-        with self.account.phase("generation"):
-            arriving = self._arriving(self._request())
-        step = OverlapStep(arriving, lambda: self.policy, self._idle_batch(), self.accelerator)
+        number = self._generation_at(self.state.global_step)
+        step = OverlapStep(self._arriving(number, self._parts(number)), lambda: self.policy, self._idle_batch(), self.accelerator)
         return [*(SyncStep() for _ in items[1:]), step], 1.0
 
-    def _arriving(self, request: Request) -> Iterator[Minibatch[Ready]]:
-        """A minibatch for each group, in the order in which the groups arrive."""
-        groups = self._collector.by_group(request)
+    def _parts(self, number: int) -> Iterator[Collected]:
+        """The scored groups of a generation batch, in the order in which they arrive or arrived."""
+        if number < self._journaled_until:
+            return iter(self._entry(number).parts)
+        self._sync_generator()
+        with self.account.phase("generation"):
+            return self._collector.by_group(self._request())
+
+    def _arriving(self, number: int, groups: Iterator[Collected]) -> Iterator[Minibatch[Ready]]:
+        """A minibatch for each group."""
         parts = []
         while True:
             with self.account.phase("generation"):
@@ -316,6 +356,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             (minibatch,) = self._minibatches.of(learned, over_ranks=False)
             merge(self.metrics["train"], minibatch.metrics)
             yield minibatch
+        self._seal(number, parts)
         self._report(Collected.concat(parts))
         (num_tokens,) = distributed.sum_over_ranks([self._tokens_seen([])], self.args.device)
         self.state.num_input_tokens_seen += int(num_tokens)
@@ -336,6 +377,19 @@ class OnlineTrainer(BaseTrainer[Ready]):
         # A new training run may count steps from 0 again, so step numbers no longer identify weight versions.
         self.prompts.prefetched.drop()
         self.generator.invalidate()
+        self._find_journaled()
+
+    def _find_journaled(self) -> None:
+        """Find the generation batches that an interrupted run has left, and that come after its checkpoint."""
+        self.journal.run = self.run_folder.run
+        if self._changed:  # what came after the checkpoint belongs to other settings
+            self.journal.forget(from_step=self.state.global_step)
+        length = self.args.steps_of_a_generation
+        first = -(-self.state.global_step // length)
+        last = self._generation_at(self.state.max_steps - 1)
+        count = self.journal.num_sealed((number, number * length) for number in range(first, last + 1))
+        (count,) = distributed.min_over_ranks([count], self.args.device)
+        self._journaled_until = first + int(count)
 
     def _end_training(self) -> None:
         """See `BaseTrainer`."""
@@ -433,8 +487,6 @@ class OnlineTrainer(BaseTrainer[Ready]):
             return
         everyone = Collected.concat(parts)
         print_table(everyone.rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
-        folder = Path(self.args.output_dir) / "completions"
-        write_parquet(everyone.rollouts, folder, step=step, extra=everyone.logged_columns)
 
     def _identity(self) -> Identity:
         """See `BaseTrainer`; the updates also depend on the rewards and on how many prompts each generation has."""

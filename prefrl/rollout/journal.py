@@ -1,0 +1,247 @@
+"""The journal of a run: every scored generation batch, sealed on the disk before training learns from it.
+
+It is the table of completions for people, and what a resumed run reads instead of generating and scoring again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefrl.metrics import from_json, to_json
+from prefrl.rollout.collect import Collected
+from prefrl.run.seal import sync_folder
+from prefrl.types import Completion, Rollout, Turn
+
+__all__ = ["Entry", "Journal", "read_entry"]
+
+_METADATA = b"prefrl"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A generation batch as it was journaled by one rank."""
+
+    run: str  # id of the run
+    generation: int  # number of the batch
+    step: int  # the optimizer step that learned from it first
+    parts: list[Collected]  # in the order in which they were scored
+
+
+@dataclass
+class Journal:
+    """The generation batches of a run, one file for each and each rank.
+
+    A file is written under another name, synced and renamed, so a batch is in the journal whole or not at all. Batches
+    are the same on each rank as long as the number of ranks is.
+
+    Args:
+        folder: Where the files are.
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        keep: Number of batches that are kept, besides those that a resumed run may need; 0: nothing is written.
+        run: Id of the run.
+    """
+
+    folder: Path
+    rank: int
+    world_size: int
+    keep: int
+    run: str = ""
+
+    def _path(self, step: int) -> Path:
+        of_rank = "" if self.world_size == 1 else f"_rank{self.rank}of{self.world_size}"
+        return self.folder / f"completions_{step:05d}{of_rank}.parquet"
+
+    def write(self, entry: Entry) -> None:
+        """Seal a batch of this rank.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(entry.step)
+        aside = path.with_suffix(".part")
+        with aside.open("wb") as file:
+            pq.write_table(_table(entry), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
+        sync_folder(self.folder)
+
+    def read(self, *, generation: int, step: int) -> Entry | None:
+        """A batch of this rank; None if it is not in the journal, or another run wrote it."""
+        path = self._path(step)
+        if not path.exists():
+            return None
+        entry = read_entry(path)
+        return entry if entry.run == self.run and entry.generation == generation else None
+
+    def num_sealed(self, generations: Iterator[tuple[int, int]]) -> int:
+        """How many of the given batches, (generation, step) in order, are there before the first one that is not."""
+        count = 0
+        for generation, step in generations:
+            path = self._path(step)
+            if not path.exists() or _identity(pq.read_schema(path)) != (self.run, generation):
+                break
+            count += 1
+        return count
+
+    def forget(self, *, from_step: int) -> None:
+        """Delete the batches of this rank that were first learned from at or after a step."""
+        for step, path in self._files():
+            if step >= from_step:
+                path.unlink()
+
+    def prune(self, *, needed_from: int) -> None:
+        """Delete all but the last `keep` batches of this rank.
+
+        Args:
+            needed_from: Batches that were first learned from at or after this step are not deleted.
+        """
+        files = self._files()
+        for step, path in files[: max(0, len(files) - self.keep)]:
+            if step < needed_from:
+                path.unlink()
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """The files of this rank by step."""
+        suffix = self._path(0).name.removeprefix("completions_00000")
+        paths = self.folder.glob(f"completions_*{suffix}")
+        numbers = ((path.name.removeprefix("completions_").removesuffix(suffix), path) for path in paths)
+        return sorted((int(number), path) for number, path in numbers if number.isdecimal())
+
+
+def read_entry(path: Path) -> Entry:
+    """Read a file of the journal."""
+    table = pq.read_table(path)
+    about = json.loads(table.schema.metadata[_METADATA])
+    rows = table.to_pylist()
+    parts, first = [], 0
+    for part in about["parts"]:
+        own = rows[first : first + part["rows"]]
+        first += part["rows"]
+        parts.append(_collected(own, part))
+    return Entry(about["run"], about["generation"], about["step"], parts)
+
+
+def _identity(schema: pa.Schema) -> tuple[str, int]:
+    about = json.loads(schema.metadata[_METADATA])
+    return about["run"], about["generation"]
+
+
+def _table(entry: Entry) -> pa.Table:
+    """A row for each turn."""
+    rows: list[dict[str, Any]] = []
+    abouts = []
+    for part in entry.parts:
+        own = [row for i, rollout in enumerate(part.rollouts) for row in _rows(entry.step, i, rollout, part)]
+        rows += own
+        abouts.append(_about(part, len(own)))
+    about = {"run": entry.run, "generation": entry.generation, "step": entry.step, "parts": abouts}
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+    return table.replace_schema_metadata({_METADATA: json.dumps(about).encode()})
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Values of one type, or their JSON if they have several."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError):
+        return pa.array([json.dumps(value, default=str) for value in values])
+
+
+def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator[dict[str, Any]]:
+    for i, turn in enumerate(rollout.turns):
+        completion = turn.completion
+        yield {
+            "step": step,
+            "group": rollout.group,
+            "rollout": number,
+            "turn": i,
+            "prompt": as_text(rollout.prompt),
+            "completion": as_text(rollout.text),
+            "prompt_ids": turn.sent_ids,
+            "completion_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+            "trainable": completion.trainable,
+            "finish_reason": completion.finish_reason,
+            "policy_versions": completion.policy_versions,
+            **rollout.rewards,
+            "reward": rollout.reward,
+            "greedy_reward": rollout.greedy_reward,
+            "advantage": rollout.advantage,
+            **{name: values[number] for name, values in part.logged_columns.items()},
+        }
+
+
+def _about(part: Collected, num_rows: int) -> dict[str, Any]:
+    return {
+        "rows": num_rows,
+        "rewards": list(part.rollouts[0].rewards) if part.rollouts else [],
+        "logged_metrics": part.logged_metrics,
+        "logged_columns": list(part.logged_columns),
+        "metrics": {name: to_json(metric) for name, metric in part.metrics.items()},
+        "visits": part.visits,
+    }
+
+
+def _collected(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> Collected:
+    rollouts: list[Rollout] = []
+    columns: dict[str, list[Any]] = {name: [] for name in about["logged_columns"]}
+    for _, turns in groupby(rows, key=lambda row: row["rollout"]):
+        of_rollout = list(turns)
+        rollouts.append(_rollout(of_rollout, about["rewards"]))
+        for name, values in columns.items():
+            values.append(of_rollout[0][name])
+    return Collected(
+        rollouts,
+        about["logged_metrics"],
+        columns,
+        metrics={name: from_json(values) for name, values in about["metrics"].items()},
+        visits=[[(row, group, reward) for row, group, reward in visit] for visit in about["visits"]],
+    )
+
+
+def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str]) -> Rollout:
+    first = rows[0]
+    turns = [
+        Turn(
+            row["prompt_ids"],
+            Completion(
+                row["completion_ids"],
+                row["finish_reason"],
+                row["logprobs"],
+                row["trainable"],
+                row["policy_versions"],
+            ),
+        )
+        for row in rows
+    ]
+    return Rollout(
+        turns,
+        {"prompt": first["prompt"], "prompt_ids": first["prompt_ids"]},
+        first["group"],
+        prompt=first["prompt"],
+        text=first["completion"],
+        rewards={name: first[name] for name in reward_names},
+        reward=first["reward"],
+        advantage=first["advantage"],
+        greedy_reward=first["greedy_reward"],
+    )
+
+
+def as_text(value: Any) -> str:
+    """A prompt or completion, text or messages, as one text."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(f"{message['role']}: {message['content']}" for message in value)
