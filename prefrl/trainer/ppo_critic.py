@@ -16,7 +16,6 @@ from prefrl.losses.value import value_loss
 from prefrl.metrics import ExplainedVariance, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
-from prefrl.models.export import CRITIC
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import checkpoint_activations, disable_dropout
 from prefrl.trainer.base.kernels import add_kernels
@@ -42,6 +41,9 @@ __all__ = [
     "split_state",
     "without_critic",
 ]
+
+# The name under which the critic is a part of the policy.
+_NAME = "prefrl_critic"
 
 
 def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTrainedModel | None) -> Critic:
@@ -100,9 +102,9 @@ def critic_loss(args: PPOConfig, batch: CriticBatch, values: Tensor) -> LossOutp
 
 
 def attach_critic(policy: PreTrainedModel, critic: Critic) -> None:
-    """Make the critic a submodule of the policy that `save_pretrained` leaves out."""
-    policy.add_module(CRITIC, critic.module)
-    names = [f"{CRITIC}.{name}" for name in critic.module.state_dict()]
+    """Make the critic a submodule of the policy that `save_pretrained` and `PolicyWeights` leave out."""
+    policy.add_module(_NAME, critic.module)
+    names = [f"{_NAME}.{name}" for name in critic.module.state_dict()]
     policy._keys_to_ignore_on_save = [*(policy._keys_to_ignore_on_save or ()), *names]
 
 
@@ -125,7 +127,7 @@ def add_critic_group(optimizer: torch.optim.Optimizer, critic: Critic, *, learni
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split a state dict into the policy's weights and the critic's, the latter under the critic's own names."""
-    prefix = f"{CRITIC}."
+    prefix = f"{_NAME}."
     policy = {name: value for name, value in state.items() if not name.startswith(prefix)}
     return policy, {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 

@@ -191,6 +191,11 @@ class OnlineConfig(
             )
 
     @property
+    def scoring_temperature(self) -> float:
+        """The sampling temperature: the distribution that is sampled from enters the losses."""
+        return self.temperature
+
+    @property
     def micro_batches_per_generation(self) -> int:
         """The effective value of `steps_per_generation`."""
         if self.generation_batch_size is not None:
