@@ -5,21 +5,26 @@ It is the table of completions for people, and what a resumed run reads instead 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefrl import distributed
+from prefrl.errors import CheckpointError
 from prefrl.metrics import from_json, to_json
 from prefrl.rollout.collect import Collected
 from prefrl.run.seal import sync_folder
 from prefrl.types import Completion, Rollout, Turn
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Entry", "Journal", "read_entry"]
 
@@ -40,33 +45,90 @@ class Entry:
 class Journal:
     """The generation batches of a run, one file for each and each rank.
 
-    A file is written under another name, synced and renamed, so a batch is in the journal whole or not at all. Batches
-    are the same on each rank as long as the number of ranks is.
+    A file is written under another name, synced and renamed, so a batch is in the journal whole or not at all.
 
     Args:
         folder: Where the files are.
         rank: Number of this rank.
-        world_size: Number of ranks.
+        world_size: Number of ranks. Batches that another number of ranks wrote are not read.
         keep: Number of batches that are kept, besides those that a resumed run may need; 0: nothing is written.
-        run: Id of the run.
     """
 
     folder: Path
     rank: int
     world_size: int
     keep: int
-    run: str = ""
+    _run: str = ""
+    _left_until: int = 0
+
+    def begin(self, run: str, *, generations: Iterable[int], steps_each: int, device: torch.device) -> None:
+        """Find the batches that an interrupted run has left. All ranks must call it.
+
+        Args:
+            run: Id of the run.
+            generations: Numbers of the batches that training will need, in order.
+            steps_each: Optimizer steps of a batch.
+            device: For the communication.
+        """
+        self._run = run
+        numbers = list(generations)
+        found = itertools.takewhile(lambda number: self._has(number, step=number * steps_each), numbers)
+        (count,) = distributed.min_over_ranks([len(list(found))], device)
+        self._left_until = numbers[0] + int(count) if numbers else 0
+
+    def left(self, generation: int, *, step: int) -> list[Collected] | None:
+        """The parts of a batch that an interrupted run has left; None: it must be collected.
+
+        Raises:
+            CheckpointError: It was there when training began, and is not any more.
+        """
+        if generation >= self._left_until:
+            return None
+        if not self._has(generation, step=step):
+            raise CheckpointError(f"generation batch {generation} has disappeared from {self.folder}; resume again")
+        return read_entry(self._path(step)).parts
+
+    def seal(self, generation: int, parts: list[Collected], *, step: int, needed_from: int) -> None:
+        """Write a batch of this rank, if it was not left by an interrupted run, and delete old ones.
+
+        Args:
+            generation: Number of the batch.
+            parts: In the order in which they were scored.
+            step: The optimizer step that learns from it first.
+            needed_from: Batches that were first learned from at or after this step are not deleted.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        if self.keep == 0 or generation < self._left_until:
+            return
+        try:
+            self._write(Entry(self._run, generation, step, parts))
+        except OSError as error:
+            raise CheckpointError(
+                f"the rollouts of step {step} cannot be written to {self.folder}: {error}. Free space or lower "
+                "journal_keep, then resume with resume_from_checkpoint=True."
+            ) from error
+        files = self._files()
+        for number, path in files[: max(0, len(files) - self.keep)]:
+            if number < needed_from:
+                path.unlink()
+
+    def forget(self, *, from_step: int) -> None:
+        """Delete the batches of this rank that were first learned from at or after a step."""
+        for step, path in self._files():
+            if step >= from_step:
+                path.unlink()
 
     def _path(self, step: int) -> Path:
         of_rank = "" if self.world_size == 1 else f"_rank{self.rank}of{self.world_size}"
         return self.folder / f"completions_{step:05d}{of_rank}.parquet"
 
-    def write(self, entry: Entry) -> None:
-        """Seal a batch of this rank.
+    def _has(self, generation: int, *, step: int) -> bool:
+        path = self._path(step)
+        return path.exists() and _identity(pq.read_schema(path)) == (self._run, generation)
 
-        Raises:
-            OSError: It cannot be written.
-        """
+    def _write(self, entry: Entry) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(entry.step)
         aside = path.with_suffix(".part")
@@ -76,41 +138,6 @@ class Journal:
             os.fsync(file.fileno())
         os.rename(aside, path)
         sync_folder(self.folder)
-
-    def read(self, *, generation: int, step: int) -> Entry | None:
-        """A batch of this rank; None if it is not in the journal, or another run wrote it."""
-        path = self._path(step)
-        if not path.exists():
-            return None
-        entry = read_entry(path)
-        return entry if entry.run == self.run and entry.generation == generation else None
-
-    def num_sealed(self, generations: Iterator[tuple[int, int]]) -> int:
-        """How many of the given batches, (generation, step) in order, are there before the first one that is not."""
-        count = 0
-        for generation, step in generations:
-            path = self._path(step)
-            if not path.exists() or _identity(pq.read_schema(path)) != (self.run, generation):
-                break
-            count += 1
-        return count
-
-    def forget(self, *, from_step: int) -> None:
-        """Delete the batches of this rank that were first learned from at or after a step."""
-        for step, path in self._files():
-            if step >= from_step:
-                path.unlink()
-
-    def prune(self, *, needed_from: int) -> None:
-        """Delete all but the last `keep` batches of this rank.
-
-        Args:
-            needed_from: Batches that were first learned from at or after this step are not deleted.
-        """
-        files = self._files()
-        for step, path in files[: max(0, len(files) - self.keep)]:
-            if step < needed_from:
-                path.unlink()
 
     def _files(self) -> list[tuple[int, Path]]:
         """The files of this rank by step."""
@@ -198,7 +225,7 @@ def _about(part: Collected, num_rows: int) -> dict[str, Any]:
 def _collected(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> Collected:
     rollouts: list[Rollout] = []
     columns: dict[str, list[Any]] = {name: [] for name in about["logged_columns"]}
-    for _, turns in groupby(rows, key=lambda row: row["rollout"]):
+    for _, turns in itertools.groupby(rows, key=lambda row: row["rollout"]):
         of_rollout = list(turns)
         rollouts.append(_rollout(of_rollout, about["rewards"]))
         for name, values in columns.items():

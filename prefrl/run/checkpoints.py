@@ -90,7 +90,8 @@ def find_last(run_folder: Path, *, run: str | None) -> Found:
         run_folder: The run's folder.
         run: Id of the run; None: of any run.
     """
-    unusable, foreign = [], []
+    unusable: list[str] = []
+    foreign: list[str] = []
     for _, folder in sorted(_checkpoints_in(run_folder).items(), reverse=True):
         manifest = manifest_of(folder)
         if manifest is not None and run is not None and manifest.run != run:

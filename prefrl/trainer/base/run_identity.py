@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -59,10 +59,16 @@ def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     return described
 
 
-def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
-    """The number of rows of a dataset, its columns, and a hash of rows at even distances; None: it is a stream."""
+def data_fingerprint(dataset: Any, *, without: Collection[str]) -> dict[str, Any] | None:
+    """The number of rows of a dataset, its columns, and a hash of rows at even distances; None: it is a stream.
+
+    Args:
+        dataset: A prepared dataset.
+        without: Columns that do not count.
+    """
     if not isinstance(dataset, datasets.Dataset):
         return None
+    dataset = dataset.remove_columns([name for name in dataset.column_names if name in without])
     count = len(dataset)
     which = sorted({i * count // _SAMPLED_ROWS for i in range(_SAMPLED_ROWS)}) if count else []
     return {"rows": count, "columns": sorted(dataset.column_names), "hash": _digest([dataset[i] for i in which])}

@@ -6,14 +6,11 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
-from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
@@ -26,18 +23,14 @@ from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
-from prefrl.run.checkpoints import checkpoint_name, staging_folder
-from prefrl.run.identity import Identity, write_identity
-from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.arguments import check_dataset
-from prefrl.trainer.base.changed_options import GroupOptions
 from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
 from prefrl.trainer.base.reference_file import load_reference, save_reference
 from prefrl.trainer.base.references import kept_reference
+from prefrl.trainer.base.resumable import ResumableTrainer
 from prefrl.trainer.base.run_identity import data_fingerprint, decisive_options, model_fingerprint
-from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.steps import Step, SyncStep
@@ -50,7 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-    from transformers.trainer_utils import TrainOutput
 
     from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
@@ -67,7 +59,7 @@ Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRS
 Ready = TypeVar("Ready", bound=TokenBatch)
 
 
-class BaseTrainer(Trainer, Generic[Ready]):
+class BaseTrainer(ResumableTrainer, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
     A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
@@ -83,6 +75,7 @@ class BaseTrainer(Trainer, Generic[Ready]):
     algorithm: str  # name in the registry
     _splits_rows = False  # whether processes can share the tokens of a row
     _id_columns: tuple[str, ...] = ID_COLUMNS  # columns of token ids in prepared datasets
+    _derived_columns: tuple[str, ...] = ()  # columns of prepared datasets that models have computed
 
     args: BaseConfig
     _reference_moves = False
@@ -133,17 +126,6 @@ class BaseTrainer(Trainer, Generic[Ready]):
             processing_class=tokenizer,
             callbacks=callbacks,
             optimizers=optimizers,
-        )
-        self.stop_request = StopRequest(args.max_train_time)
-        self._stop_code = 0
-        self._is_saving = False
-        self._last_saved = -1  # step of the last checkpoint
-        self._changed: tuple[str, ...] = ()  # what may differ from the checkpoint and does
-        self.run_folder = RunFolder(
-            Path(args.output_dir),
-            limit=args.save_total_limit,
-            in_background=args.save_in_background,
-            is_first_of_node=self.is_local_process_zero(),
         )
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         distributed.check_backend(args, os.environ, self.accelerator)
@@ -407,7 +389,6 @@ class BaseTrainer(Trainer, Generic[Ready]):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called after the step and all its callbacks."""
         self.account.finish()
-        self._stop_if_asked()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _drain(self, mode: Literal["train", "eval"]) -> dict[str, float]:
@@ -425,139 +406,25 @@ class BaseTrainer(Trainer, Generic[Ready]):
 
     # Checkpoints.
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Run HuggingFace's training loop.
-
-        Args:
-            resume_from_checkpoint: A checkpoint, or True for the last whole one in `output_dir`; with none, training
-                starts at step 0.
-            args: See HuggingFace's `train`.
-            kwargs: See HuggingFace's `train`.
-
-        Raises:
-            ConfigError: Another process trains in `output_dir`, the checkpoint is not whole or belongs to another run,
-                or these processes cannot read it or cannot train a second time.
-            CheckpointError: A checkpoint cannot be written.
-        """
-        distributed.check_first_training(self.accelerator, self.model_wrapped)
-        with self.run_folder.open():
-            allowed = self.args.allow_resume_changes or []
-            start = self.run_folder.start(resume_from_checkpoint, self._identity(), allowed=allowed)
-            if start.checkpoint is not None:
-                distributed.check_resumable(self.accelerator, start.checkpoint)
-            self._changed = start.changed
-            self._last_saved = -1
-            return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
-
-    def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train until the end, a signal or the deadline; then leave the process if training is not complete."""
-        with self.stop_request.listen():
-            try:
-                output = super().train(checkpoint, *args, **kwargs)
-                code = self._stop_code
-            except Stopped:  # in a wait of the step that had begun; nothing has changed since the one before
-                code = self.stop_request.code
-                if self._last_saved != self.state.global_step:
-                    self._save_checkpoint(self.model, None)
-        if code and self.state.global_step < self.state.max_steps:
-            self.run_folder.wait()
-            leave(
-                code,
-                f"stopped after step {self.state.global_step} of {self.state.max_steps}. To go on, start the same "
-                f"training with resume_from_checkpoint=True; output_dir is {self.args.output_dir}",
-            )
-        return output
-
-    def _stop_if_asked(self) -> None:
-        """Save and stop after this step if any process was asked to."""
-        (code,) = distributed.max_over_ranks([self.stop_request.code], self.args.device)
-        self._stop_code = int(code)
-        if code:
-            self.control.should_training_stop = True
-            self.control.should_save = self._last_saved != self.state.global_step
-
-    def _identity(self) -> Identity:
-        """What decides the updates of this training, without the id of a run."""
-        decisive = {
+    def decisive(self) -> dict[str, Any]:
+        """See `ResumableTrainer`."""
+        return {
             "algorithm": self.algorithm,
             "model": model_fingerprint(self.policy),
-            "data": data_fingerprint(self.train_dataset),
+            "data": data_fingerprint(self.train_dataset, without=self._derived_columns),
             "rows_per_step": self.get_total_train_batch_size(self.args),
             **decisive_options(self.args),
         }
-        return Identity(run="", decisive=decisive)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        """HuggingFace's hook: the folder in which it writes `checkpoint-<step>`."""
-        folder: str = super()._get_output_dir(trial)
-        return str(staging_folder(Path(folder))) if self._is_saving else folder
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """HuggingFace's hook. The checkpoint is written aside, sealed and renamed: it is whole or it is not there."""
-        self.run_folder.wait()
-        folder, step = Path(self._get_output_dir(trial)), self.state.global_step
-        self._is_saving = True
-        try:
-            super()._save_checkpoint(model, trial)
-            self._finish_state(folder)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise self.run_folder.failure(error, folder, step) from error
-        finally:
-            self._is_saving = False
-        complete, best = not self.args.save_only_model, self.state.best_model_checkpoint
-        final = self.run_folder.publish(folder, step=step, resumable=complete, best=best)
-        self._last_saved = step
-        if self.args.push_to_hub:
-            self.run_folder.wait()
-            super()._push_from_checkpoint(str(final))
-
-    def _finish_state(self, folder: Path) -> None:
-        """Write what a checkpoint says about the run, and where the best checkpoint will be."""
-        staging, step = staging_folder(folder), self.state.global_step
-        best = self.state.best_model_checkpoint
-        if best is not None and Path(best).is_relative_to(staging):
-            self.state.best_model_checkpoint = str(folder / Path(best).name)
-        if self.args.should_save:
-            staged = staging / checkpoint_name(step)
-            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-            write_identity(staged, replace(self._identity(), run=self.run_folder.run))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """HuggingFace's hook, called before the checkpoint is in its place; see `_save_checkpoint`."""
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """HuggingFace's hook. Without this, a run that is resumed at its end would make one more step."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        # The main process creates the folder, but other processes may get here first.
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        self._save_update_state(Path(output_dir))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        asked = GroupOptions.of(self.optimizer) if self._changed else None
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if asked is not None:
-            asked.apply(self._changed, self.optimizer, self.lr_scheduler)
-        if checkpoint is not None:
-            self._load_update_state(Path(checkpoint))
 
     def _save_update_state(self, folder: Path) -> None:
-        """Write all other state that the next update depends on. All ranks must call it.
-
-        HuggingFace saves the model, optimizer, scheduler and random states.
-        """
-        if self.args.should_save:
-            distributed.sign_checkpoint(self.accelerator, folder)
+        """See `ResumableTrainer`; also writes the reference if it moves."""
+        super()._save_update_state(folder)
         if self._reference_moves and self.reference is not None:
             save_reference(self.reference, folder, writes=self.args.should_save)
 
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote. All ranks must call it."""
+        super()._load_update_state(folder)
         if self._reference_moves and self.reference is not None:
             load_reference(self.reference, folder)
 
@@ -570,7 +437,9 @@ class BaseTrainer(Trainer, Generic[Ready]):
         is_checkpoint = _internal_call and output_dir is not None  # HuggingFace passes a folder only for checkpoints
         folder = output_dir or self.args.output_dir
         if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
-            self._save(folder, whole_state(self.policy, keep=self.args.should_save))
+            state = whole_state(self.policy, keep=self.args.should_save)
+            if self.args.should_save:
+                self._save(folder, state)
         if self.args.should_save:
             self._write_card(Path(folder))
         if self.args.push_to_hub and not _internal_call:

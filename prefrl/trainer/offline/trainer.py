@@ -24,7 +24,7 @@ from prefrl.registry import REGISTRY
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
-from prefrl.trainer.offline.precompute import check_same_reference, precompute_reference
+from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, check_same_reference, precompute_reference
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
 
@@ -79,6 +79,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     """
 
     _splits_rows = True
+    _derived_columns = tuple(REFERENCE_COLUMNS.values())
     args: OfflineConfig
     row_kind: RowKind[Loaded]
     train_dataset: Any

@@ -6,7 +6,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,14 +17,14 @@ from rich.console import Console
 from prefrl import distributed
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
 from prefrl.data.tokenize import prepare_prompt_dataset
-from prefrl.errors import CheckpointError, ConfigError, DataError
+from prefrl.errors import ConfigError, DataError
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, sampled_batch
-from prefrl.rollout.journal import Entry, Journal
+from prefrl.rollout.journal import Journal
 from prefrl.rollout.summary import print_table, rollout_metrics, staleness
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.rollout.collect import Request
-    from prefrl.run.identity import Identity
     from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
@@ -172,7 +170,6 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.journal = Journal(
             Path(args.output_dir) / "completions", distributed.rank(), distributed.world_size(), keep=args.journal_keep
         )
-        self._journaled_until = 0  # generation batches before this number are read from the journal
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
@@ -260,7 +257,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
         if self.buffer.is_spent:
             number = self._generation_at(self.state.global_step)
-            collected = self._journaled(number) or self._collect(number)
+            collected = self._collect(number)
             learned = self._learned(collected, num_parts=self.args.updates_per_generation)
             self._seal(number, [collected])
             self.buffer.fill(self._minibatches.of(learned))
@@ -270,41 +267,24 @@ class OnlineTrainer(BaseTrainer[Ready]):
         return list(minibatch.micro_batches), minibatch.num_items
 
     def _collect(self, number: int) -> Collected:
-        """The scored rollouts of a generation batch. A single process can be stopped meanwhile."""
+        """The scored rollouts of a generation batch: those that an interrupted run has left, otherwise new ones."""
+        left = self.journal.left(number, step=self.state.global_step)
+        if left is not None:
+            self.prompts.repeat(left[0])
+            return left[0]
         self._sync_generator()
+        # A single process can be stopped meanwhile: nothing that is saved has changed yet.
         waiting = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
         with waiting, self.account.phase("generation"):
             collected = self.prompts.collect(self._request(), number)
             self.account.move("reward", collected.reward_s)
         return collected
 
-    def _journaled(self, number: int) -> Collected | None:
-        """The scored rollouts of a generation batch that was collected before the run was interrupted, if there are."""
-        if number >= self._journaled_until:
-            return None
-        (collected,) = self._entry(number).parts
-        self.prompts.repeat(collected)
-        return collected
-
-    def _entry(self, number: int) -> Entry:
-        entry = self.journal.read(generation=number, step=self.state.global_step)
-        if entry is None:
-            raise CheckpointError(f"generation batch {number} has disappeared from the journal, {self.journal.folder}")
-        return entry
-
     def _seal(self, number: int, parts: list[Collected]) -> None:
-        """Write a generation batch to the journal, if it is not there."""
-        if self.journal.keep == 0 or number < self._journaled_until:
-            return
+        """Write a generation batch to the journal."""
         step = self.state.global_step
-        try:
-            self.journal.write(Entry(self.run_folder.run, number, step, parts))
-        except OSError as error:
-            raise CheckpointError(
-                f"the rollouts of step {step} could not be written to {self.journal.folder}: {error}. Free space or "
-                "lower journal_keep, then resume with resume_from_checkpoint=True."
-            ) from error
-        self.journal.prune(needed_from=step if self.args.save_strategy == "no" else max(self._last_saved, 0))
+        needed_from = step if self.args.save_strategy == "no" else max(self._last_saved, 0)
+        self.journal.seal(number, parts, step=step, needed_from=needed_from)
 
     def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
@@ -331,13 +311,16 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if not items:
             return [], 0.0
         number = self._generation_at(self.state.global_step)
-        step = OverlapStep(self._arriving(number, self._parts(number)), lambda: self.policy, self._idle_batch(), self.accelerator)
+        step = OverlapStep(
+            self._arriving(number, self._parts(number)), lambda: self.policy, self._idle_batch(), self.accelerator
+        )
         return [*(SyncStep() for _ in items[1:]), step], 1.0
 
     def _parts(self, number: int) -> Iterator[Collected]:
         """The scored groups of a generation batch, in the order in which they arrive or arrived."""
-        if number < self._journaled_until:
-            return iter(self._entry(number).parts)
+        left = self.journal.left(number, step=self.state.global_step)
+        if left is not None:
+            return iter(left)
         self._sync_generator()
         with self.account.phase("generation"):
             return self._collector.by_group(self._request())
@@ -377,19 +360,15 @@ class OnlineTrainer(BaseTrainer[Ready]):
         # A new training run may count steps from 0 again, so step numbers no longer identify weight versions.
         self.prompts.prefetched.drop()
         self.generator.invalidate()
-        self._find_journaled()
+        self._begin_journal()
 
-    def _find_journaled(self) -> None:
-        """Find the generation batches that an interrupted run has left, and that come after its checkpoint."""
-        self.journal.run = self.run_folder.run
-        if self._changed:  # what came after the checkpoint belongs to other settings
+    def _begin_journal(self) -> None:
+        """Find the rollouts that an interrupted run has left after its checkpoint."""
+        if self._changed:  # what was learned from them belongs to other settings
             self.journal.forget(from_step=self.state.global_step)
         length = self.args.steps_of_a_generation
-        first = -(-self.state.global_step // length)
-        last = self._generation_at(self.state.max_steps - 1)
-        count = self.journal.num_sealed((number, number * length) for number in range(first, last + 1))
-        (count,) = distributed.min_over_ranks([count], self.args.device)
-        self._journaled_until = first + int(count)
+        needed = range(-(-self.state.global_step // length), self._generation_at(self.state.max_steps - 1) + 1)
+        self.journal.begin(self.run_folder.run, generations=needed, steps_each=length, device=self.args.device)
 
     def _end_training(self) -> None:
         """See `BaseTrainer`."""
@@ -488,15 +467,14 @@ class OnlineTrainer(BaseTrainer[Ready]):
         everyone = Collected.concat(parts)
         print_table(everyone.rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
 
-    def _identity(self) -> Identity:
-        """See `BaseTrainer`; the updates also depend on the rewards and on how many prompts each generation has."""
-        identity = super()._identity()
-        own = {
+    def decisive(self) -> dict[str, Any]:
+        """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
+        return {
+            **super().decisive(),
             "prompts_per_generation": self._prompts_per_generation,
             "steps_of_a_generation": self.args.steps_of_a_generation,
             "rewards": self.rewards.fingerprints,
         }
-        return replace(identity, decisive={**identity.decisive, **own})
 
     def end(self) -> None:
         """See HuggingFace's `end`; also releases the servers."""
