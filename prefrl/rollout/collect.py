@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -174,14 +175,10 @@ def _score(
 
 def _set_totals(rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
     """Set `reward`, the weighted sum of the rewards of each rollout; NaN if all its rewards are None."""
-    values = [[_nan_if_none(value) for value in rollout.rewards.values()] for rollout in rollouts]
+    values = [[math.nan if value is None else value for value in rollout.rewards.values()] for rollout in rollouts]
     totals = row_totals(torch.tensor(values, dtype=torch.float32), torch.tensor(weights))
     for rollout, total in zip(rollouts, totals.tolist(), strict=True):
         rollout.reward = total
-
-
-def _nan_if_none(value: float | None) -> float:
-    return float("nan") if value is None else value
 
 
 def sampled_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> SampledBatch:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.losses.preference.pairwise import PAIR_LOSSES, Divergence, LabelSmoothing
 from prefrl.options.fields import check_no_effect, opt
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig
+from prefrl.trainer.offline.loss_options import check_loss_options
 
 __all__ = ["DPOConfig"]
 
@@ -24,11 +25,11 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     loss_type: list[str] = opt(["sigmoid"], f"One or several of: {', '.join(PAIR_LOSSES)}.")
     loss_weights: list[float] | None = opt(None, "Weights of the losses in loss_type, in order; None: 1 each.")
-    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = opt(
+    label_smoothing: LabelSmoothing = opt(
         0.0, "Probability that a label is wrong; used by sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair."
     )
     discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "discopop: temperature of the mixture.")
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = opt(
+    f_divergence_type: Divergence = opt(
         "reverse_kl", "Divergence that regularizes the policy toward the reference (f-DPO, arXiv 2309.16240)."
     )
     f_alpha_divergence_coef: float = opt(0.5, "alpha_divergence: its alpha.")
@@ -54,7 +55,7 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
         super().validate()
         self.validate_reference()
         self._validate_losses()
-        self._validate_hyperparameters()
+        check_loss_options(self, PAIR_LOSSES, self.loss_type)
         if self.f_divergence_type != "alpha_divergence":
             check_no_effect(
                 name="f_alpha_divergence_coef",
@@ -85,25 +86,4 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
             raise ConfigError(
                 f"use_weighting=True with loss_type={sorting}: its values belong to positions in the sorted "
                 "batch, not to pairs. Set use_weighting=False."
-            )
-
-    def _validate_hyperparameters(self) -> None:
-        read = {name for loss in self.loss_type for name in PAIR_LOSSES[loss].hyperparameters}
-        for name, unset in (("label_smoothing", 0.0), ("discopop_tau", 0.05)):
-            if name not in read:
-                check_no_effect(
-                    name=name,
-                    value=getattr(self, name),
-                    unset=unset,
-                    because=f"loss_type={self.loss_type} does not read it",
-                    remedy=f"Leave it {unset}.",
-                )
-        if "exo_pair" in self.loss_type and not 0 < self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing={self.label_smoothing} with loss_type 'exo_pair': must be above 0 and below 0.5: "
-                "its target distribution is [1 - label_smoothing, label_smoothing]. Try 1e-3."
-            )
-        if "robust" in self.loss_type and self.label_smoothing == 0.5:
-            raise ConfigError(
-                "label_smoothing=0.5 with loss_type 'robust': must be below 0.5: it divides by 1 - 2 * label_smoothing"
             )

@@ -20,6 +20,7 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.registry import REGISTRY
 from prefrl.rewards import numeric_reward
 from prefrl.scripts import train
+from prefrl.run.seal import manifest_of, seal
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl
 
@@ -82,7 +83,12 @@ def test_resume_goes_on_from_the_last_checkpoint(workspace: Path, model_folder: 
     state = json.loads(path.read_text(encoding="utf-8"))
     state["log_history"][0]["seen"] = 1.0
     path.write_text(json.dumps(state), encoding="utf-8")
-    assert main([*argv, "--max_steps", "3", "--resume_from_checkpoint", "true"]) == 0
+    manifest = manifest_of(path.parent)
+    assert manifest is not None
+    seal(path.parent, run=manifest.run, step=2, resumable=True)
+    longer = ["--max_steps", "3", "--resume_from_checkpoint", "true"]
+    assert main([*argv, *longer]) == 2  # the learning rate decays over the length of the training
+    assert main([*argv, *longer, "--allow_resume_changes", "max_steps"]) == 0
     resumed = [entry for entry in history(workspace / "out/checkpoint-3") if "loss" in entry]
     assert [entry["step"] for entry in resumed] == [1, 2, 3]
     assert resumed[0]["seen"] == 1.0  # the first two steps were not run again

@@ -35,13 +35,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Killed(TrainerCallback):
-    """Lets the kernel end this process some time after training has begun."""
+    """Lets the kernel end this process some seconds after training has begun."""
 
     def __init__(self, after: float | None) -> None:
         self.after = after
+        self.started = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook."""
+        self.started = time.monotonic()
         if self.after is not None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, self.after)
@@ -74,9 +76,11 @@ def train(name: str, folder: Path, after: float | None) -> int:
 
             options["reward"] = reward
         trainer = make_trainer(name, folder, **SETTINGS, **options)
-        trainer.add_callback(Killed(after))
+        killed = Killed(after)
+        trainer.add_callback(killed)
         trainer.train(resume_from_checkpoint=True)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        (folder / "seconds").write_text(str(time.monotonic() - killed.started))
         digest = hashlib.sha256()
         for _, value in sorted(trainer.model.state_dict().items()):
             digest.update(value.numpy().tobytes())
@@ -100,9 +104,8 @@ def survive(name: str, folder: Path, kills: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     whole = folder / f"{name}-whole"
     whole.mkdir(parents=True)
-    started = time.monotonic()
     assert train(name, whole, None) == 0
-    seconds = time.monotonic() - started
+    seconds = float((whole / "seconds").read_text())
     hashes, again, count, number = [], [], 0, 0
     while count < kills:
         run = folder / f"{name}-{number}"

@@ -150,7 +150,8 @@ def test_likelihood_of_good_completions_is_a_mean_over_their_own_tokens(tmp_path
     is_good = (torch.tensor(good_if_even(texts)) > 0)[batch.row_index]
     assert 0 < is_good.sum() < len(is_good)
     mean = -token_logprobs(trainer.policy, batch).logprobs[is_good].mean()
-    added = total_with(trainer, batch) - total_with(trainer, batch, loss_kwargs=None)
+    # At ratio one the policy loss of a token is minus its advantage.
+    added = total_with(trainer, batch) + float(batch.advantages[batch.trainable].sum())
     assert added / batch.num_trainable == pytest.approx(0.5 * float(mean.detach()), rel=1e-4)
 
 

@@ -431,12 +431,6 @@ BAD_OPTIONS: list[Any] = [
     pytest.param("dpo", {"loss_type": []}, "one or several", id="no loss"),
     pytest.param("dpo", {"loss_type": ["sigmoid", "sigmoid"]}, "once", id="twice"),
     pytest.param("dpo", {"loss_weights": [1.0, 2.0]}, "loss_weights", id="weights"),
-    pytest.param("dpo", {"loss_type": "exo_pair"}, "label_smoothing=0.0.*exo_pair", id="exo without smoothing"),
-    pytest.param("dpo", {"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5", id="robust"),
-    pytest.param(
-        "dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 has no effect", id="hinge"
-    ),
-    pytest.param("dpo", {"discopop_tau": 0.1}, "discopop_tau=0.1 has no effect", id="tau"),
     pytest.param("dpo", {"loss_type": "aot", "f_divergence_type": "forward_kl"}, "f_divergence_type", id="divergence"),
     pytest.param("dpo", {"f_alpha_divergence_coef": 0.3}, "f_alpha_divergence_coef", id="alpha"),
     pytest.param("dpo", {"loss_type": "aot", "use_weighting": True}, "use_weighting=True", id="weighting"),

@@ -151,12 +151,6 @@ class KLOptions(ReferenceOptions):
         """The hyperparameters of the KL term; the defaults if there is none."""
         return KL.of(self) if self.beta > 0 else KLParams()
 
-    @property
-    def corrects_kl_bias(self) -> bool:
-        """Whether the KL of a token is multiplied by its ratio."""
-        params = self.kl_params
-        return isinstance(params, SampledKLParams) and params.bias_correction
-
     def validate_kl(self) -> None:
         """Reject options of a KL term that is off, and those that the estimator does not support.
 
@@ -180,7 +174,8 @@ class KLOptions(ReferenceOptions):
                 f"kl_estimator={self.kl_estimator!r} with kl_in='reward': a reward has no gradient, so only its value "
                 "counts. Use 'k1' (unbiased), 'k2', 'k3' or 'abs'."
             )
-        if self.corrects_kl_bias:
+        params = self.kl_params
+        if isinstance(params, SampledKLParams) and params.bias_correction:
             raise ConfigError(
                 "kl_kwargs: bias_correction=True has no effect because kl_in='reward': the ratio of the policy loss "
                 "already weights the whole reward. Leave it False."

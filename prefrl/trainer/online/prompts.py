@@ -19,6 +19,7 @@ from prefrl.rollout.resample import Resampling, groups_without_signal, replace_g
 if TYPE_CHECKING:
     from prefrl.generation.base import Generator
     from prefrl.rollout.collect import Collector
+    from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
 __all__ = ["Prompts"]
@@ -52,6 +53,7 @@ class Prompts:
         self._rows_of_generation = rows_of_generation
         self._generator = generator
         self._collector = collector
+        self._resampling_params = args.resampling_params if args.dynamic_sampling else None
         self._rows: list[int] = []  # dataset rows of the latest generation batch, over all ranks
         self.curriculum: SuccessCurriculum | None = None
         if args.curriculum is not None and dataset is not None:  # None: only evaluation
@@ -80,8 +82,8 @@ class Prompts:
         before = None if self.curriculum is None else self.curriculum.state_dict()
         try:
             collected = self._with_visits(self._collector.collect(request), self._rows)
-            if self._args.dynamic_sampling:
-                collected = self._with_signal(collected, number)
+            if self._resampling_params is not None:
+                collected = self._with_signal(collected, number, self._resampling_params)
             if self._args.needs_greedy:
                 self._add_greedy(collected)
         except BaseException:
@@ -144,10 +146,9 @@ class Prompts:
         if self.curriculum is not None:
             self.curriculum.update(*(list(column) for column in zip(*visit, strict=True)))
 
-    def _with_signal(self, collected: Collected, number: int) -> Collected:
+    def _with_signal(self, collected: Collected, number: int, params: ResamplingParams) -> Collected:
         resampling = Resampling(self._rows, num_rows=len(self._dataset), seed=self._args.seed, generation=number)
         groups = self._groups(len(resampling.rows))
-        params = self._args.resampling_params
         while True:
             mine = signal_values(collected.rollouts, metric=params.reward_metric)
             everyone = [pair for part in distributed.gather_objects(mine) for pair in part]

@@ -142,7 +142,7 @@ def test_integers_are_kept_if_they_are_equal_and_refused_if_not(handmade: Callab
 def test_config_and_tokenizer_are_those_of_the_first(save: Callable[..., Path], tmp_path: Path) -> None:
     a, b = save("a", seed=1), save("b", seed=2, eos_token_id=5, attention_dropout=0.5)
     tiny_tokenizer().save_pretrained(a)
-    for name in ("optimizer.pt", "trainer_state.json", "training_args.bin"):
+    for name in ("optimizer.pt", "trainer_state.json", "training_args.json"):
         (a / name).write_text("{}", encoding="utf-8")
     uniform_soup([a, b], tmp_path / "soup")
     written = {path.name for path in (tmp_path / "soup").iterdir()}
