@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from prefrl.errors import ConfigError, DataError
 from prefrl.registry import REGISTRY
 from prefrl.rewards import numeric_reward
-from prefrl.scripts import train
 from prefrl.run.seal import manifest_of, seal
+from prefrl.scripts import train
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl
 

@@ -26,7 +26,13 @@ from transformers import TrainerCallback
 from tests.contract.cases import make_trainer, ragged_reward
 
 STEPS = 9
-SETTINGS: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "rows": 40, "logging_steps": 99}
+SETTINGS: dict[str, Any] = {
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "rows": 40,
+    "logging_steps": 99,
+}
 SETTINGS |= {"optim": "adamw_torch", "learning_rate": 1e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "grpo": {"steps_per_generation": 2, "num_iterations": 2, "beta": 0.1, "curriculum": "variance"},

@@ -45,3 +45,4 @@ class GroupOptions:
                 group["lr"] *= initial / group["initial_lr"]
                 group["initial_lr"] = initial
             scheduler.base_lrs = list(self.learning_rates)
+            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # what is logged

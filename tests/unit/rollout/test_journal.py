@@ -1,0 +1,119 @@
+"""The journal of rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefrl.errors import CheckpointError
+from prefrl.metrics import Mean
+from prefrl.rollout.collect import Collected
+from prefrl.rollout.journal import Journal
+from prefrl.types import Completion, Rollout, Turn
+
+CPU = torch.device("cpu")
+
+
+def rollout(group: int, text: str = "a b") -> Rollout:
+    completion = Completion([5, 6], "stop", [-0.1, float(torch.tensor(-1.7))], [True, False], [3, 4])
+    return Rollout(
+        [Turn([1, 2, 3], completion)],
+        {"prompt": "p", "prompt_ids": [1, 2, 3]},
+        group,
+        prompt="p",
+        text=text,
+        rewards={"length": 2.0, "style": None},
+        reward=2.0,
+        advantage=0.5,
+        greedy_reward=float("nan"),
+    )
+
+
+def part(*groups: int) -> Collected:
+    return Collected(
+        [rollout(group) for group in groups],
+        {"tokens": 0.1},
+        {"note": [f"n{group}" for group in groups]},
+        metrics={"tries": Mean(3.0, 2.0)},
+        visits=[[(4, group, 2.0) for group in groups]],
+    )
+
+
+def journal(folder: Path, *, keep: int = 9) -> Journal:
+    return Journal(folder, rank=0, world_size=1, keep=keep)
+
+
+def begun(folder: Path, run: str = "r", *, first: int = 0, keep: int = 9) -> Journal:
+    result = journal(folder, keep=keep)
+    result.begin(run, generations=range(first, 10), steps_each=2, device=CPU)
+    return result
+
+
+def test_what_was_sealed_is_read_by_the_run_that_goes_on(tmp_path: Path) -> None:
+    parts = [part(1), part(0, 2)]
+    begun(tmp_path).seal(0, parts, step=0, needed_from=0)
+    left = begun(tmp_path).left(0, step=0)
+    assert left is not None
+    for before, after in zip(parts, left, strict=True):
+        for field in dataclasses.fields(Collected):
+            if field.name != "rollouts":
+                assert getattr(after, field.name) == getattr(before, field.name), field.name
+        assert [repr(r) for r in after.rollouts] == [repr(r) for r in before.rollouts]
+    assert begun(tmp_path).left(1, step=2) is None
+
+
+def test_batches_of_another_run_or_after_a_gap_are_not_read(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    for number in (0, 2):
+        first.seal(number, [part(0)], step=2 * number, needed_from=0)
+    assert begun(tmp_path, "other").left(0, step=0) is None
+    again = begun(tmp_path)
+    assert again.left(0, step=0) is not None
+    assert again.left(2, step=4) is None
+    assert begun(tmp_path, first=2).left(2, step=4) is not None
+
+
+def test_a_batch_that_was_being_written_is_not_there(tmp_path: Path) -> None:
+    begun(tmp_path).seal(0, [part(0)], step=0, needed_from=0)
+    path = tmp_path / "completions_00000.parquet"
+    path.rename(path.with_suffix(".part"))
+    assert begun(tmp_path).left(0, step=0) is None
+
+
+def test_old_batches_go_unless_they_are_needed(tmp_path: Path) -> None:
+    writer = begun(tmp_path, keep=2)
+    for number in range(5):
+        writer.seal(number, [part(0)], step=2 * number, needed_from=0 if number < 4 else 4)
+    steps = sorted(path.name for path in tmp_path.iterdir())
+    assert steps == [f"completions_{step:05d}.parquet" for step in (4, 6, 8)]
+
+
+def test_a_batch_that_was_left_is_not_written_again_and_must_stay(tmp_path: Path) -> None:
+    begun(tmp_path).seal(0, [part(0)], step=0, needed_from=0)
+    again = begun(tmp_path)
+    path = tmp_path / "completions_00000.parquet"
+    before = path.stat().st_mtime_ns
+    again.seal(0, [part(0)], step=0, needed_from=0)
+    assert path.stat().st_mtime_ns == before
+    path.unlink()
+    with pytest.raises(CheckpointError, match="generation batch 0 has disappeared"):
+        again.left(0, step=0)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "completions").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"step 0 cannot be written to .*completions.*journal_keep"):
+        begun(tmp_path / "completions").seal(0, [part(0)], step=0, needed_from=0)
+
+
+def test_each_rank_has_its_own_files(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        writer = Journal(tmp_path, rank=rank, world_size=2, keep=9)
+        writer.seal(0, [part(rank)], step=0, needed_from=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "completions_00000_rank0of2.parquet",
+        "completions_00000_rank1of2.parquet",
+    ]
