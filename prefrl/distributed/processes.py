@@ -6,6 +6,7 @@ have the same rows and each compute a part of their tokens. Gathering or summing
 
 from __future__ import annotations
 
+import atexit
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,18 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+@atexit.register
+def _end_group() -> None:
+    """Join gloo's thread before the interpreter ends.
+
+    That thread may still hold the last tensor of a collective. If it drops it while the interpreter shuts down, it
+    waits for the interpreter, is ended instead, and aborts the process: "terminate called without an active exception".
+    """
+    if is_distributed() and "nccl" not in dist.get_backend():
+        dist.destroy_process_group()
+
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
 import sys
 
 from prefrl.scripts.main import main
-from tests.process import leave
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ import torch
 
 from prefrl import distributed
 from tests.contract.cases import make_trainer, update_of
-from tests.process import leave, leave_modules_uncollected
+from tests.process import leave_modules_uncollected
 
 if __name__ == "__main__":
     for text in sys.argv[1:]:
@@ -23,4 +23,3 @@ if __name__ == "__main__":
         if distributed.is_main():
             torch.save(update, result)
             Path(result).with_suffix(".json").write_text(json.dumps(trainer.state.log_history), encoding="utf-8")
-    leave(0)

@@ -24,7 +24,6 @@ from prefrl.trainer.ppo_critic import attach_critic
 from tests.assets import tiny_model
 from tests.contract.cases import make_trainer
 from tests.distributed.backends import enter, leave_training
-from tests.process import leave
 from tests.unit.models.test_export import MERGED, PLAIN, adapted
 
 SECONDS_FOR_A_CASE = 120
@@ -166,4 +165,3 @@ def main(backend: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
-    leave(0)

@@ -18,7 +18,7 @@ from prefrl import distributed
 from tests.distributed.backends import enter
 from tests.distributed.cases import ADAM, ATTENTION, MOVING, TIED, Case
 from tests.distributed.worker import SECONDS_FOR_A_CASE, make, weights_of
-from tests.process import leave, leave_modules_uncollected
+from tests.process import leave_modules_uncollected
 
 SAVED_AT = 3
 # Saved in the middle of an epoch of 5 steps, which ends on the way.
@@ -98,4 +98,3 @@ def main(folder: Path, jobs: list[str]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
-    leave(0)

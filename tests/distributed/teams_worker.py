@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from prefrl import distributed
 from prefrl.distributed.processes import form_teams
-from tests.process import leave
 
 NUM_PROCESSES = 4
 CPU = torch.device("cpu")
@@ -73,4 +72,3 @@ def main(process: int, path: Path) -> None:
 
 if __name__ == "__main__":
     main(int(os.environ["RANK"]), Path(sys.argv[1]))
-    leave(0)

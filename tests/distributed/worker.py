@@ -21,7 +21,7 @@ from tests.assets import tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of
 from tests.distributed.backends import enter, leave_training
 from tests.distributed.cases import CASES, Case
-from tests.process import leave, leave_modules_uncollected
+from tests.process import leave_modules_uncollected
 
 # A case takes seconds on a quiet machine. Ranks that wait for each other for ever say where, and end.
 SECONDS_FOR_A_CASE = 300
@@ -157,4 +157,3 @@ def main(backend: str, folder: Path, names: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] or list(CASES))
-    leave(0)

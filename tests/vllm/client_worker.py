@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from prefrl.errors import PrefrlError
 from prefrl.generation.base import SamplingParams
 from prefrl.models.export import PolicyWeights
-from tests.process import leave
 from tests.vllm.client import PROMPTS, SEEDS, generators, policy
 
 if __name__ == "__main__":
@@ -44,4 +43,3 @@ if __name__ == "__main__":
         except PrefrlError as error:
             result["error"] = str(error)
     print(json.dumps(result), flush=True)
-    leave(0)

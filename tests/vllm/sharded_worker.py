@@ -25,7 +25,6 @@ from prefrl.generation.weights import wire
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.models.export import PolicyWeights
 from tests.distributed.backends import enter, leave_training
-from tests.process import leave
 from tests.vllm.test_training import check_after_each_sync, logged, lora, online
 
 SECONDS_FOR_A_RUN = 150
@@ -111,4 +110,3 @@ def main(job: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
-    leave(0)

@@ -11,7 +11,6 @@ import torch
 
 from prefrl import distributed
 from tests.contract.cases import update_of
-from tests.process import leave
 from tests.vllm.test_training import online
 
 if __name__ == "__main__":
@@ -23,4 +22,3 @@ if __name__ == "__main__":
     update = update_of(trainer)
     if distributed.is_main():
         torch.save(update, result)
-    leave(0)

@@ -25,7 +25,6 @@ from prefrl.trainer.offline import precompute as precompute_module
 from prefrl.trainer.offline.precompute import check_same_reference, precompute_reference
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
-from tests.process import leave
 
 ROOT = Path(__file__).parents[3]
 IDS = datasets.List(datasets.Value("int32"))
@@ -368,4 +367,3 @@ def test_two_processes_share_the_rows_and_both_end_with_all(tmp_path: Path) -> N
 
 if __name__ == "__main__":
     score_on_two_processes(Path(sys.argv[1]))
-    leave(0)
