@@ -23,8 +23,8 @@ T = TypeVar("T")
 def _end_group() -> None:
     """Join gloo's thread before the interpreter ends.
 
-    That thread may still hold the last tensor of a collective. If it drops it while the interpreter shuts down, it
-    waits for the interpreter, is ended instead, and aborts the process: "terminate called without an active exception".
+    That thread may still hold the last tensor of a collective. If it drops it while the interpreter shuts down, it is
+    ended, and the process aborts: "terminate called without an active exception".
     """
     if is_distributed() and "nccl" not in dist.get_backend():
         dist.destroy_process_group()
