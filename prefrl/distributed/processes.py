@@ -30,7 +30,6 @@ def _end_group() -> None:
         dist.destroy_process_group()
 
 
-
 @dataclass(frozen=True, eq=False)
 class _Teams:
     """The teams of a run, as one process sees them."""

@@ -22,6 +22,7 @@ from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import RewardArguments, ScriptArguments
 from prefrl.scripts.parser import CommandParser
+from prefrl.trainer.base.resumable import ResumableTrainer
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.offline.trainer import OfflineTrainer
@@ -125,7 +126,8 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     trainer = row.load_trainer()
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
-    assert _bases(BaseTrainer) == [Trainer]
+    assert _bases(BaseTrainer) == [ResumableTrainer]
+    assert _bases(ResumableTrainer) == [Trainer]
     assert trainer.algorithm == row.name
     assert len(inspect.getsource(trainer).splitlines()) <= MAX_LEAF_LINES
 
@@ -211,7 +213,13 @@ def test_hooks_of_the_huggingface_loop_have_the_signature_that_was_read(name: st
 
 
 def test_every_overridden_hook_is_pinned() -> None:
-    classes = [BaseTrainer, OfflineTrainer, OnlineTrainer, *(row.load_trainer() for row in REGISTRY.values())]
+    classes = [
+        ResumableTrainer,
+        BaseTrainer,
+        OfflineTrainer,
+        OnlineTrainer,
+        *(row.load_trainer() for row in REGISTRY.values()),
+    ]
     overridden = {
         name
         for cls in classes
