@@ -47,7 +47,7 @@ CORRECTION: KwargsOption[CorrectionParams] = KwargsOption(
 
 @dataclass
 class VLLMOptions:
-    """Generation on servers that `prefrl vllm-serve` started; the key is read from VLLM_API_KEY."""
+    """Generation on servers that `prefrl vllm-serve` started; see the security model for their key."""
 
     use_vllm: bool = opt(False, "Sample completions on a vLLM server instead of in the training process.")
     vllm_server_base_url: list[str] | None = opt(
