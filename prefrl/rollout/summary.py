@@ -1,22 +1,34 @@
-"""Logs a batch of rollouts: metrics, a table, a Parquet file."""
+"""Logs a batch of rollouts: metrics, a table, a Parquet file.
+
+Completions are the words of a model: the terminal takes no commands from them, and no text is too long to be shown.
+"""
 
 from __future__ import annotations
 
+import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from prefrl.errors import ConfigError
 from prefrl.metrics import Max, Mean, Metric, Min, Std
+from prefrl.printable import printable
 from prefrl.types import Rollout
 
-__all__ = ["print_table", "rollout_metrics", "staleness", "write_parquet"]
+__all__ = ["log_completions", "print_table", "rollout_metrics", "staleness", "write_parquet"]
+
+logger = logging.getLogger(__name__)
+
+# The most of a prompt or a completion that a cell of the printed table shows. The file has all of it.
+_CELL_CHARACTERS, _CELL_LINES = 4000, 100
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -76,8 +88,32 @@ def _as_text(value: Any) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in value)
 
 
+def log_completions(
+    rollouts: Sequence[Rollout], folder: Path, *, step: int, limit: int | None, extra: Mapping[str, Sequence[Any]]
+) -> None:
+    """Print the table and write the file. If one of them fails, that is a warning: it must not end the training.
+
+    Args:
+        rollouts: The rollouts of all ranks, in order.
+        folder: Where the file is written.
+        step: The optimizer step that is about to learn from them.
+        limit: Number of rows of the table; None: all.
+        extra: Columns that reward functions logged.
+    """
+    tasks: dict[str, Callable[[], object]] = {
+        "printed": partial(print_table, rollouts, step=step, limit=limit, console=Console()),
+        f"written to {folder}": partial(write_parquet, rollouts, folder, step=step, extra=extra),
+    }
+    for what, task in tasks.items():
+        try:
+            task()
+        except Exception as error:
+            reason = printable(f"{type(error).__name__}: {error}", max_characters=1000)
+            logger.warning(f"The completions of step {step} could not be {what}: {reason}")
+
+
 def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, console: Console) -> None:
-    """Print a table of prompts, completions, rewards and advantages.
+    """Print a table of prompts, completions, rewards and advantages. Long texts are cut off.
 
     Args:
         rollouts: The rollouts, in order.
@@ -90,13 +126,15 @@ def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, co
     for column in ("Prompt", "Completion"):
         table.add_column(column, overflow="fold")
     for column in (*names, "Advantage"):
-        table.add_column(column, justify="right")
+        table.add_column(Text(printable(column)), justify="right")
     for rollout in rollouts[:limit]:
         values = [rollout.rewards[name] for name in names]
         shown = ["-" if value is None else f"{value:.2f}" for value in values]
-        table.add_row(
-            escape(_as_text(rollout.prompt)), escape(_as_text(rollout.text)), *shown, f"{rollout.advantage:.2f}"
-        )
+        texts = [
+            Text(printable(_as_text(value), max_characters=_CELL_CHARACTERS, max_lines=_CELL_LINES))
+            for value in (rollout.prompt, rollout.text)
+        ]
+        table.add_row(*texts, *shown, f"{rollout.advantage:.2f}")
     console.print(table)
 
 
@@ -105,17 +143,23 @@ def write_parquet(rollouts: Sequence[Rollout], folder: Path, *, step: int, extra
 
     Args:
         rollouts: The rollouts of all ranks.
-        folder: Created if it does not exist.
+        folder: Created if it does not exist, for this user alone.
         step: The optimizer step that is about to learn from them.
-        extra: Columns that reward functions logged.
+        extra: Columns that reward functions logged. Values that have no common type are written as text.
+
+    Raises:
+        ConfigError: `folder` is a symbolic link.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise ConfigError(f"{folder} is a symbolic link: its target is not written to. Remove it.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     names = list(rollouts[0].rewards) if rollouts else []
     columns: dict[str, Any] = {
         "step": [step] * len(rollouts),
         "group": [r.group for r in rollouts],
-        "prompt": [_as_text(r.prompt) for r in rollouts],
-        "completion": [_as_text(r.text) for r in rollouts],
+        "prompt": [_utf8(_as_text(r.prompt)) for r in rollouts],
+        "completion": [_utf8(_as_text(r.text)) for r in rollouts],
         "prompt_ids": [r.prompt_ids for r in rollouts],
         "completion_ids": [r.sampled_ids for r in rollouts],
         "logprobs": [r.sampling_logprobs for r in rollouts],
@@ -124,8 +168,21 @@ def write_parquet(rollouts: Sequence[Rollout], folder: Path, *, step: int, extra
         **{name: [r.rewards[name] for r in rollouts] for name in names},
         "reward": [r.reward for r in rollouts],
         "advantage": [r.advantage for r in rollouts],
-        **extra,
+        **{name: _column(values) for name, values in extra.items()},
     }
     path = folder / f"completions_{step:05d}.parquet"
+    path.unlink(missing_ok=True)  # it could be a link
     pq.write_table(pa.table(columns), path)
     return path
+
+
+def _utf8(text: str) -> str:
+    r"""The text, with a surrogate that stands alone, which no file can contain, as `\ud800`."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _column(values: Sequence[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError):
+        return pa.array([None if value is None else _utf8(str(value)) for value in values])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import datasets
 import torch
-from rich.console import Console
 
 from prefrl import distributed
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
@@ -24,7 +23,7 @@ from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, sampled_batch
-from prefrl.rollout.summary import print_table, rollout_metrics, staleness, write_parquet
+from prefrl.rollout.summary import log_completions, rollout_metrics, staleness
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.steps import Step, SyncStep
@@ -425,9 +424,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if not distributed.is_main():
             return
         everyone = Collected.concat(parts)
-        print_table(everyone.rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
-        folder = Path(self.args.output_dir) / "completions"
-        write_parquet(everyone.rollouts, folder, step=step, extra=everyone.logged_columns)
+        log_completions(
+            everyone.rollouts,
+            Path(self.args.output_dir) / "completions",
+            step=step,
+            limit=self.args.num_completions_to_print,
+            extra=everyone.logged_columns,
+        )
 
     def end(self) -> None:
         """See HuggingFace's `end`; also releases the servers."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import stat
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from prefrl.rollout.summary import print_table, rollout_metrics, write_parquet
+from prefrl.errors import ConfigError
+from prefrl.rollout.summary import log_completions, print_table, rollout_metrics, write_parquet
 from prefrl.types import Completion, FinishReason, Rollout, Turn
 
 
@@ -54,8 +58,70 @@ def test_table_shows_markup_as_text() -> None:
     assert "cccccc" not in text  # the third row is beyond the limit
 
 
+def spoken(text: str) -> list[Rollout]:
+    return [replace(rollout(0, 2, 1.0), text=text)]
+
+
+@pytest.mark.parametrize("text", ["\x1b]52;c;ZXZpbA==\x07", "\x9b2J", "\u202e", "a\x00b", "\ud800"], ids=ascii)
+def test_a_completion_gives_the_terminal_no_commands(text: str) -> None:
+    out = io.StringIO()
+    print_table(spoken(text), step=4, limit=None, console=Console(file=out, width=100, force_terminal=True))
+    assert text not in out.getvalue()
+    assert text.encode("unicode_escape").decode() in out.getvalue()
+
+
+def test_emoji_codes_are_not_replaced() -> None:
+    out = io.StringIO()
+    print_table(spoken(":smile: [/]"), step=4, limit=None, console=Console(file=out, width=100))
+    assert ":smile: [/]" in out.getvalue()
+
+
+@pytest.mark.parametrize("text", ["\n" * 20_000, "x" * 10**6])
+def test_a_long_completion_is_cut_off_and_costs_little(text: str) -> None:
+    out = io.StringIO()
+    started = time.process_time()
+    print_table(spoken(text), step=4, limit=None, console=Console(file=out, width=100))
+    assert time.process_time() - started < 1
+    assert len(out.getvalue()) < 20_000
+    assert "more characters)" in out.getvalue()
+
+
+def test_parquet_keeps_what_no_column_could_hold_as_text(tmp_path: Path) -> None:
+    extra = {"mixed": [1, "a", None], "surrogate": ["\ud800", "b", None]}
+    rows = [*spoken("\ud800 \x1b"), *spoken("plain"), *spoken("")]
+    table = pq.read_table(write_parquet(rows, tmp_path / "completions", step=7, extra=extra)).to_pydict()
+    assert table["completion"] == [r"\ud800" + " \x1b", "plain", ""]
+    assert table["mixed"] == ["1", "a", None]
+    assert table["surrogate"] == [r"\ud800", "b", None]
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine", encoding="utf-8")
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    (folder / "completions_00007.parquet").symlink_to(target)
+    write_parquet(ROLLOUTS, folder, step=7, extra={})
+    assert target.read_text(encoding="utf-8") == "mine"
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(ConfigError, match="link is a symbolic link"):
+        write_parquet(ROLLOUTS, tmp_path / "link", step=8, extra={})
+
+
+def test_completions_that_cannot_be_logged_do_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_completions(ROLLOUTS, tmp_path / "completions", step=7, limit=1, extra={"short": [1]})
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"The completions of step 7 could not be written to {tmp_path}/completions: "
+    )
+    assert "before step 8" in capsys.readouterr().out
+
+
 def test_parquet_has_text_tokens_rewards_and_versions(tmp_path: Path) -> None:
     path = write_parquet(ROLLOUTS, tmp_path / "completions", step=7, extra={"note": list("abcde")})
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert path.name == "completions_00007.parquet"
     rows = pq.read_table(path).to_pylist()
     assert rows[1] == {
