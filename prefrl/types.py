@@ -1,7 +1,7 @@
 """The data types of prefrl: completions, rollouts, the stages of a flat batch, and losses.
 
-A batch is of the class of its stage: a field that a stage has is set in all its batches. What a single algorithm adds
-is a subclass beside that algorithm.
+The class of a batch is its stage, and every field of a stage is set in all its batches. What only one algorithm adds
+is a subclass next to that algorithm.
 
 Shape letters used in every file: N response tokens of a flat batch, B rows, P prompts, G completions of a prompt,
 K rewards, V vocabulary.
@@ -331,7 +331,7 @@ class IdleBatch(TokenBatch):
 
     @classmethod
     def of_token(cls, token: int = 0) -> Self:
-        """A prompt and a response of one token each, without a loss: what ranks without rows run beside the others."""
+        """A prompt and a response of one token each, without a loss: what ranks without rows run beside others."""
         ids = torch.tensor([token])
         return cls(
             prompt_ids=ids,
@@ -349,7 +349,7 @@ class IdleBatch(TokenBatch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LabeledBatch(TokenBatch):
-    """Rows of which it is known whether they are good."""
+    """Rows that are labeled good or bad."""
 
     # B entries: True for chosen or desirable rows, False for rejected or undesirable ones, None for rows without a
     # label or loss, which are only used to estimate a KL divergence.
@@ -384,9 +384,9 @@ class LabeledBatch(TokenBatch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MarginBatch(LabeledBatch):
-    """Pairs of which it is known how much better the chosen side is."""
+    """Pairs with a margin: how much better the chosen side is."""
 
-    margins: tuple[float, ...]  # B entries: by how much the chosen row of the pair is better; 0 if it is not known
+    margins: tuple[float, ...]  # B entries: how much better the chosen row of the pair is; 0 if unknown
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

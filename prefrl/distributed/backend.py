@@ -28,12 +28,12 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def announce_backward(accelerator: Any, *, is_last: bool) -> None:
-    """Tell the backend whether the next backward pass is the last of an optimizer step: DeepSpeed updates in it."""
+    """Tell the backend whether the next backward pass is the last of an optimizer step, in which DeepSpeed updates."""
     accelerator.gradient_state._set_sync_gradients(is_last)
 
 
 def updates_in_backward(accelerator: Any) -> bool:
-    """Whether the optimizer's step is part of the last backward pass, so that gradients cannot be changed after it."""
+    """Whether the optimizer's step is part of the last backward pass, so gradients cannot be changed after it."""
     return bool(accelerator.distributed_type == "DEEPSPEED")
 
 

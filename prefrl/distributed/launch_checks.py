@@ -1,4 +1,4 @@
-"""Reject launches that would not do what was asked for: independent copies of a run, or plain data parallelism."""
+"""Reject launches that would not do what was requested: independent copies of a run, or plain data parallelism."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_quantized(accelerator: Any, model: Any) -> None:
     """Refuse quantized weights that the backend would leave whole, fail on, or cast as if they were numbers.
 
     Args:
-        accelerator: The trainer's.
+        accelerator: The trainer's accelerator.
         model: What is trained, not yet partitioned by FSDP2.
 
     Raises:

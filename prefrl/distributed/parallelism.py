@@ -12,7 +12,7 @@ from prefrl.distributed.processes import form_teams, num_processes, team_size
 from prefrl.errors import ConfigError
 
 _SAVE_MEMORY = (
-    "Other ways to make room for long sequences: max_tokens_per_micro_batch, activation_checkpointing=True and "
+    "Other ways to save memory for long sequences: max_tokens_per_micro_batch, activation_checkpointing=True and "
     "activation_offloading=True."
 )
 

@@ -48,7 +48,7 @@ def _is_absent(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether its parameters are partitioned over ranks, so that all ranks have to take part in each forward pass."""
+    """Whether its parameters are partitioned over ranks, so all ranks have to take part in each forward pass."""
     # FSDP2 may leave weights whole after a pass and reshard them later.
     has_shards = any(isinstance(module, FSDPModule) for module in model.modules())
     return has_shards or any(_is_zero3(p) or isinstance(p, DTensor) for p in model.parameters())

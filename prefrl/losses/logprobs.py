@@ -44,8 +44,8 @@ __all__ = [
     "num_chunks_of",
 ]
 
-# Largest size in bytes of the probabilities kept for backward. It is small beside a model, and keeping them saves a
-# quarter of the head's work.
+# Largest size in bytes of the probabilities kept for backward. This is small compared with a model, and keeping them
+# saves a quarter of the head's work.
 KEPT_BYTES = 128 * 2**20
 
 
@@ -59,7 +59,7 @@ def default_chunk_size(device: torch.device) -> int:
 
 
 def num_chunks_of(hidden: Tensor) -> int:
-    """How often `module_logprobs` calls the head for hidden states [M, h]."""
+    """Number of times that `module_logprobs` calls the head for hidden states [M, h]."""
     return max(len(slices_of(hidden.shape[0], default_chunk_size(hidden.device))), 1)
 
 
@@ -86,7 +86,7 @@ def chunked_logprobs(
         head: Output head, gradient flows.
         temperature: Logits are divided by it.
         want: What to compute besides log-probs, by its name in `TokenScores`.
-        reference: The reference that `full_kl` is the divergence from; None: `full_kl` is not computed.
+        reference: The reference distribution of `full_kl`; None: `full_kl` is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
         keep_bytes: If the probabilities of all tokens take at most this many bytes, they are kept for backward instead
             of recomputing the logits; None: `KEPT_BYTES`. Not used with `full_kl`.
@@ -101,7 +101,7 @@ def chunked_logprobs(
     keep_bytes = KEPT_BYTES if keep_bytes is None else keep_bytes
     _check(hidden, targets, temperature, want, chunk_size)
     if head.weight.dim() != 2 or head.weight.shape[1] != hidden.shape[1]:
-        raise ValueError(f"head.weight {tuple(head.weight.shape)}: needs to be [V, {hidden.shape[1]}], as hidden is")
+        raise ValueError(f"head.weight {tuple(head.weight.shape)}: needs to be [V, {hidden.shape[1]}] to match hidden")
     if head.softcap is not None and head.softcap <= 0:
         raise ValueError(f"head.softcap={head.softcap}: needs to be positive, or None for no cap")
     plan = ChunkPlan(
@@ -151,7 +151,7 @@ def module_logprobs(
         head_fn: [m, h] -> [m, V] logits as the model's own forward computes them; gradient flows to its parameters.
         temperature: Logits are divided by it.
         want: What to compute besides log-probs, by its name in `TokenScores`.
-        reference: The reference that `full_kl` is the divergence from; None: `full_kl` is not computed.
+        reference: The reference distribution of `full_kl`; None: `full_kl` is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
         min_chunks: Call the head at least this many times, on empty chunks if need be.
 
@@ -385,7 +385,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _RowGrads:
-    """Coefficients of the gradient of z_j: p_j (logits z_j - differences log q_j + offsets) + [j = t] logprobs."""
+    """Coefficients of d loss / d z_j: p_j (logits z_j - differences log q_j + offsets) + [j = t] logprobs."""
 
     logprobs: Tensor  # [c]
     offsets: Tensor  # [c]
@@ -396,7 +396,7 @@ class _RowGrads:
     def of(
         cls, logprobs: Tensor, entropy: tuple[Tensor | None, Tensor], full_kl: tuple[Tensor | None, Tensor]
     ) -> Self:
-        """From the gradients of the results; entropy and full_kl come with the expectation in their formula."""
+        """From the gradients of the results; for entropy and full_kl, also the expectation in their formula."""
         (grad_entropy, expected_logits), (grad_kl, expected_differences) = entropy, full_kl
         offsets, logits = -logprobs, None
         if grad_entropy is not None:

@@ -81,7 +81,7 @@ def token_weights(
         row_index: [N] int64, row of each token, in 0 .. B-1.
         num_rows: B.
         reduction: See the table of this module.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
 
     Returns:
         [N]: 1 / (trainable tokens of the row) for `sequence_mean`, else 1.

@@ -1,4 +1,4 @@
-"""What a pass finds out about each token."""
+"""What a forward pass computes for each token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ScoreName", "TokenScores", "WantName"]
 
-# What can be computed beside log-probs: scores of TokenScores, and "entropy_gradient", which lets gradients flow
+# What can be computed besides log-probs: scores of TokenScores, and "entropy_gradient", which lets gradients flow
 # through the entropy. Most losses only log it, and its gradient costs most of a backward pass through the head. The
 # other score, `full_kl`, needs a reference.
 WantName = Literal["entropy", "entropy_gradient", "correct", "mean_logit", "log_collision", "hidden"]
@@ -22,12 +22,12 @@ ScoreName = Literal["entropy", "correct", "mean_logit", "log_collision", "hidden
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Scores of each token, in float32, or in float64 if the hidden states are. Only what is wanted can be read.
+    """Scores of each token, in float32, or in float64 if the hidden states are. Only requested scores can be read.
 
     p is the scored distribution: softmax(logits / temperature).
 
     Raises:
-        ValueError: A score is read that was not wanted.
+        ValueError: A score is read that was not requested.
     """
 
     logprobs: Tensor  # [M] nats, gradient flows
@@ -35,7 +35,7 @@ class TokenScores:
 
     @classmethod
     def of(cls, logprobs: Tensor, **found: Tensor | None) -> Self:
-        """Scores by name; those that are None were not wanted."""
+        """Scores by name; None: not requested."""
         scores = {name: found.get(name) for name in get_args(ScoreName)}
         return cls(logprobs, {name: score for name, score in scores.items() if score is not None})
 
@@ -84,6 +84,6 @@ class TokenScores:
     def _read(self, name: ScoreName) -> Tensor:
         if name not in self.wanted:
             raise ValueError(
-                f"{name} was not computed: these scores have logprobs, {', '.join(self.wanted) or 'only'}"
+                f"{name} was not computed: these scores have logprobs and {', '.join(self.wanted) or 'nothing else'}"
             )
         return self.wanted[name]

@@ -24,7 +24,7 @@ def nll(logprobs: Tensor) -> Tensor:
 
 
 def dft(logprobs: Tensor) -> Tensor:
-    """Dynamic fine-tuning: -sg(p) * log p, so that a token's gradient is that of -p.
+    """Dynamic fine-tuning: -sg(p) * log p, so a token's gradient is that of -p.
 
     sg(p) is p as a constant. It cancels the factor 1/p that lets unlikely tokens dominate the gradient of `nll`.
 

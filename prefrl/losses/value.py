@@ -23,7 +23,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange
 
     Args:
         values: [N] v, in the unit of the rewards; gradient flows.
-        old_values: [N] v_old, of the critic before this generation's first update, treated as constant.
+        old_values: [N] v_old, values before the first update from this generation batch, treated as constant.
         returns: [N] R, the critic's targets, treated as constant.
         cliprange_value: c > 0, in the unit of the rewards; None: the plain squared error, without clipping.
 
@@ -37,7 +37,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange
     """
     check_same_shape(values=values, old_values=old_values, returns=returns)
     if cliprange_value is not None and not cliprange_value > 0:
-        raise ValueError(f"cliprange_value={cliprange_value}: needs to be positive, or None for no clip")
+        raise ValueError(f"cliprange_value={cliprange_value}: needs to be positive, or None for no clipping")
     old_values, returns = old_values.detach(), returns.detach()
     error = (values - returns).square()
     if cliprange_value is None:

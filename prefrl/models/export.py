@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-__all__ = ["CRITIC", "PolicyWeights", "whole_state"]
+__all__ = ["PolicyWeights", "whole_state"]
 
-# The name under which a critic is a part of the model that is trained.
-CRITIC = "prefrl_critic"
 # Maps a peft layer that wraps a layer of the model to a layer with the weights to export.
 Resolve = Callable[["nn.Module"], "nn.Module"]
 
@@ -32,7 +30,7 @@ Resolve = Callable[["nn.Module"], "nn.Module"]
 class PolicyWeights:
     """The weights of a policy in training, under the names and shapes that `save_pretrained` gives them.
 
-    Tied weights appear once; non-persistent buffers and a critic are left out. The model is not changed: peft merges
+    Tied weights appear once; what `save_pretrained` leaves out is left out, too. The model is not changed: peft merges
     adapters into a copy of one layer at a time, and partitioned weights are gathered one layer (or embedding) at a
     time, so that the extra memory is that of one layer. Weights that are exported exactly as they are trained are not
     copied: copy what has to outlive the next update.
@@ -192,7 +190,7 @@ def _saved_names(model: PreTrainedModel) -> set[str]:
     memory = {name: distributed.memory_of(tensor) for name, tensor in _tensors(model, _original)}
     ignored = model._keys_to_ignore_on_save or ()
     tied = {one for one, other in model.all_tied_weights_keys.items() if memory.get(one) == memory.get(other)}
-    return {name for name in memory if name not in {*ignored, *tied} and not name.startswith(f"{CRITIC}.")}
+    return {name for name in memory if name not in {*ignored, *tied}}
 
 
 def _tensors(

@@ -83,7 +83,7 @@ def mapping_of(config: Any, name: str) -> dict[str, Any]:
     """The mapping that an option holds, parsed if it is JSON text; empty for None.
 
     Raises:
-        ConfigError: It is no mapping.
+        ConfigError: It is not a mapping.
     """
     parse_json(config, name)
     given = getattr(config, name)
@@ -118,7 +118,7 @@ def check_no_effect(*, name: str, value: object, unset: object, because: str, re
 
 
 def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
-    """Reject options that are set, not at their defaults, but have no effect.
+    """Reject options that differ from their defaults but have no effect.
 
     Raises:
         ConfigError: One of them is set.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Self
 
 from prefrl.options.fields import check_fields
 from prefrl.options.types import check_types
@@ -27,3 +28,12 @@ class Params:
     def names(cls) -> list[str]:
         """The names of the hyperparameters."""
         return [field.name for field in fields(cls)]
+
+    @classmethod
+    def from_options(cls, options: object) -> Self:
+        """The hyperparameters from the options of the same names.
+
+        Raises:
+            ConfigError: A value has another type, or is out of bounds.
+        """
+        return cls(**{name: getattr(options, name) for name in cls.names()})

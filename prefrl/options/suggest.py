@@ -9,7 +9,7 @@ __all__ = ["nearest"]
 
 
 def nearest(name: str, known: Collection[str], *, otherwise: str | None = None) -> str:
-    """Ask for the known name that is most similar to `name`. If none is similar, `otherwise` or the list of all names.
+    """A question with the known name most similar to `name`. If none is similar: `otherwise`, or all known names.
 
     Args:
         name: The unknown name.

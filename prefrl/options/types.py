@@ -22,12 +22,12 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-# Type -> the words of the error message, and the test for a value. NumPy scalars count as numbers, too.
+# Type -> its name in error messages, and the test for a value. NumPy scalars count as numbers, too.
 _TYPES: dict[type, tuple[str, Callable[[Any], bool]]] = {
     float: ("a number", _is_number),
     int: ("an integer", _is_integer),
     bool: ("True or False", lambda value: not isinstance(value, str)),
-    str: ("a text", lambda value: isinstance(value, str)),
+    str: ("a string", lambda value: isinstance(value, str)),
 }
 
 
@@ -36,7 +36,7 @@ def check_types(config: Any, *, texts: bool = False) -> None:
 
     Args:
         config: A dataclass instance, whose values may still be of any type.
-        texts: Whether to check texts, too. Options of HuggingFace that are texts may be paths and enums.
+        texts: Whether to check strings, too. HuggingFace's string options may also be paths or enums.
 
     Raises:
         ConfigError: An option has another type, such as a string: YAML reads 1e-5 as a string.
@@ -89,7 +89,7 @@ def _remedy(value: Any, kind: type) -> str:
         number = kind(value)
     except ValueError:
         return ""
-    return f" Write {_literal(number)} without quotation marks; YAML reads 1e-5 as a text and 1.0e-5 as a number."
+    return f" Write {_literal(number)} without quotation marks; YAML reads 1e-5 as a string and 1.0e-5 as a number."
 
 
 def _literal(number: float) -> str:

@@ -55,7 +55,7 @@ def check_policy_loss(function: PolicyFunction, *, level: ImportanceLevel) -> li
     """Check the properties of a policy loss.
 
     Args:
-        function: `function(tokens) -> TokenLoss`, with its hyper-parameters bound.
+        function: `function(tokens) -> TokenLoss`, with its hyperparameters bound.
         level: The level of the importance ratio.
 
     Raises:
@@ -77,7 +77,7 @@ def check_policy_loss(function: PolicyFunction, *, level: ImportanceLevel) -> li
         Check(
             "tokens that are not trainable are not read", all(_is_same(other, whole, mask) for other in poisoned), True
         ),
-        Check("raises what has a positive advantage, lowers the others", _has_right_sign(function, tokens), True),
+        Check("raises tokens with a positive advantage, lowers the others", _has_right_sign(function, tokens), True),
         Check("is finite at ratios of e^100 and e^-100", _is_finite_at_extremes(function, tokens), False),
     ]
 
@@ -193,7 +193,7 @@ def check_advantages(function: AdvantageFunction, *, level: AdvantageLevel) -> l
     """Check the properties of an advantage estimator.
 
     Args:
-        function: `function(scored) -> Advantages`, with its hyper-parameters bound; `scored` is `ScoredRows` at level
+        function: `function(scored) -> Advantages`, with its hyperparameters bound; `scored` is `ScoredRows` at level
             "row", else `ScoredTokens`.
         level: See above.
 
@@ -211,7 +211,7 @@ def check_advantages(function: AdvantageFunction, *, level: AdvantageLevel) -> l
 
     checks = [
         Check("the order of rows changes nothing", is_same_for(_REVERSED), True),
-        Check("groups learn nothing from each other", all(map(is_same_for, torch.split(_ROWS, 3))), False),
+        Check("groups do not affect each other", all(map(is_same_for, torch.split(_ROWS, 3))), False),
         Check("a row without a reward gets 0 and changes no other", _leaves_out_nan(function, level, rewards), True),
         Check("is finite where all rewards are equal", _is_finite_without_spread(function, level), True),
     ]
@@ -317,7 +317,7 @@ def check_kl(function: KLFunction) -> list[Check]:
     agreeing = _kl_result(function, logprobs, logprobs).loss
     return [
         Check(
-            "tokens learn nothing from each other",
+            "tokens do not affect each other",
             all(map(is_same_for, [places.flip(0), *torch.split(places, 1)])),
             True,
         ),

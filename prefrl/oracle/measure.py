@@ -83,7 +83,7 @@ def measure_policy_loss(
     Off-policy, samples come from the old policy, which the ratio is relative to.
 
     Args:
-        function: `function(tokens) -> TokenLoss`, with its hyper-parameters bound.
+        function: `function(tokens) -> TokenLoss`, with its hyperparameters bound.
         level: The level of the importance ratio.
         reduction: How token losses are reduced to one number; not `constant`.
     """
@@ -103,7 +103,7 @@ def measure_advantages(
     Off-policy, each row is weighted by the exact ratio of its probabilities.
 
     Args:
-        function: `function(scored) -> Advantages`, with its hyper-parameters bound.
+        function: `function(scored) -> Advantages`, with its hyperparameters bound.
         level: Whether it takes `ScoredRows` or `ScoredTokens`.
         group_size: Completions of each prompt.
     """

@@ -68,7 +68,7 @@ def row_advantages(function: Callable[[ScoredRows], Advantages], *, penalty: Per
     """Advantages of a row-level estimator at each token of the row.
 
     Args:
-        function: The estimator, with its hyper-parameters bound.
+        function: The estimator, with its hyperparameters bound.
         penalty: [N] subtracted from the row's reward, such as a coefficient times a KL estimate.
     """
 
@@ -98,7 +98,7 @@ def token_advantages(
     """Advantages of a token-level estimator.
 
     Args:
-        function: The estimator, with its hyper-parameters bound.
+        function: The estimator, with its hyperparameters bound.
         penalty: [N] subtracted from the token's reward.
         is_weighted: Pass the estimator the exact ratio of each row, which the loss will be multiplied by.
     """

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EPSILON_HIGH", "HYPERPARAMETERS", "TABLES", "Line", "TableOfLines", "params_of"]
 
-# Hyperparameters that are not at their defaults, by the name of the loss or estimator: so the small problem reaches
-# the bounds. All losses that have an epsilon_high get the same.
+# Hyperparameters that differ from their defaults, so that the small problem reaches the bounds; by the name of the
+# loss or estimator. All losses that have an epsilon_high get the same one.
 HYPERPARAMETERS: dict[str, dict[str, Any]] = {
     "aipo": {"rho": 1.2},
     "kl_cov": {"ratio": 0.3, "coef": 0.1},
@@ -126,7 +126,7 @@ def _advantages(name: str, **changes: Any) -> PerToken:
     return (row_advantages if level == "row" else token_advantages)(_estimator(name, **changes))
 
 
-# Name in the table, estimator, changed hyper-parameters, and whether it uses statistics of the whole batch.
+# Name in the table, estimator, changed hyperparameters, and whether it uses statistics of the whole batch.
 _ESTIMATORS: tuple[tuple[str, str, dict[str, Any], bool], ...] = (
     ("`rloo`", "rloo", {}, False),
     ("`grpo`, `scale_rewards=none`", "grpo", {"scale_rewards": "none"}, False),
@@ -155,7 +155,7 @@ def advantage_lines() -> Iterator[Line]:
         recipe = Recipe(reinforce_loss, _advantages(estimator, **changes))
         yield Line(name, _advantage_cells(problem, recipe, stacked=not is_of_batch))
     recipe = Recipe(reinforce_loss, token_advantages(_estimator("optimal_token_baseline"), is_weighted=True))
-    yield Line("`optimal_token_baseline`, told the weights", _advantage_cells(problem, recipe, stacked=True))
+    yield Line("`optimal_token_baseline`, given the weights", _advantage_cells(problem, recipe, stacked=True))
     true = replace(problem, critic=problem.exact_critic)
     for lam in (0.0, 1.0):
         recipe = Recipe(reinforce_loss, _advantages("gae", lam=lam))

@@ -52,7 +52,7 @@ class RolloutBuffer(Generic[Ready]):
         return self.position >= len(self.minibatches) * self.num_iterations
 
     def fill(self, minibatches: Sequence[Minibatch[Ready]]) -> None:
-        """Replace the content by the minibatches of a new generation batch."""
+        """Replace the contents with the minibatches of a new generation batch."""
         self.minibatches = list(minibatches)
         self.position = 0
 
@@ -72,7 +72,7 @@ class RolloutBuffer(Generic[Ready]):
         """Change the minibatch that was returned last, for its later visits.
 
         Args:
-            change: Makes a micro-batch of one and its log-probs.
+            change: Maps a micro-batch and its log-probs to the changed micro-batch.
             logprobs: For each micro-batch, [N] nats, as computed in this visit. They stay on their device.
         """
         index = (self.position - 1) % len(self.minibatches)

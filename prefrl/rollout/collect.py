@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -131,7 +132,7 @@ class Collector:
         return self._scored(request, [(number, completions[number]) for number in range(len(request.rows))])
 
     def by_group(self, request: Request) -> Iterator[Collected]:
-        """Like `collect`, but yields each group once its completions are there, and scores it separately."""
+        """Like `collect`, but yields each group as soon as its completions arrive, and scores it separately."""
         for number, completions in request.pending.as_completed():
             yield self._scored(request, [(number, completions)])
 
@@ -172,14 +173,10 @@ def _score(
 
 def _set_totals(rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
     """Set `reward`, the weighted sum of the rewards of each rollout; NaN if all its rewards are None."""
-    values = [[_nan_if_none(value) for value in rollout.rewards.values()] for rollout in rollouts]
+    values = [[math.nan if value is None else value for value in rollout.rewards.values()] for rollout in rollouts]
     totals = row_totals(torch.tensor(values, dtype=torch.float32), torch.tensor(weights))
     for rollout, total in zip(rollouts, totals.tolist(), strict=True):
         rollout.reward = total
-
-
-def _nan_if_none(value: float | None) -> float:
-    return float("nan") if value is None else value
 
 
 def sampled_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> SampledBatch:

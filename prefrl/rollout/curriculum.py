@@ -57,12 +57,12 @@ class CurriculumParams(Params):
     )
 
     def __post_init__(self) -> None:
-        """Check the bounds, too."""
+        """Also check the bounds."""
         super().__post_init__()
         check_range(self.reward_bounds, "reward_bounds")
         check_range(self.band, "band")
         if not 0 <= self.band[0] < self.band[1] <= 1:
-            raise ConfigError(f"band={self.band}: must be within 0 .. 1, shares of success")
+            raise ConfigError(f"band={self.band}: success rates must be within 0 .. 1")
 
 
 @dataclass
@@ -167,7 +167,7 @@ class SuccessCurriculum:
         """
         if len(state["counts"]) != self.num_rows:
             raise DataError(
-                f"the checkpoint's curriculum knows {len(state['counts'])} prompts, train_dataset has "
+                f"the checkpoint's curriculum knows {len(state['counts'])} prompts, but train_dataset has "
                 f"{self.num_rows}: resume with the same dataset"
             )
         self.rates = state["rates"].numpy().copy()

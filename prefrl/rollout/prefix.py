@@ -44,7 +44,7 @@ def contested_prefix_lengths(
     Source: cosmos-rl, `min_filter_prefix_tokens`
     """
     if not len(completions) == len(rewards) == len(groups):
-        raise ValueError(f"{len(completions)} completions, {len(rewards)} rewards, {len(groups)} groups: need as many")
+        raise ValueError(f"{len(completions)} completions, {len(rewards)} rewards, {len(groups)} groups: must match")
     if min_tokens < 1:
         raise ValueError(f"min_tokens={min_tokens}: needs to be >= 1")
     rows: dict[int, list[int]] = {}

@@ -1,9 +1,9 @@
-"""Shapes total rewards before advantages are computed from them, in this order.
+"""Shapes total rewards, in this order, before advantages are computed from them.
 
 | step | hyperparameter | total becomes |
 |---|---|---|
 | 1 | stop_properly_penalty_coef c | R * c for truncated completions if c >= 0, or c itself if c < 0 |
-| 2 | missing_eos_penalty p | R - p for completions that did not end by themselves |
+| 2 | missing_eos_penalty p | R - p for completions that were cut off or aborted |
 | 3 | normalize | (R - mean) / std, or R / std, with running moments |
 | 4 | clip_range (low, high) | min(max(R, low), high) |
 
@@ -40,10 +40,10 @@ class ShapingParams(Params):
     """Hyperparameters of `shaped`."""
 
     stop_properly_penalty_coef: Annotated[float, Le(1)] | None = opt(
-        None, "Multiply the total reward of completions cut off at the length limit by this; below 0: set it to this."
+        None, "Total reward of completions cut off at the length limit: multiplied by this; below 0: replaced by this."
     )
     missing_eos_penalty: Annotated[float, Gt(0)] | None = opt(
-        None, "Subtract this from the total reward of completions that did not end by themselves."
+        None, "Subtract this from the total reward of completions that were cut off or aborted."
     )
     normalize: bool = opt(
         False,
@@ -55,7 +55,7 @@ class ShapingParams(Params):
     )
 
     def __post_init__(self) -> None:
-        """Check the range, too."""
+        """Also check the range."""
         super().__post_init__()
         check_range(self.clip_range, "clip_range")
 
@@ -87,7 +87,7 @@ class RunningMoments:
         """
         numbers = [value for value in values if not math.isnan(value)]
         if any(math.isinf(value) for value in numbers):
-            raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for none")
+            raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for no reward")
         if not numbers:
             return cls()
         # Relative to the lowest value, so that equal values have exactly zero variance.
@@ -158,7 +158,7 @@ def stop_properly(totals: Tensor, finish_reasons: Sequence[FinishReason], *, coe
     Source: OpenRLHF, `stop_properly_penalty_coef`, after ProRL v2
     """
     if not coefficient <= 1:
-        raise ValueError(f"coefficient={coefficient}: needs to be in 0..1 to scale, or below 0 to set; not a bonus")
+        raise ValueError(f"coefficient={coefficient}: needs to be in 0..1 to scale, or below 0 to replace")
     is_truncated = _where(finish_reasons, totals, reasons={"length"})
     penalized = totals * coefficient if coefficient >= 0 else totals.new_full((), coefficient)
     return torch.where(is_truncated & ~totals.isnan(), penalized, totals)
@@ -181,7 +181,7 @@ def minus_missing_eos(totals: Tensor, finish_reasons: Sequence[FinishReason], *,
     Source: TRL, `missing_eos_penalty`
     """
     if not penalty > 0:
-        raise ValueError(f"penalty={penalty}: needs to be > 0; it is taken away")
+        raise ValueError(f"penalty={penalty}: needs to be > 0, because it is subtracted")
     return torch.where(_where(finish_reasons, totals, reasons={"length", "abort"}), totals - penalty, totals)
 
 

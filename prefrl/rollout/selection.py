@@ -48,7 +48,7 @@ class KeptParams(Params):
     """Hyperparameters of the rules of `kept_rows`."""
 
     num_selected: Annotated[int, Ge(1)] | None = opt(
-        None, "Number of completions to keep of each prompt, below num_generations; must be given."
+        None, "Number of completions to keep of each prompt, below num_generations; required."
     )
 
 
@@ -81,7 +81,7 @@ def random_generator(purpose: str, *numbers: int) -> np.random.Generator:
 
 
 def row_counts(rewards: Tensor, groups: Tensor, *, rule: RowSelection, params: Params, seed: int, step: int) -> Tensor:
-    """How often each row is trained on: 0 or 1 by the rules of `kept_rows`, any number by those of `draw_counts`.
+    """How often each row is trained on: 0 or 1 by a rule of `kept_rows`, any number by a method of `draw_counts`.
 
     Args:
         rewards: [B], NaN for rows without a reward.
@@ -209,7 +209,7 @@ def _checked(rewards: Tensor, groups: Tensor) -> NDArray[np.float64]:
     if rewards.dim() != 1 or groups.shape != rewards.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)}, groups {tuple(groups.shape)}: both need to be [B]")
     if torch.isinf(rewards).any():
-        raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for none")
+        raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for no reward")
     return np.asarray(rewards.detach().double().cpu().numpy())
 
 

@@ -57,7 +57,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, Metric]:
-    """Age, in optimizer steps, of the weights that sampled the tokens which are first trained on in step `step`."""
+    """Age, in optimizer steps, of the weights that sampled the tokens that are first trained on in step `step`."""
     ages = [step - version for rollout in rollouts for version in rollout.policy_versions]
     if not ages:
         return {}

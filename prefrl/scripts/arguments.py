@@ -191,7 +191,7 @@ def _part(where: str, entry: Any) -> DatasetPart:
     is_text = {key: isinstance(entry[key], str) for key in ("path", "name", "data_dir", "split") if key in entry}
     columns, weight = part.columns, part.weight
     for key, is_right, allowed in (
-        *((key, right, "a text") for key, right in is_text.items()),
+        *((key, right, "a string") for key, right in is_text.items()),
         ("columns", columns is None or (isinstance(columns, list) and bool(columns)), "a list of names"),
         ("weight", weight is None or (isinstance(weight, int | float) and weight > 0), "a number > 0"),
     ):

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from prefrl.errors import ConfigError
-from prefrl.losses.table import keyword_names
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.params import Params
 from prefrl.options.suggest import nearest
@@ -145,7 +144,7 @@ def _bound(function: Callable[..., Any], arguments: VerifyArguments) -> Callable
     given = _hyperparameters(arguments.hyperparameters or [])
     where = f"function={arguments.function!r}"
     params = _params_class(function)
-    known = keyword_names(function) if params is None else params.names()
+    known = _keyword_names(function) if params is None else params.names()
     for name in given.keys() - known:
         raise ConfigError(f"hyperparameters: {where} has no hyperparameter {name!r}. {nearest(name, known)}")
     if params is None:
@@ -161,6 +160,12 @@ def _bound(function: Callable[..., Any], arguments: VerifyArguments) -> Callable
             "with --hyperparameters NAME=VALUE ..."
         ) from error
     return bound
+
+
+def _keyword_names(function: Callable[..., Any]) -> list[str]:
+    """The names of the function's keyword-only arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def _params_class(function: Callable[..., Any]) -> type[Params] | None:

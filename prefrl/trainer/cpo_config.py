@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 
 from prefrl.errors import ConfigError
+from prefrl.losses.preference.pairwise import LabelSmoothing
 from prefrl.losses.preference.reference_free import CPO_LOSSES
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.fields import opt
 from prefrl.trainer.offline.config import OfflineConfig
+from prefrl.trainer.offline.loss_options import check_loss_options
 
 __all__ = ["CPOConfig"]
 
@@ -25,7 +27,7 @@ class CPOConfig(OfflineConfig):
         "sigmoid", "sigmoid: CPO. simpo: length-normalized with a target margin; for pure SimPO set cpo_alpha=0."
     )
     beta: Annotated[float, Gt(0)] = opt(0.1, "Implicit rewards are beta * log policy.")
-    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = opt(0.0, "Probability that a label is wrong.")
+    label_smoothing: LabelSmoothing = opt(0.0, "Probability that a label is wrong.")
     cpo_alpha: Annotated[float, Ge(0)] | None = opt(
         None, "Weight of the NLL of the chosen responses; None: 1, but 0 for alphapo."
     )
@@ -42,15 +44,6 @@ class CPOConfig(OfflineConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        read = CPO_LOSSES[self.loss_type].hyperparameters
-        for name, unset in (("label_smoothing", 0.0), ("simpo_gamma", 0.5), ("alpha", 0.0)):
-            if name not in read:
-                check_no_effect(
-                    name=name,
-                    value=getattr(self, name),
-                    unset=unset,
-                    because=f"loss_type={self.loss_type!r} does not read it",
-                    remedy=f"Leave it {unset}.",
-                )
+        check_loss_options(self, CPO_LOSSES, [self.loss_type])
         if self.loss_type == "alphapo" and self.alpha == 0:
             raise ConfigError("alpha=0.0 with loss_type='alphapo': that is SimPO. Set alpha, or loss_type='simpo'.")

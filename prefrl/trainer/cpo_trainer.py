@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from prefrl.losses.preference.pairwise import box_cox
+from prefrl.losses.preference.pairwise import PairParams, box_cox
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.metrics import Mean
-from prefrl.trainer.offline.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
+from prefrl.trainer.offline.preference import PAIRS, RowScores, make_pairs, pairs_per_chosen_token, preference_metrics
 from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.types import LabeledBatch, LossOutput
 
@@ -37,6 +37,11 @@ class CPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
     args: CPOConfig
     row_kind = PAIRS
 
+    @cached_property
+    def _loss_params(self) -> PairParams:
+        params: PairParams = CPO_LOSSES[self.args.loss_type].params.from_options(self.args)
+        return params
+
     def prepare_step(self, batches: list[LabeledBatch]) -> list[LabeledBatch]:
         """See `OfflineTrainer`; counts pairs per chosen token over the step, which scales the NLL."""
         self._pairs_per_chosen_token = pairs_per_chosen_token(batches, self.args.device)
@@ -46,14 +51,12 @@ class CPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
         """Sum over pairs, with the NLL scaled so that it is a mean over tokens."""
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit"))
         rows = RowScores.of(scores.logprobs, batch)
-        chosen, rejected = batch.pair_index
-        row = CPO_LOSSES[self.args.loss_type]
-        function = partial(row.function, **{name: getattr(self.args, name) for name in row.hyperparameters})
-        losses = function(rows.logps[chosen], rows.logps[rejected], rows.lengths[chosen], rows.lengths[rejected])
-        nll = -rows.logps[chosen].sum()
+        pairs = make_pairs(rows)
+        losses = CPO_LOSSES[self.args.loss_type].function(pairs, self._loss_params)
+        nll = -pairs.chosen_logps.sum()
         total = losses.sum() + self.args.nll_weight * self._pairs_per_chosen_token * nll
         logps = rows.logps / rows.lengths if self.args.loss_type in _OF_MEANS else rows.logps
         rewards = self.args.beta * box_cox(logps, power=-self.args.alpha)  # alpha is 0 except for alphapo
         metrics = preference_metrics(batch, scores, logps=logps, rewards=rewards)
-        metrics["nll_loss"] = Mean(nll.detach(), rows.lengths[chosen].sum())
+        metrics["nll_loss"] = Mean(nll.detach(), pairs.chosen_lengths.sum())
         return LossOutput(total=total, metrics=metrics)

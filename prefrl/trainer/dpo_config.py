@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.losses.preference.pairwise import PAIR_LOSSES, Divergence, LabelSmoothing
 from prefrl.options.fields import check_no_effect, opt
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig
+from prefrl.trainer.offline.loss_options import check_loss_options
 
 __all__ = ["DPOConfig"]
 
@@ -24,11 +25,11 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     loss_type: list[str] = opt(["sigmoid"], f"One or several of: {', '.join(PAIR_LOSSES)}.")
     loss_weights: list[float] | None = opt(None, "Weights of the losses in loss_type, in order; None: 1 each.")
-    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = opt(
+    label_smoothing: LabelSmoothing = opt(
         0.0, "Probability that a label is wrong; used by sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair."
     )
     discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "discopop: temperature of the mixture.")
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = opt(
+    f_divergence_type: Divergence = opt(
         "reverse_kl", "Divergence that regularizes the policy toward the reference (f-DPO, arXiv 2309.16240)."
     )
     f_alpha_divergence_coef: float = opt(0.5, "alpha_divergence: its alpha.")
@@ -54,7 +55,7 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
         super().validate()
         self.validate_reference()
         self._validate_losses()
-        self._validate_hyperparameters()
+        check_loss_options(self, PAIR_LOSSES, self.loss_type)
         if self.f_divergence_type != "alpha_divergence":
             check_no_effect(
                 name="f_alpha_divergence_coef",
@@ -69,7 +70,7 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
         if unknown or not self.loss_type:
             raise ConfigError(f"loss_type={self.loss_type}: must be one or several of {', '.join(PAIR_LOSSES)}")
         if len(set(self.loss_type)) < len(self.loss_type):
-            raise ConfigError(f"loss_type={self.loss_type}: each loss once; weigh it with loss_weights")
+            raise ConfigError(f"loss_type={self.loss_type}: list each loss once, and weight it with loss_weights")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ConfigError(
                 f"loss_weights={self.loss_weights}: must have one number for each of loss_type={self.loss_type}"
@@ -77,33 +78,12 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
         raw = [name for name in self.loss_type if PAIR_LOSSES[name].uses_log_ratios]
         if raw and self.f_divergence_type != "reverse_kl":
             raise ConfigError(
-                f"f_divergence_type={self.f_divergence_type!r} with loss_type={raw}: these losses are made of the "
+                f"f_divergence_type={self.f_divergence_type!r} with loss_type={raw}: these losses use the "
                 "log-ratios themselves. Use reverse_kl, or another loss."
             )
         sorting = [name for name in self.loss_type if PAIR_LOSSES[name].is_batch_loss]
         if sorting and self.use_weighting:
             raise ConfigError(
-                f"use_weighting=True with loss_type={sorting}: its values belong to ranks of the sorted batch, not to "
-                "pairs that could be weighted. Set use_weighting=False."
-            )
-
-    def _validate_hyperparameters(self) -> None:
-        read = {name for loss in self.loss_type for name in PAIR_LOSSES[loss].hyperparameters}
-        for name, unset in (("label_smoothing", 0.0), ("discopop_tau", 0.05)):
-            if name not in read:
-                check_no_effect(
-                    name=name,
-                    value=getattr(self, name),
-                    unset=unset,
-                    because=f"loss_type={self.loss_type} does not read it",
-                    remedy=f"Leave it {unset}.",
-                )
-        if "exo_pair" in self.loss_type and not 0 < self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing={self.label_smoothing} with loss_type 'exo_pair': must be above 0 and below 0.5: "
-                "its target distribution is [1 - label_smoothing, label_smoothing]. Try 1e-3."
-            )
-        if "robust" in self.loss_type and self.label_smoothing == 0.5:
-            raise ConfigError(
-                "label_smoothing=0.5 with loss_type 'robust': must be below 0.5: it divides by 1 - 2 times it"
+                f"use_weighting=True with loss_type={sorting}: its values belong to positions in the sorted "
+                "batch, not to pairs. Set use_weighting=False."
             )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll, wpo_weights
+from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll
+from prefrl.losses.preference.rows import wpo_weights
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.offline.preference import (
     PAIRS,
@@ -72,6 +72,7 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         self.set_up_reference(ref_model)
         if "bco_pair" in self.args.loss_type:
             self.reward_mean = RunningMean(self.args.device)
+        self._loss_params = {name: PAIR_LOSSES[name].params.from_options(self.args) for name in self.args.loss_type}
         self._pairs_per_chosen_token = 0.0
 
     def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
@@ -98,8 +99,11 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         return self._rows(batch.ref_logprobs, batch)
 
     def _pairs(self, policy: RowScores, reference: RowScores) -> Pairs:
-        return make_pairs(
-            policy, reference, divergence=self.args.f_divergence_type, alpha=self.args.f_alpha_divergence_coef
+        return replace(
+            make_pairs(policy, reference),
+            divergence=self.args.f_divergence_type,
+            alpha=self.args.f_alpha_divergence_coef,
+            reward_shift=0.0 if self.reward_mean is None else self.reward_mean.value,
         )
 
     def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
@@ -122,17 +126,10 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
 
     def _sum(self, name: str, pairs: Pairs, scores: TokenScores, batch: LabeledBatch) -> Tensor:
         """Scalar: one loss, summed over the micro-batch."""
-        row = PAIR_LOSSES[name]
-        values = {
-            "beta": self.args.beta,
-            "label_smoothing": self.args.label_smoothing,
-            "discopop_tau": self.args.discopop_tau,
-            "reward_shift": 0.0 if self.reward_mean is None else self.reward_mean.value,
-        }
-        function = partial(row.function, **{key: values[key] for key in row.hyperparameters})
+        row, params = PAIR_LOSSES[name], self._loss_params[name]
         if row.is_batch_loss:
-            return self._step_pairs.loss(function, pairs, pair_groups(batch))
-        losses = function(pairs)
+            return self._step_pairs.loss(lambda everyone: row.function(everyone, params), pairs, pair_groups(batch))
+        losses = row.function(pairs, params)
         if name == "sft":  # a mean over tokens, although the step's sum is divided by the number of pairs
             losses = losses * self._pairs_per_chosen_token
         if self.args.use_weighting:

@@ -48,8 +48,8 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
             return
         if self.shaping_params.has_effect or self.kl_in == "reward":
             raise ConfigError(
-                "multi_objective_aggregation='normalize_then_sum' normalizes each reward, and kl_in='reward' and "
-                "reward_shaping_kwargs change their total. Use 'sum_then_normalize', or leave these out."
+                "multi_objective_aggregation='normalize_then_sum' normalizes each reward, but kl_in='reward' and "
+                "reward_shaping_kwargs change the total. Use 'sum_then_normalize', or remove these."
             )
         if self.reward_balance is not None:
             raise ConfigError(
@@ -71,7 +71,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
         if self.advantage_estimator == "remax" and self.generation_mode != "sync":
             raise ConfigError(
                 f"generation_mode={self.generation_mode!r} with advantage_estimator='remax': its greedy completions "
-                "are asked for together with the others. Use generation_mode='sync'."
+                "are requested together with the others. Use generation_mode='sync'."
             )
 
     @property
@@ -95,7 +95,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
 
 
 def _combined(cls: type[GRPOConfig], preset: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of both, with those of the user where both give an option or a key of a mapping."""
+    """The options of both; the user's take precedence, for keys of mappings as well."""
     combined = {**preset, **options}
     for option, of_preset in preset.items():
         if isinstance(of_preset, Mapping):

@@ -41,7 +41,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "dapo": _preset(
         "Yu et al. 2025, arXiv 2503.14476",
-        "Its penalty of the last tokens before the limit is the reward prefrl.rewards.get_soft_overlong_punishment.",
+        "Its penalty for overlong completions is the reward prefrl.rewards.get_soft_overlong_punishment.",
         loss_type="dapo",
         epsilon=0.2,
         epsilon_high=0.28,
@@ -68,7 +68,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "cispo": _preset(
         "MiniMax 2025, arXiv 2506.13585",
-        "The paper names no upper bound; 4 is a common one.",
+        "The paper gives no upper bound; 4 is a common one.",
         loss_type="cispo",
         epsilon=1.0,
         epsilon_high=4.0,
@@ -88,7 +88,7 @@ PRESETS: dict[str, Preset] = {
     "maxrl": _preset("Tajwar et al. 2026, arXiv 2602.02710", loss_type="dapo", advantage_estimator="maxrl", beta=0.0),
     "remax": _preset(
         "Li et al. 2023, arXiv 2310.10505",
-        "One sampled completion of each prompt beside the greedy one.",
+        "One sampled completion of each prompt, in addition to the greedy one.",
         loss_type="reinforce",
         advantage_estimator="remax",
         num_generations=1,
@@ -109,7 +109,7 @@ PRESETS: dict[str, Preset] = {
     "kl_cov": _preset("Cui et al. 2025, arXiv 2505.22617", loss_type="kl_cov", beta=0.0),
     "high_entropy_tokens": _preset(
         "Wang et al. 2025, arXiv 2506.01939",
-        "DAPO on the fifth of the tokens with the highest entropy.",
+        "DAPO on the 20 % of the tokens that have the highest entropy.",
         loss_type="dapo",
         epsilon_high=0.28,
         top_entropy_quantile=0.2,
@@ -118,7 +118,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "deepseek_v32": _preset(
         "DeepSeek-AI 2025, arXiv 2512.02556",
-        "The paper names neither beta nor the threshold; these are ours.",
+        "The paper gives neither beta nor the threshold; these are ours.",
         loss_type="grpo",
         beta=0.04,
         kl_kwargs={"bias_correction": True},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -11,7 +10,7 @@ import torch
 
 from prefrl import distributed
 from prefrl.data.collate import unpaired_batch
-from prefrl.losses.preference.unpaired import KTO_LOSSES
+from prefrl.losses.preference.unpaired import kto
 from prefrl.metrics import Mean
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
@@ -114,11 +113,9 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
         is_desirable = batch.preferred
-        row = KTO_LOSSES[self.args.loss_type]
-        values = {"beta": self.args.beta, "kl": log_ratio.new_full((), self._kl)}
-        function = partial(row.function, **{key: values[key] for key in row.hyperparameters})
+        losses = kto(log_ratio, is_desirable, beta=self.args.beta, kl=log_ratio.new_full((), self._kl))
         weights = torch.where(is_desirable, self.args.desirable_weight, self.args.undesirable_weight)
-        total = (weights * function(log_ratio, is_desirable)).sum()
+        total = (weights * losses).sum()
         metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=self.args.beta * log_ratio)
         metrics["kl"] = Mean(self._kl * batch.num_rows, batch.num_rows)
         return LossOutput(total=total, metrics=metrics)

@@ -48,6 +48,6 @@ class OnlineDPOConfig(ReferenceOptions, OnlineConfig):
             )
         if self.vllm_importance_sampling_correction:
             raise ConfigError(
-                "vllm_importance_sampling_correction=True has no effect because pairs are learned from as those of a "
-                "dataset are. Leave it None."
+                "vllm_importance_sampling_correction=True has no effect because pairs are trained on like those of a "
+                "dataset. Leave it None."
             )

@@ -35,7 +35,8 @@ class PairObjective:
     stage = ReferencedBatch
 
     def __init__(self, args: OnlineDPOConfig) -> None:
-        self.args = args
+        self.loss = PAIR_LOSSES[args.loss_type]
+        self.params = self.loss.params(beta=args.beta)
 
     def num_items(self, batch: LabeledBatch) -> Tensor:
         """Pairs."""
@@ -70,11 +71,8 @@ class PairObjective:
     def __call__(self, batch: ReferencedBatch, scores: TokenScores) -> LossOutput:
         """The sum over a micro-batch of whole pairs."""
         policy, reference = RowScores.of(scores.logprobs, batch), RowScores.of(batch.ref_logprobs, batch)
-        pairs = make_pairs(policy, reference, divergence="reverse_kl", alpha=0.0)
-        row = PAIR_LOSSES[self.args.loss_type]
-        values = {"beta": self.args.beta, "label_smoothing": 0.0}
-        total = row.function(pairs, **{name: values[name] for name in row.hyperparameters}).sum()
-        rewards = self.args.beta * (policy.logps - reference.logps).detach()
+        total = self.loss.function(make_pairs(policy, reference), self.params).sum()
+        rewards = self.params.beta * (policy.logps - reference.logps).detach()
         return LossOutput(total, preference_metrics(batch, scores, logps=policy.logps, rewards=rewards))
 
     def end_step(self, device: torch.device) -> None:
@@ -99,9 +97,9 @@ class PairLearner:
     needs: frozenset[ScoreNeed] = frozenset()
 
     def __init__(self, args: OnlineDPOConfig, rewards: RewardRunner) -> None:
-        self.args = args
         self.objective = PairObjective(args)
-        self.moments = RunningMoments() if args.shaping_params.normalize else None
+        self.shaping = args.shaping_params
+        self.moments = RunningMoments() if self.shaping.normalize else None
 
     def advantages(
         self,
@@ -137,8 +135,7 @@ class PairLearner:
         everyone, start = distributed.gather_rows(mine, over_ranks=over_ranks)
         rewards, reasons = zip(*everyone, strict=True)
         totals = torch.tensor(rewards, dtype=torch.float64)
-        params = self.args.shaping_params
-        totals = shaped(totals, reasons, params, moments=self.moments, subtract_mean=False)
+        totals = shaped(totals, reasons, self.shaping, moments=self.moments, subtract_mean=False)
         found: list[float] = totals[start : start + len(mine)].tolist()
         return found
 
@@ -147,7 +144,7 @@ class PairLearner:
         return {} if self.moments is None else self.moments.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if self.moments is not None:
             self.moments.load_state_dict(state)
 

@@ -26,7 +26,7 @@ class PPOConfig(PolicyGradientConfig):
     critic: Literal["head", "model"] = opt(
         "head", "head: a head on the policy's hidden states. model: value_model, or a copy of the policy."
     )
-    critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic; it has the same schedule.")
+    critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
     critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start that train only the critic.")
     vf_coef: Annotated[float, Gt(0)] = opt(0.1, "Weight of the value loss.")
     cliprange_value: Annotated[float, Gt(0)] | None = opt(

@@ -14,9 +14,7 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import token_weights
 from prefrl.losses.value import value_loss
 from prefrl.metrics import ExplainedVariance, Metric
-from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
-from prefrl.models.export import CRITIC
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import checkpoint_activations, disable_dropout
 from prefrl.trainer.base.kernels import add_kernels
@@ -28,20 +26,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.trainer.online.policy_batch import CriticBatch
-    from prefrl.trainer.online.trainer import OnlineTrainer
     from prefrl.trainer.ppo_config import PPOConfig
 
 __all__ = [
     "add_critic_group",
     "attach_critic",
     "critic_loss",
-    "load_left_out",
     "make_critic",
     "refuse_reward_model",
-    "save_left_out",
+    "save_gathered",
     "split_state",
     "without_critic",
 ]
+
+# The name under which the critic is a part of the policy.
+_NAME = "prefrl_critic"
 
 
 def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTrainedModel | None) -> Critic:
@@ -100,9 +99,9 @@ def critic_loss(args: PPOConfig, batch: CriticBatch, values: Tensor) -> LossOutp
 
 
 def attach_critic(policy: PreTrainedModel, critic: Critic) -> None:
-    """Make the critic a submodule of the policy that `save_pretrained` leaves out."""
-    policy.add_module(CRITIC, critic.module)
-    names = [f"{CRITIC}.{name}" for name in critic.module.state_dict()]
+    """Make the critic a submodule of the policy that `save_pretrained` and `PolicyWeights` leave out."""
+    policy.add_module(_NAME, critic.module)
+    names = [f"{_NAME}.{name}" for name in critic.module.state_dict()]
     policy._keys_to_ignore_on_save = [*(policy._keys_to_ignore_on_save or ()), *names]
 
 
@@ -125,29 +124,19 @@ def add_critic_group(optimizer: torch.optim.Optimizer, critic: Critic, *, learni
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split a state dict into the policy's weights and the critic's, the latter under the critic's own names."""
-    prefix = f"{CRITIC}."
+    prefix = f"{_NAME}."
     policy = {name: value for name, value in state.items() if not name.startswith(prefix)}
     return policy, {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def save_left_out(trainer: OnlineTrainer[CriticBatch], critic: Critic, folder: Path) -> None:
-    """Write the critic into a checkpoint that does not contain it yet. All ranks must call it."""
-    if not _is_left_out(trainer) or not distributed.keeps_checkpoints_partitioned(trainer.accelerator):
-        return
-    writes = trainer.args.should_save
+def save_gathered(critic: Critic, folder: Path, *, writes: bool) -> None:
+    """Write the critic, whose weights may be partitioned, into a checkpoint. All ranks must call it.
+
+    Args:
+        critic: The critic.
+        folder: The checkpoint.
+        writes: Whether this process writes.
+    """
     state = distributed.whole_on_host(critic.module.state_dict(keep_vars=True), keep=writes)
     if writes:
         critic.save(folder / "critic", state)
-
-
-def load_left_out(trainer: OnlineTrainer[CriticBatch], critic: Critic, folder: Path) -> None:
-    """Read the critic of a checkpoint, unless the backend has loaded it with the policy. All ranks must call it."""
-    if _is_left_out(trainer):
-        critic.load(folder / "critic")
-
-
-def _is_left_out(trainer: OnlineTrainer[CriticBatch]) -> bool:
-    """Whether the backend does not load the critic: HuggingFace does not know it, and FSDP2 may save only adapters."""
-    if trainer.is_fsdp_enabled:
-        return is_peft_model(trainer.policy)
-    return not trainer.is_deepspeed_enabled

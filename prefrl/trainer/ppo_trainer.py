@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic
 from prefrl.trainer.base.trainer import Optimizers
 from prefrl.trainer.online.policy_batch import CriticBatch
@@ -20,10 +21,9 @@ from prefrl.trainer.ppo_critic import (
     add_critic_group,
     attach_critic,
     critic_loss,
-    load_left_out,
     make_critic,
     refuse_reward_model,
-    save_left_out,
+    save_gathered,
     split_state,
     without_critic,
 )
@@ -150,13 +150,23 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
     def _save_update_state(self, folder: Path) -> None:
         """See `OnlineTrainer`; also writes the critic if the backend's checkpoint does not contain it."""
         super()._save_update_state(folder)
-        save_left_out(self, self.critic, folder)
+        if self._is_critic_left_out and distributed.keeps_checkpoints_partitioned(self.accelerator):
+            save_gathered(self.critic, folder, writes=self.args.should_save)
 
     def _load_update_state(self, folder: Path) -> None:
         """See `OnlineTrainer`; also loads the critic, unless the backend has loaded it with the policy."""
         super()._load_update_state(folder)
-        load_left_out(self, self.critic, folder)
+        self._load_critic(folder)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        load_left_out(self, self.critic, Path(str(self.state.best_model_checkpoint)))
+        self._load_critic(Path(str(self.state.best_model_checkpoint)))
+
+    def _load_critic(self, folder: Path) -> None:
+        if self._is_critic_left_out:
+            self.critic.load(folder / "critic")
+
+    @property
+    def _is_critic_left_out(self) -> bool:
+        """Whether the backend does not load the critic: HuggingFace does not know it, FSDP2 may save only adapters."""
+        return is_peft_model(self.policy) if self.is_fsdp_enabled else not self.is_deepspeed_enabled

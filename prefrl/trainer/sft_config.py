@@ -39,7 +39,7 @@ class SFTConfig(OfflineConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         if (self.packing or self.eval_packing) and self.max_length is None:
-            raise ConfigError("packing=True with max_length=None: packing fills rows of max_length tokens. Set it.")
+            raise ConfigError("packing=True with max_length=None: rows are packed up to that length. Set max_length.")
         if not (self.packing or self.eval_packing):
             check_no_effect(
                 name="packing_strategy",
@@ -50,6 +50,6 @@ class SFTConfig(OfflineConfig):
             )
         if self.assistant_only_loss and self.completion_only_loss:
             raise ConfigError(
-                "assistant_only_loss=True with completion_only_loss=True: choose one. assistant_only_loss learns "
-                "every assistant turn, completion_only_loss everything in the column completion."
+                "assistant_only_loss=True with completion_only_loss=True: choose one. assistant_only_loss trains on "
+                "every assistant turn, completion_only_loss on everything in the column completion."
             )

@@ -9,12 +9,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.losses.preference.reference_free import CPO_LOSSES
-from prefrl.losses.table import LossRow
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments import RewardArguments, ScriptArguments
 from prefrl.scripts.launch import LaunchArguments
@@ -57,7 +57,7 @@ def test_each_algorithm_has_its_option_table() -> None:
 
 
 @pytest.mark.parametrize(("page", "losses"), [("dpo", PAIR_LOSSES), ("cpo", CPO_LOSSES)])
-def test_each_loss_is_in_the_table_of_its_page_with_its_paper(page: str, losses: Mapping[str, LossRow]) -> None:
+def test_each_loss_is_in_the_table_of_its_page_with_its_paper(page: str, losses: Mapping[str, PairLoss[Any]]) -> None:
     text = (ROOT / f"docs/trainers/{page}.md").read_text(encoding="utf-8")
     table = dict(re.findall(r"^\| `(\w+)`(?: \(default\))? \| (.+)\|$", text.partition("## Losses")[2], re.M))
     for loss, row in losses.items():

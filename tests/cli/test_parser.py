@@ -202,7 +202,7 @@ def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
             id="unknown",
         ),
         pytest.param(MIXTURE + "- {path: a, fraction: 1}\n", "unknown key 'fraction'. Known: .*weight", id="fraction"),
-        pytest.param(MIXTURE + "- {path: 3}\n", r"datasets\[0\].path=3: must be a text", id="path"),
+        pytest.param(MIXTURE + "- {path: 3}\n", r"datasets\[0\].path=3: must be a string", id="path"),
         pytest.param(MIXTURE + "- {path: a, columns: b}\n", "columns='b': must be a list of names", id="columns"),
         pytest.param(MIXTURE + "- {path: a, weight: 0}\n", "weight=0: must be a number > 0", id="weight"),
         pytest.param(MIXTURE + "- {path: a, weight: much}\n", "weight='much': must be a number > 0", id="no number"),

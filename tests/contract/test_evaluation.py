@@ -31,6 +31,15 @@ def test_mixed_precision_is_that_of_training_before_training_too(algorithm: str,
         assert metrics_of(make_trainer(algorithm, tmp_path, **options)) != before
 
 
+def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path: Path) -> None:
+    """Five rows of different lengths, in batches of two: each token counts once."""
+    few, all_rows = (
+        metrics_of(make_trainer("sft", tmp_path, eval_dataset=dataset_of("sft", 5), per_device_eval_batch_size=size))
+        for size in (2, 5)
+    )
+    assert few["eval_loss"] == pytest.approx(all_rows["eval_loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_predict_is_refused_with_what_to_call_instead(algorithm: str, tmp_path: Path) -> None:
     trainer = make_trainer(algorithm, tmp_path)

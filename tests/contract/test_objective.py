@@ -142,7 +142,7 @@ def test_an_adaptive_entropy_has_a_gradient_in_the_steps_with_a_weight(
 
 def test_likelihood_of_good_completions_is_a_mean_over_their_own_tokens(tmp_path: Path) -> None:
     def good_if_even(completions: list[str], **_: Any) -> list[float]:
-        return [1.0 if len(completion) % 2 == 0 else -1.0 for completion in completions]
+        return [1.0 if len(completion) % 2 == 0 else 0.0 for completion in completions]
 
     trainer = online("grpo", tmp_path, loss_kwargs={"positive_nll_coef": 0.5}, beta=0.0, reward=good_if_even)
     batch = first_batch(trainer)
@@ -150,7 +150,8 @@ def test_likelihood_of_good_completions_is_a_mean_over_their_own_tokens(tmp_path
     is_good = (torch.tensor(good_if_even(texts)) > 0)[batch.row_index]
     assert 0 < is_good.sum() < len(is_good)
     mean = -token_logprobs(trainer.policy, batch).logprobs[is_good].mean()
-    added = total_with(trainer, batch) - total_with(trainer, batch, loss_kwargs=None)
+    # At ratio one the policy loss of a token is minus its advantage.
+    added = total_with(trainer, batch) + float(batch.advantages[batch.trainable].sum())
     assert added / batch.num_trainable == pytest.approx(0.5 * float(mean.detach()), rel=1e-4)
 
 

@@ -137,6 +137,20 @@ def test_an_adaptive_weight_follows_the_divergence(place: str, tmp_path: Path) -
     assert weights == pytest.approx([0.1, 0.1 * 0.8, 0.1 * 0.8 * 1.2])
 
 
+def test_a_generation_is_collected_under_its_own_number(tmp_path: Path) -> None:
+    """It seeds the draw of prompts that replace others."""
+    trainer = grpo(tmp_path, num_iterations=2, max_steps=3, beta=0.0)
+    collect, numbers = trainer.prompts.collect, []
+
+    def noted(request: Any, number: int) -> Any:
+        numbers.append(number)
+        return collect(request, number)
+
+    trainer.prompts.collect = noted  # type: ignore[method-assign]
+    trainer.train()
+    assert numbers == [0, 1]
+
+
 def num_letters(completions: list[str], **_: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.trainer import BaseTrainer
 from tests.contract.cases import ONLINE, Job, make_trainer, relative_difference, run_on_two_processes, update_of
 
 TOLERANCE = 1e-5
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]  # trainer, options, and how the work is cut
+History = list[dict[str, float]]  # logs
 
 CUTS: list[dict[str, Any]] = [
     {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
@@ -115,22 +115,28 @@ SHARED = [(name, options, SHARE) for name, options in VARIANTS]
 BUDGETED = [(name, {**REDUCTIONS[name][0], **STEPS}, BUDGET) for name in REGISTRY]
 
 
-_expected: dict[str, tuple[torch.Tensor, list[float]]] = {}
+_expected: dict[str, tuple[torch.Tensor, History]] = {}
 
 
-def expected(name: str, options: dict[str, Any], folder: Path) -> tuple[torch.Tensor, list[float]]:
-    """The update and the losses of a variant in one micro-batch on one process, computed once."""
+def expected(name: str, options: dict[str, Any], folder: Path) -> tuple[torch.Tensor, History]:
+    """The update and the logs of a variant in one micro-batch on one process, computed once."""
     key = f"{name}{options}"
     if key not in _expected:
         trainer = make_trainer(name, folder, **with_cut(name, options, {}))
-        _expected[key] = update_of(trainer), losses_of(trainer)
+        _expected[key] = update_of(trainer), trainer.state.log_history
         assert _expected[key][0].norm() > 1e-3
     return _expected[key]
 
 
-def losses_of(trainer: BaseTrainer) -> list[float]:
-    """As they were logged, one for each step."""
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def history_of(job: Job) -> History:
+    """What the main process logged."""
+    history: History = json.loads(job.result.with_suffix(".json").read_text(encoding="utf-8"))
+    return history
+
+
+def logged(history: History, name: str) -> list[float]:
+    """A metric, one value for each step."""
+    return [entry[name] for entry in history if name in entry]
 
 
 def with_cut(name: str, options: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
@@ -145,10 +151,11 @@ def with_cut(name: str, options: dict[str, Any], cut: dict[str, Any]) -> dict[st
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
 def test_same_update_for_every_cut(name: str, options: dict[str, Any], cut: dict[str, Any], tmp_path: Path) -> None:
-    update, losses = expected(name, options, tmp_path)
+    update, history = expected(name, options, tmp_path)
     trainer = make_trainer(name, tmp_path, **with_cut(name, options, cut))
     assert relative_difference(update_of(trainer), update) < TOLERANCE
-    assert losses_of(trainer) == pytest.approx(losses, rel=TOLERANCE, abs=TOLERANCE)
+    losses = logged(trainer.state.log_history, "loss")
+    assert losses == pytest.approx(logged(history, "loss"), rel=TOLERANCE, abs=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -166,15 +173,15 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
 @pytest.mark.parametrize("case", [*SHARED, *BUDGETED], ids=str)
 def test_same_update_on_two_processes(case: Case, jobs: dict[str, Job], tmp_path: Path) -> None:
     name, options, _ = case
-    update = torch.load(jobs[str(case)].result)
-    assert relative_difference(update, expected(name, options, tmp_path)[0]) < TOLERANCE
+    job, (update, history) = jobs[str(case)], expected(name, options, tmp_path)
+    assert relative_difference(torch.load(job.result), update) < TOLERANCE
+    assert logged(history_of(job), "num_tokens") == logged(history, "num_tokens")
 
 
 @pytest.mark.parametrize("case", BUDGETED, ids=lambda case: case[0])
 def test_two_processes_have_about_as_much_to_do(case: Case, jobs: dict[str, Job]) -> None:
     name = case[0]
-    history = json.loads(jobs[str(case)].result.with_suffix(".json").read_text(encoding="utf-8"))
-    idle = [entry["balance/idle_share"] for entry in history if "balance/idle_share" in entry]
+    idle = logged(history_of(jobs[str(case)]), "balance/idle_share")
     # Consecutive shares leave 13 to 22 % idle. A step of two groups leaves nothing to choose.
     assert len(idle) == STEPS["max_steps"]
     assert name in ("grpo", "rloo", "reinforce_plus_plus") or sum(idle) / len(idle) < 0.11

@@ -103,6 +103,15 @@ def test_row_order_changes_nothing(name: str, tmp_path: Path) -> None:
     assert relative_difference(gradients[1], gradients[0]) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_the_order_of_rows_comes_from_data_seed_or_else_from_seed(name: str, tmp_path: Path) -> None:
+    def order(**options: Any) -> list[list[int]]:
+        return list(make_trainer(name, tmp_path, **options).get_train_dataloader().batch_sampler)
+
+    assert order(seed=3) != order(seed=4)
+    assert order(seed=4, data_seed=3) == order(seed=3)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_left_over_at_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path, rows=11, max_steps=-1, num_train_epochs=2)

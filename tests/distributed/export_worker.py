@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from prefrl import distributed
-from prefrl.models.critic import ValueHead
-from prefrl.models.export import CRITIC, PolicyWeights
+from prefrl.models.critic import HeadCritic
+from prefrl.models.export import PolicyWeights
+from prefrl.trainer.ppo_critic import attach_critic
 from tests.assets import tiny_model
 from tests.contract.cases import make_trainer
 from tests.distributed.backends import enter, leave_training
@@ -93,7 +94,7 @@ def run(make: Callable[[], PreTrainedModel], partition: Callable[[PreTrainedMode
     leave_training()
     model, twin = make(), make()
     for each in (model, twin):
-        each.add_module(CRITIC, ValueHead(32))
+        attach_critic(each, HeadCritic(each, detach_trunk=False))
     partition(model)
     assert distributed.is_sharded(model)
     assert not distributed.is_sharded(twin)

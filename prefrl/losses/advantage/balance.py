@@ -1,6 +1,6 @@
 """Combine the advantages of K rewards into one advantage, with weights that adapt during training.
 
-Each reward has its own advantages A_k, centered (and scaled, if asked) independently of the other rewards. At ratio 1
+Each reward has its own advantages A_k, centered (and scaled, if requested) independently of the others. At ratio 1
 the gradient of its surrogate with respect to the log-probs of the sampled tokens is known before any backward pass:
 g_k = -u A_k on a token whose loss has weight u. The Gram matrix of these gradients therefore stands in for that of the
 gradients of K losses (as if the log-probs of different tokens moved independently). This makes the methods of
@@ -20,7 +20,7 @@ new record does not look like a loss of progress.
 
 These losses have no unit, but advantages have the unit of their reward unless they are divided by a standard
 deviation. The methods that read losses do not rescale the gradients, so with them rewards in different units need
-scaled advantages. nash and, at rest, gradnorm give the same advantage up to its length whatever factor each A_k has.
+scaled advantages. nash, and gradnorm at rest, give the same advantage up to a factor, however each A_k is scaled.
 
 For every method:
 
@@ -201,10 +201,10 @@ class FamoParams(Params):
     decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits; rate * decay must be below 1.")
 
     def __post_init__(self) -> None:
-        """Check that the logits decay, too."""
+        """Also check that the logits decay."""
         super().__post_init__()
         if self.rate * self.decay >= 1:
-            raise ConfigError(f"rate={self.rate} * decay={self.decay}: must be below 1")
+            raise ConfigError(f"rate={self.rate} * decay={self.decay}: must be below 1. Lower one of them.")
 
 
 def famo(tasks: RewardTasks, params: FamoParams) -> Balanced:
@@ -368,7 +368,7 @@ class RewardBalancer:
             raise ValueError(f"{shapes}: need to be [{size}, {size}] and [B, {size}] for {size} reward_weights")
         if not gram.isfinite().all() or rewards.isinf().any():
             raise ValueError(
-                "gram or rewards contain values that are not finite: advantages of no reward need to be 0"
+                "gram or rewards contain values that are not finite: advantages of rewards that do not apply must be 0"
             )
         gram, rewards = (tensor.detach().to("cpu", torch.float64) for tensor in (gram, rewards))
         self._highest = torch.fmax(self._highest, _extreme(rewards, sign=1))

@@ -1,7 +1,7 @@
 """Row-level advantage estimators, and the table of all estimators.
 
 The estimators of this module compare the total rewards of the completions of one prompt and return one advantage per
-row. Those of `token_advantages` return one advantage per token.
+row. Those of `advantage.tokens` return one advantage per token.
 
 R_b = sum_k w_k r_bk is the total reward of a row. Means are over the n rows of its group that have a reward, and
 standard deviations divide by n - 1:
@@ -88,11 +88,11 @@ class GrpoParams(ScaleParams):
     """Hyperparameters of `grpo`."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
-        "sum_then_normalize", "With several rewards: sum first with weights, or normalize each first (GDPO)."
+        "sum_then_normalize", "Several rewards: take their weighted sum first, or normalize each first (GDPO)."
     )
 
     def __post_init__(self) -> None:
-        """Check that the scale has an effect, too."""
+        """Also check that the scale has an effect."""
         super().__post_init__()
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
             raise ConfigError(

@@ -34,15 +34,15 @@ class AdvantageParams(Params):
     """Hyperparameters that go with every estimator."""
 
     clip_range: list[float] | None = opt(
-        None, "Clip advantages to this range: smallest and largest value, with 0 within; None: no clipping."
+        None, "Clip advantages to this range: smallest value (<= 0) and largest value (>= 0); None: no clipping."
     )
 
     def __post_init__(self) -> None:
-        """Check the range, too: without 0, rows without a reward would have a gradient."""
+        """Also check the range: without 0, rows without a reward would have a gradient."""
         super().__post_init__()
         check_range(self.clip_range, "clip_range")
         if self.clip_range is not None and not self.clip_range[0] <= 0 <= self.clip_range[1]:
-            raise ConfigError(f"clip_range={self.clip_range}: 0 must be within, as in [-5, 5]")
+            raise ConfigError(f"clip_range={self.clip_range}: must contain 0, as in [-5, 5]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ScoredTokens:
 
 def _check_finite(rewards: Tensor) -> None:
     if torch.isinf(rewards).any():
-        raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for none")
+        raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for no reward")
 
 
 def row_totals(rewards: Tensor, weights: Tensor) -> Tensor:

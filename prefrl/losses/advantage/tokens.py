@@ -60,7 +60,7 @@ def gae(scored: ScoredTokens, params: GaeParams) -> Advantages:
     """Generalized advantage estimation: A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t.
 
     After the last trainable token of a row, V and A are 0. The returns, the critic's targets, are A + V. In rows
-    without a reward they equal V, so that the critic has no error there.
+    without a reward they equal V, so the critic has no error there.
 
     Args:
         scored: Needs `values`.
@@ -105,8 +105,8 @@ class BaselineParams(AdvantageParams):
 
     zero_tail: bool = opt(
         True,
-        "No baseline at positions that only one completion of a prompt reaches. False: it is its own baseline there, "
-        "so its advantage is 0.",
+        "No baseline at positions that only one completion of a prompt reaches. False: the completion is its own "
+        "baseline there, so its advantage is 0.",
     )
 
 

@@ -89,6 +89,6 @@ def whitened(
     """
     check_same_shape(values=values, mask=mask)
     if advantage_epsilon <= 0:
-        raise ValueError(f"advantage_epsilon={advantage_epsilon}: needs to be positive, equal values have std 0")
+        raise ValueError(f"advantage_epsilon={advantage_epsilon}: needs to be positive: equal values have std 0")
     result = (values - mean) / (std + advantage_epsilon)
     return (result if shift_mean else result + mean).where(mask, 0.0)

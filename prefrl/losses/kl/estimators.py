@@ -11,9 +11,9 @@ their prefixes:
 | k3 | exp(-d) - 1 + d | KL(pi, ref) | that of KL(ref, pi), the forward divergence |
 | k1+, abs+, k3+ | as without + | as without + | that of KL(pi, ref), as with k2 |
 
-"Given their prefixes" ignores that a token also changes the divergence of later tokens; `losses.sequence_kl` counts
-that. For tokens of another policy mu, see `importance_corrected`. `TokenScores.full_kl` is not an estimate but the
-divergence of the two distributions over the whole vocabulary (`losses.full_kl`).
+"Given their prefixes" ignores that a token also changes the divergence of later tokens; `sequence_kl` counts that.
+For tokens of another policy mu, see `importance_corrected`. `TokenScores.full_kl` is not an estimate but the
+divergence of the two distributions over the whole vocabulary (`full_kl`).
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Tang and Munos 2025, On a few pitfalls in KL divergence
 gradient estimation for RL, arXiv 2506.09477 (gradients); verl 0.9.1, `kl_penalty` (abs, and +)
@@ -56,19 +56,19 @@ _LARGEST_EXPONENT = 20.0
 
 @dataclass(frozen=True)
 class KLParams(Params):
-    """Hyperparameters that go with every KL term: its weight may adapt to the KL."""
+    """Hyperparameters that go with every KL term: the weight may adapt to the KL."""
 
     target: Annotated[float, Gt(0)] | None = opt(
         None,
-        "Target KL, in nats per token: beta is the initial weight, and adapts after each step to keep the KL near "
-        "this. None: beta is fixed.",
+        "Target KL, in nats per token. beta is then the initial weight, which adapts after each step to keep the KL "
+        "near the target. None: beta is fixed.",
     )
     horizon: Annotated[int, Ge(1)] = opt(
         10_000, "Number of rows over which beta adapts; a smaller number adapts faster."
     )
 
     def __post_init__(self) -> None:
-        """Check that the horizon has an effect, too."""
+        """Also check that the horizon has an effect."""
         super().__post_init__()
         if self.target is None:
             check_no_effect(

@@ -23,7 +23,7 @@ class SequenceKLParams(KLParams):
     """Hyperparameters of `sequence_kl`."""
 
     weight_cap: Annotated[float, Ge(1), Lt(math.inf)] | None = opt(
-        None, "Upper bound of cumulative importance weights of tokens; None: no bound, no bias."
+        None, "Upper bound of the tokens' cumulative importance weights; None: no bound, no bias."
     )
 
 

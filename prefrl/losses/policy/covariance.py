@@ -52,8 +52,8 @@ def covariance_sums(logprobs: Tensor, advantages: Tensor, trainable: Tensor) -> 
     """Sums for the means in `covariance`, in float64, where the order of summation hardly matters.
 
     Args:
-        logprobs: [N] nats, treated as constant; read at trainable tokens alone.
-        advantages: [N], treated as constant; read at trainable tokens alone.
+        logprobs: [N] nats, treated as constant; read at trainable tokens only.
+        advantages: [N], treated as constant; read at trainable tokens only.
         trainable: [N] bool, tokens that have a loss.
 
     Raises:
@@ -73,8 +73,8 @@ def covariance(
     """Contribution of each token to the covariance of log-probs and advantages: (A - mean A) (log pi - mean log pi).
 
     Args:
-        logprobs: [N] nats, treated as constant; read at trainable tokens alone.
-        advantages: [N], treated as constant; read at trainable tokens alone.
+        logprobs: [N] nats, treated as constant; read at trainable tokens only.
+        advantages: [N], treated as constant; read at trainable tokens only.
         trainable: [N] bool, tokens that have a loss.
         mean_logprob: Mean over trainable tokens of all ranks, nats.
         mean_advantage: Mean over trainable tokens of all ranks.
@@ -119,7 +119,7 @@ class CovarianceBand(Params):
     ub: float = opt(5.0, "Only tokens whose covariance is below this are excluded.")
 
     def __post_init__(self) -> None:
-        """Check the bounds, too."""
+        """Also check the bounds."""
         super().__post_init__()
         if self.lb >= self.ub:
             raise ConfigError(f"lb={self.lb}: must be below ub={self.ub}")

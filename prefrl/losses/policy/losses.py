@@ -67,7 +67,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BoundParams(PolicyLossParams):
-    """Bounds of a ratio, or of what stands in its place."""
+    """Bounds of a ratio, or of the quantity that a loss bounds instead."""
 
     epsilon: Annotated[float, Ge(0), Le(1)] = opt(0.2, "Lower bound: 1 - epsilon.")
     epsilon_high: Annotated[float, Ge(0)] | None = opt(
@@ -96,7 +96,7 @@ class ClipParams(BoundParams):
     )
 
     def __post_init__(self) -> None:
-        """Check that delta is reached, too."""
+        """Also check that delta has an effect."""
         super().__post_init__()
         if self.delta is not None and self.delta <= 1 + self.high:
             raise ConfigError(
@@ -141,7 +141,7 @@ def clipped_surrogate(tokens: PolicyTokens, params: ClipParams) -> TokenLoss:
 def cispo(tokens: PolicyTokens, params: BoundParams) -> TokenLoss:
     """REINFORCE with a clipped weight: -sg[clip(r, 1 - epsilon, 1 + epsilon_high)] A log pi.
 
-    No token loses its gradient. As everywhere, the bounds are relative to 1. In TRL the bound is epsilon_high itself,
+    No token loses its gradient. As always, the bounds are relative to 1. In TRL the bound is epsilon_high itself,
     so its default scales every gradient by 0.2, and TRL's 5.0 is 4.0 here. epsilon=1 means no lower bound.
 
     Args:
@@ -240,8 +240,8 @@ def reinforce(tokens: PolicyTokens, _: PolicyLossParams) -> TokenLoss:
 class SapoParams(PolicyLossParams):
     """Hyperparameters of `sapo`."""
 
-    temperature_pos: Annotated[float, Gt(0)] = opt(1.0, "tau where A > 0.")
-    temperature_neg: Annotated[float, Gt(0)] = opt(1.05, "tau where A <= 0.")
+    temperature_pos: Annotated[float, Gt(0)] = opt(1.0, "Temperature tau of the gate where A > 0.")
+    temperature_neg: Annotated[float, Gt(0)] = opt(1.05, "Temperature tau of the gate where A <= 0.")
 
 
 def sapo(tokens: PolicyTokens, params: SapoParams) -> TokenLoss:
@@ -304,10 +304,10 @@ def gmpo(tokens: PolicyTokens, params: GmpoParams) -> TokenLoss:
 class VespoParams(PolicyLossParams):
     """Hyperparameters of `vespo`: k is how fast rows with W < 1 lose weight, lambda how fast those with W > 1 do."""
 
-    k_pos: Annotated[float, Ge(0)] = opt(2.0, "Power of the ratio where A >= 0.")
-    lambda_pos: Annotated[float, Gt(0)] = opt(3.0, "Decay of the ratio where A >= 0.")
-    k_neg: Annotated[float, Ge(0)] = opt(3.0, "Power of the ratio where A < 0.")
-    lambda_neg: Annotated[float, Gt(0)] = opt(2.0, "Decay of the ratio where A < 0.")
+    k_pos: Annotated[float, Ge(0)] = opt(2.0, "k where A >= 0, in the weight W^k exp(lambda (1 - W)).")
+    lambda_pos: Annotated[float, Gt(0)] = opt(3.0, "lambda where A >= 0, in the weight W^k exp(lambda (1 - W)).")
+    k_neg: Annotated[float, Ge(0)] = opt(3.0, "k where A < 0, in the weight W^k exp(lambda (1 - W)).")
+    lambda_neg: Annotated[float, Gt(0)] = opt(2.0, "lambda where A < 0, in the weight W^k exp(lambda (1 - W)).")
 
 
 def vespo(tokens: PolicyTokens, params: VespoParams) -> TokenLoss:
@@ -420,19 +420,19 @@ class PolicyLoss(Generic[P]):
     source: str
     # Allowed values of `PolicyTokens.level`. Losses that compute a row ratio themselves, or use none, have `token`.
     levels: tuple[ImportanceLevel, ...]
-    # `selection(covariances, trainable, keys, params)`, called once per generation batch, if there is one.
+    # `selection(covariances, trainable, keys, params)`, called once per generation batch, if set.
     selection: Callable[[Tensor, Tensor, Tensor, P], Tensor] | None = None
 
 
 _COV = "Cui et al. 2025, arXiv 2505.22617, section 4.2"
 _TOKEN: tuple[ImportanceLevel, ...] = ("token",)
-# A row's ratio must enter once per row. With a mean over all tokens, long rows would count twice.
+# The ratio of a whole row must count once per row. In a mean over all tokens it would count once per token.
 _NOT_SUM: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_token")
 _ANY: tuple[ImportanceLevel, ...] = (*_NOT_SUM, "sequence_sum")
 # If the ratio is a constant weight, sequence and sequence_token are the same.
 _WEIGHT: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_sum")
 
-# Stats that depend on the ratio also where A = 0. All others are known there without it.
+# Statistics that depend on the ratio even where A = 0. All others are known there without it.
 NEEDS_RATIO = frozenset({"vespo/phi_seq_mean"})
 
 LossType = Literal[
@@ -454,7 +454,7 @@ LossType = Literal[
 ]
 
 # Counts span the whole optimizer step on all ranks. So bnpo, a token mean over one micro-batch in TRL, is the same as
-# dapo here; configurations carry both names. GSPO is grpo at level sequence or sequence_token.
+# dapo here; configs accept both names. GSPO is grpo at level sequence or sequence_token.
 POLICY_LOSSES: dict[LossType, PolicyLoss[Any]] = {
     "grpo": PolicyLoss(
         clipped_surrogate, ClipParams, "sequence_mean", "Shao et al. 2024, arXiv 2402.03300, eq. 3", _ANY

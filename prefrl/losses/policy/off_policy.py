@@ -1,4 +1,4 @@
-"""Importance weights for samples of another policy, due to an inference engine's rounding or to older weights.
+"""Importance weights for samples of another policy: an inference engine that rounds differently, or older weights.
 
 Samples come from mu, and the loss is an expectation under pi, the trained policy before the update:
 
@@ -45,10 +45,10 @@ _MAX_LOG_RATIO = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeights:
-    """The weight of each token, and scalar statistics of the ratios, taken before any bound but e^-30 .. e^30.
+    """The weight of each token, and scalar statistics of the ratios, before any bound other than e^-30 .. e^30.
 
     All are constants. At level `token` there is one ratio per trainable token, else one per row that has a trainable
-    token. Over batches, sums and counts are added, and minima and maxima merged; without a trainable token these are
+    token. To combine batches, add sums and counts, and merge minima and maxima; without a trainable token, these are
     +inf and -inf. The effective sample size, as a share, is (ratio_sum)^2 / (num_ratios * ratio_square_sum): Kong
     1992, A Note on Importance Sampling using Standardized Weights.
     """
@@ -90,7 +90,7 @@ def importance_weights(
         trainable: [N] bool, tokens that have a loss; the others get weight 0.
         row_index: [N] int64, row of each token, in 0 .. B-1.
         num_rows: B.
-        level: Whether a ratio is that of a token, of a row, or a row's geometric mean.
+        level: Whether a ratio is a token's, a whole row's, or the geometric mean over a row's tokens.
         bound: What happens to ratios outside `low` .. `high`.
         low: Smallest ratio, in 0 .. 1; None: no bound.
         high: Largest ratio, at least 1; None: no bound.
@@ -108,7 +108,7 @@ def importance_weights(
     """
     check_same_shape(log_ratio=log_ratio, trainable=trainable, row_index=row_index)
     if (low is not None and not 0 < low <= 1) or (high is not None and not 1 <= high < math.inf):
-        raise ValueError(f"low={low}, high={high}: need 0 < low <= 1 <= high; None stands for no bound")
+        raise ValueError(f"low={low}, high={high}: need 0 < low <= 1 <= high; None means no bound")
     log_ratio = log_ratio.detach()
     logs, counted = log_ratio, trainable
     if level != "token":

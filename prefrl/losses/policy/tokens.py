@@ -37,13 +37,13 @@ class PolicyTokens:
     """
 
     logprobs: Tensor  # [N] nats, log pi; gradient flows
-    old_logprobs: Tensor  # [N] nats, constants: log-probs before this generation's first update
+    old_logprobs: Tensor  # [N] nats, constants: log-probs before the first update from this generation batch
     advantages: Tensor  # [N], constants
     trainable: Tensor  # [N] bool: tokens that have a loss
     row_index: Tensor  # [N] int64: row of each token, in 0 .. B-1
     num_rows: int
     level: ImportanceLevel = "token"
-    cov_tokens: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat apart
+    cov_tokens: Tensor | None = None  # [N] bool: tokens that clip_cov and kl_cov treat differently
 
     def __post_init__(self) -> None:
         """Check shapes, detach the constants, and set advantages to 0 where there is no loss."""

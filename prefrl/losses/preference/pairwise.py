@@ -9,39 +9,47 @@ Symbols of the formulas, for each of P pairs:
     e         label_smoothing, the probability that a label is wrong
     |y_w|     tokens of the chosen response that have a loss
 
-Every loss takes `Pairs` and returns [P]. `Pairs` checks the shapes when it is constructed.
+Every loss takes `Pairs` and its hyperparameters, and returns [P]. Both check their values when they are constructed.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch.nn.functional import logsigmoid
 
+from prefrl.errors import ConfigError
 from prefrl.losses.checks import check_same_shape
-from prefrl.losses.reduce import row_sums, trainable_per_row
-from prefrl.losses.table import LossRow
+from prefrl.options.fields import opt
+from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "DiscopopParams",
     "Divergence",
+    "ExoParams",
+    "LabelSmoothing",
     "PAIR_LOSSES",
     "PairLoss",
+    "PairParams",
     "Pairs",
+    "RobustParams",
+    "SmoothedParams",
     "box_cox",
     "divergence_score",
-    "length_desensitized",
     "rpo_nll",
     "smoothed_logistic",
-    "wpo_weights",
 ]
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+LabelSmoothing = Annotated[float, Ge(0), Le(0.5)]
 
 # exp(40) and its square, which IPO needs, are finite in float32.
 _LARGEST_EXPONENT = 40.0
@@ -105,19 +113,14 @@ def smoothed_logistic(margin: Tensor, *, label_smoothing: float) -> Tensor:
     Returns:
         [P] nats.
 
-    Raises:
-        ValueError: `label_smoothing` is out of bounds.
-
     Source: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf
     """
-    if not 0 <= label_smoothing <= 0.5:
-        raise ValueError(f"label_smoothing={label_smoothing}: needs to be in 0 .. 0.5")
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Log-probs of P pairs under the policy and the reference.
+    """Log-probs of P pairs under the policy and the reference, and how losses compare them.
 
     Raises:
         ValueError: Shapes differ.
@@ -131,6 +134,7 @@ class Pairs:
     rejected_lengths: Tensor  # [P]
     divergence: Divergence = "reverse_kl"
     alpha: float = 0.5
+    reward_shift: float = 0.0  # t, running mean of the rewards b u of chosen and rejected responses
 
     def __post_init__(self) -> None:
         check_same_shape(
@@ -173,184 +177,201 @@ class Pairs:
         return self.chosen_score / self.chosen_lengths - self.rejected_score / self.rejected_lengths
 
 
-def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+@dataclass(frozen=True)
+class PairParams(Params):
+    """Hyperparameters that go with every pairwise loss."""
+
+    beta: Annotated[float, Gt(0)] = opt(0.1, "b, in 1 / nats.")
+
+
+@dataclass(frozen=True)
+class SmoothedParams(PairParams):
+    """Hyperparameters of the losses that allow for wrong labels."""
+
+    label_smoothing: LabelSmoothing = opt(0.0, "e, the probability that a label is wrong.")
+
+
+def sigmoid(pairs: Pairs, params: SmoothedParams) -> Tensor:
     """Direct preference optimization; conservative DPO where e > 0.
 
         -(1 - e) log sigmoid(b m) - e log sigmoid(-b m)
 
-    Raises:
-        ValueError: `label_smoothing` is not in 0 .. 0.5.
-
     Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; Mitchell 2023, https://ericmitchell.ai/cdpo.pdf
     """
-    return smoothed_logistic(beta * pairs.score_margin, label_smoothing=label_smoothing)
+    return smoothed_logistic(params.beta * pairs.score_margin, label_smoothing=params.label_smoothing)
 
 
-def hinge(pairs: Pairs, *, beta: float) -> Tensor:
+def hinge(pairs: Pairs, params: PairParams) -> Tensor:
     """SLiC's hinge loss on the margin of log-ratios: max(0, 1 - b m).
 
     Source: Zhao et al. 2023 (SLiC-HF), arXiv 2305.10425, section 2; Liu et al. 2023 (RSO), arXiv 2309.06657 (ratios)
     """
-    return torch.relu(1 - beta * pairs.score_margin)
+    return torch.relu(1 - params.beta * pairs.score_margin)
 
 
-def ipo(pairs: Pairs, *, beta: float) -> Tensor:
-    """Identity preference optimization on per-token means: (s_w / |y_w| - s_l / |y_l| - 1 / (2 b))^2, b is their tau.
+def ipo(pairs: Pairs, params: PairParams) -> Tensor:
+    """Identity preference optimization on per-token means: (s_w / |y_w| - s_l / |y_l| - 1 / (2 b))^2, b is tau there.
 
     The paper uses sums over tokens, which grow with the length of the responses while the target 1 / (2 b) is fixed.
 
     Source: Azar et al. 2023, arXiv 2310.12036, eq. 17
     """
-    return (pairs.mean_score_margin - 1 / (2 * beta)).square()
+    return (pairs.mean_score_margin - 1 / (2 * params.beta)).square()
 
 
-def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+@dataclass(frozen=True)
+class ExoParams(SmoothedParams):
+    """Hyperparameters of `exo_pair`."""
+
+    def __post_init__(self) -> None:
+        """Check that the divergence from the smoothed label is finite, and has a direction, too."""
+        super().__post_init__()
+        if not 0 < self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing}: exo_pair needs 0 < label_smoothing < 0.5: its target "
+                "distribution is [1 - label_smoothing, label_smoothing]. Try 1e-3."
+            )
+
+
+def exo_pair(pairs: Pairs, params: ExoParams) -> Tensor:
     """Reverse KL divergence from the policy's preference to the smoothed label: KL([p, 1 - p] || [1 - e, e]).
 
     p = sigmoid(b m). The minimum, 0, is at b m = log((1 - e) / e), so e determines how far the margin is pushed.
 
-    Raises:
-        ValueError: Not 0 < `label_smoothing` < 0.5; at 0 the divergence is infinite.
-
     Source: Ji et al. 2024, arXiv 2402.00856, eq. 16
     """
-    if not 0 < label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing={label_smoothing}: exo_pair needs 0 < label_smoothing < 0.5, say 1e-3")
-    margin = beta * pairs.score_margin
-    if_chosen = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-label_smoothing))
-    if_rejected = torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(label_smoothing))
+    margin = params.beta * pairs.score_margin
+    if_chosen = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-params.label_smoothing))
+    if_rejected = torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(params.label_smoothing))
     return if_chosen + if_rejected
 
 
-def nca_pair(pairs: Pairs, *, beta: float) -> Tensor:
+def nca_pair(pairs: Pairs, params: PairParams) -> Tensor:
     """Noise contrastive alignment: -log sigmoid(b u_w) - (log sigmoid(-b u_w) + log sigmoid(-b u_l)) / 2.
 
     Source: Chen et al. 2024, arXiv 2402.05369, section 4.1
     """
-    chosen, rejected = beta * pairs.chosen_log_ratio, beta * pairs.rejected_log_ratio
+    chosen, rejected = params.beta * pairs.chosen_log_ratio, params.beta * pairs.rejected_log_ratio
     return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
 
 
-def robust(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+@dataclass(frozen=True)
+class RobustParams(SmoothedParams):
+    """Hyperparameters of `robust`."""
+
+    def __post_init__(self) -> None:
+        """Check that the labels carry information, too."""
+        super().__post_init__()
+        if self.label_smoothing == 0.5:
+            raise ConfigError(
+                "label_smoothing=0.5: robust needs it below 0.5, because it divides by 1 - 2 * label_smoothing."
+            )
+
+
+def robust(pairs: Pairs, params: RobustParams) -> Tensor:
     """Unbiased estimate of DPO's loss from labels that are wrong with probability e.
 
         (-(1 - e) log sigmoid(b m) + e log sigmoid(-b m)) / (1 - 2 e)
 
     It is not bounded below.
 
-    Raises:
-        ValueError: Not 0 <= `label_smoothing` < 0.5; at 0.5 the labels carry no information.
-
     Source: Chowdhury et al. 2024, arXiv 2403.00409, section 3.1
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing={label_smoothing}: robust needs 0 <= label_smoothing < 0.5")
-    margin = beta * pairs.score_margin
-    kept = -(1 - label_smoothing) * logsigmoid(margin)
-    flipped = -label_smoothing * logsigmoid(-margin)
-    return (kept - flipped) / (1 - 2 * label_smoothing)
+    margin = params.beta * pairs.score_margin
+    kept = -(1 - params.label_smoothing) * logsigmoid(margin)
+    flipped = -params.label_smoothing * logsigmoid(-margin)
+    return (kept - flipped) / (1 - 2 * params.label_smoothing)
 
 
-def bco_pair(pairs: Pairs, *, beta: float, reward_shift: float) -> Tensor:
+def bco_pair(pairs: Pairs, params: PairParams) -> Tensor:
     """Binary classifier optimization on both responses: -log sigmoid(b u_w - t) - log sigmoid(t - b u_l).
 
-    Args:
-        pairs: P pairs.
-        beta: b.
-        reward_shift: t, running mean of the rewards b u of chosen and rejected responses.
-
-    Returns:
-        [P] nats.
+    t is the `reward_shift` of the pairs.
 
     Source: Jung et al. 2024, arXiv 2404.04656, section 4
     """
-    chosen = beta * pairs.chosen_log_ratio - reward_shift
-    rejected = beta * pairs.rejected_log_ratio - reward_shift
+    chosen = params.beta * pairs.chosen_log_ratio - pairs.reward_shift
+    rejected = params.beta * pairs.rejected_log_ratio - pairs.reward_shift
     return -logsigmoid(chosen) - logsigmoid(-rejected)
 
 
-def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
+def sppo_hard(pairs: Pairs, params: PairParams) -> Tensor:
     """Self-play with hard win probabilities, 1 and 0: (u_w - 1 / (2 b))^2 + (u_l + 1 / (2 b))^2, b = 1 / eta.
 
     Source: Wu et al. 2024, arXiv 2405.00675, eq. 4.7
     """
-    target = 1 / (2 * beta)
+    target = 1 / (2 * params.beta)
     return (pairs.chosen_log_ratio - target).square() + (pairs.rejected_log_ratio + target).square()
 
 
-def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+def aot(pairs: Pairs, params: SmoothedParams) -> Tensor:
     """Alignment via optimal transport, paired: push the policy's distribution of margins to dominate the reference's.
 
     d_i is the policy's i-th smallest margin log pi(y_w) - log pi(y_l) minus the reference's i-th smallest margin; the
     loss is `smoothed_logistic` of b d_i. Entry i belongs to the i-th position of the sorted margins, not to pair i.
 
-    Raises:
-        ValueError: `label_smoothing` is not in 0 .. 0.5.
-
     Source: Melnyk et al. 2024, arXiv 2406.05882, section 3 (paired)
     """
     margins = (pairs.chosen_logps - pairs.rejected_logps).sort().values
     ref_margins = (pairs.ref_chosen_logps - pairs.ref_rejected_logps).detach().sort().values
-    return smoothed_logistic(beta * (margins - ref_margins), label_smoothing=label_smoothing)
+    return smoothed_logistic(params.beta * (margins - ref_margins), label_smoothing=params.label_smoothing)
 
 
-def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+def aot_unpaired(pairs: Pairs, params: SmoothedParams) -> Tensor:
     """Alignment via optimal transport, unpaired: push the rewards of chosen responses to dominate the rejected ones'.
 
     d_i is the i-th smallest u_w minus the i-th smallest u_l; the loss is `smoothed_logistic` of b d_i. Entry i belongs
     to the i-th position of the sorted log-ratios, not to pair i.
 
-    Raises:
-        ValueError: `label_smoothing` is not in 0 .. 0.5.
-
     Source: Melnyk et al. 2024, arXiv 2406.05882, section 3 (unpaired)
     """
     chosen = pairs.chosen_log_ratio.sort().values
     rejected = pairs.rejected_log_ratio.sort().values
-    return smoothed_logistic(beta * (chosen - rejected), label_smoothing=label_smoothing)
+    return smoothed_logistic(params.beta * (chosen - rejected), label_smoothing=params.label_smoothing)
 
 
-def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
+def apo_zero(pairs: Pairs, params: PairParams) -> Tensor:
     """Anchored preference optimization, APO-zero: 1 - sigmoid(b u_w) + sigmoid(b u_l).
 
     It raises the chosen and lowers the rejected response. Meant for chosen responses that are better than the model's.
 
     Source: D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7
     """
-    return torch.sigmoid(-beta * pairs.chosen_log_ratio) + torch.sigmoid(beta * pairs.rejected_log_ratio)
+    return torch.sigmoid(-params.beta * pairs.chosen_log_ratio) + torch.sigmoid(params.beta * pairs.rejected_log_ratio)
 
 
-def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
+def apo_down(pairs: Pairs, params: PairParams) -> Tensor:
     """Anchored preference optimization, APO-down: sigmoid(b u_w) + 1 - sigmoid(b (u_w - u_l)).
 
     It lowers both responses, the rejected one more. Meant for chosen responses that are worse than the model's.
 
     Source: D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 8
     """
-    chosen = pairs.chosen_log_ratio
+    beta, chosen = params.beta, pairs.chosen_log_ratio
     return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - pairs.rejected_log_ratio))
 
 
-def discopop(pairs: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
+@dataclass(frozen=True)
+class DiscopopParams(PairParams):
+    """Hyperparameters of `discopop`."""
+
+    discopop_tau: Annotated[float, Gt(0)] = opt(
+        0.05, "tau, 0.05 in the paper; above 1 the loss grows exponentially for negative margins."
+    )
+
+
+def discopop(pairs: Pairs, params: DiscopopParams) -> Tensor:
     """Log-ratio modulated loss: -(1 - g) log sigmoid(b m) + g exp(-b m) with g = sigmoid(b m / tau).
-
-    Args:
-        pairs: P pairs.
-        beta: b.
-        discopop_tau: tau, 0.05 in the paper; above 1 the loss grows exponentially for negative margins.
-
-    Returns:
-        [P].
 
     Source: Lu et al. 2024, arXiv 2406.08414, eq. 5
     """
-    margin = beta * pairs.score_margin
-    logistic = -torch.sigmoid(-margin / discopop_tau) * logsigmoid(margin)
+    margin, tau = params.beta * pairs.score_margin, params.discopop_tau
+    logistic = -torch.sigmoid(-margin / tau) * logsigmoid(margin)
     # g exp(-b m) as one exponential: for negative margins g would be 0 and the other factor would overflow.
-    return logistic + torch.exp(logsigmoid(margin / discopop_tau) - margin)
+    return logistic + torch.exp(logsigmoid(margin / tau) - margin)
 
 
-def sft(pairs: Pairs) -> Tensor:
+def sft(pairs: Pairs, _: PairParams) -> Tensor:
     """Negative log-likelihood of the chosen response: -log pi(y_w | x), a sum over its tokens.
 
     The caller divides the sum over all pairs of a step by the step's number of chosen tokens, not by its number of
@@ -359,12 +380,12 @@ def sft(pairs: Pairs) -> Tensor:
     return -pairs.chosen_logps
 
 
-def sigmoid_norm(pairs: Pairs, *, beta: float) -> Tensor:
+def sigmoid_norm(pairs: Pairs, params: PairParams) -> Tensor:
     """Length-normalized DPO: -log sigmoid(b (s_w / |y_w| - s_l / |y_l|)).
 
     Source: Lambert et al. 2024 (Tulu 3), arXiv 2411.15124, section 5
     """
-    return -logsigmoid(beta * pairs.mean_score_margin)
+    return -logsigmoid(params.beta * pairs.mean_score_margin)
 
 
 def rpo_nll(pairs: Pairs) -> Tensor:
@@ -381,95 +402,39 @@ def rpo_nll(pairs: Pairs) -> Tensor:
     return -pairs.chosen_logps / pairs.chosen_lengths
 
 
-def length_desensitized(
-    logprobs: Tensor, trainable: Tensor, row_index: Tensor, shared_lengths: Tensor, num_rows: int, *, ld_alpha: float
-) -> Tensor:
-    """Length-desensitized log-probs: tokens beyond the length of the pair's shorter response get a smaller weight.
-
-        sum of the first `shared_length` log-probs + ld_alpha * sum of the others
-
-    Args:
-        logprobs: [N] nats, gradient flows; read at trainable tokens only.
-        trainable: [N] bool, tokens that have a loss; only these count towards the length.
-        row_index: [N] int64, row of each token, in 0 .. B-1, rows in order.
-        shared_lengths: [B], number of trainable tokens of the shorter response in the row's pair.
-        num_rows: B.
-        ld_alpha: In 0 .. 1; 1 is the plain sum.
-
-    Returns:
-        [B] nats.
-
-    Raises:
-        ValueError: Shapes differ, or `ld_alpha` is out of bounds.
-
-    Source: Liu et al. 2024 (LD-DPO), arXiv 2409.06411
-    """
-    check_same_shape(logprobs=logprobs, trainable=trainable, row_index=row_index)
-    if shared_lengths.shape != (num_rows,):
-        raise ValueError(f"shared_lengths has shape {tuple(shared_lengths.shape)}: needs to be ({num_rows},)")
-    if not 0 <= ld_alpha <= 1:
-        raise ValueError(f"ld_alpha={ld_alpha}: needs to be in 0 .. 1")
-    lengths = trainable_per_row(trainable, row_index, num_rows).long()
-    before_row = lengths.cumsum(0) - lengths  # [B]
-    position = trainable.cumsum(0) - before_row[row_index]  # [N], from 1 at a row's first trainable token
-    weighted = logprobs.where(position <= shared_lengths[row_index], ld_alpha * logprobs)
-    return row_sums(weighted, trainable, row_index, num_rows)
-
-
-def wpo_weights(
-    logprobs: Tensor, log_collision: Tensor, trainable: Tensor, row_index: Tensor, num_rows: int
-) -> Tensor:
-    """WPO weights: how likely a response is under the policy, relative to responses that the policy samples itself.
-
-        exp(mean over tokens of (log p(token) - log sum_v p(v)^2))
-
-    sum_v p(v)^2 is the expected probability of a token sampled from p, so sampled responses get a weight of about 1.
-    The weight of a pair is the product of the weights of its two responses.
-
-    Args:
-        logprobs: [N] nats; read at trainable tokens only.
-        log_collision: [N] nats, log sum_v p(v)^2 of the distribution that each token is drawn from.
-        trainable: [N] bool, tokens that have a loss.
-        row_index: [N] int64, row of each token, in 0 .. B-1.
-        num_rows: B.
-
-    Returns:
-        [B], constant; 1 in rows without a trainable token.
-
-    Raises:
-        ValueError: Shapes differ.
-
-    Source: Zhou et al. 2024 (WPO), arXiv 2406.11827, eq. 2
-    """
-    check_same_shape(logprobs=logprobs, log_collision=log_collision, trainable=trainable, row_index=row_index)
-    sums = row_sums((logprobs - log_collision).detach(), trainable, row_index, num_rows)
-    return (sums / trainable_per_row(trainable, row_index, num_rows).clamp(min=1)).exp()
+P = TypeVar("P", bound=PairParams)
 
 
 @dataclass(frozen=True, slots=True)
-class PairLoss(LossRow):
-    """A row of `PAIR_LOSSES`: `function(pairs, **hyperparameters)` -> [P]."""
+class PairLoss(Generic[P]):
+    """A row of `PAIR_LOSSES`: `function(pairs, params)` -> [P]."""
 
+    function: Callable[[Pairs, P], Tensor]
+    params: type[P]
+    source: str
     uses_log_ratios: bool = False  # uses log-ratios in place of scores, so it allows only the reverse KL divergence
     is_batch_loss: bool = False  # sorts the pairs: needs all pairs of a step at once and allows no pair weights
 
 
-PAIR_LOSSES: dict[str, PairLoss] = {
-    "sigmoid": PairLoss(sigmoid, "Rafailov et al. 2023, arXiv 2305.18290, eq. 7"),
-    "hinge": PairLoss(hinge, "Zhao et al. 2023, arXiv 2305.10425, section 2"),
-    "ipo": PairLoss(ipo, "Azar et al. 2023, arXiv 2310.12036, eq. 17"),
-    "exo_pair": PairLoss(exo_pair, "Ji et al. 2024, arXiv 2402.00856, eq. 16"),
-    "nca_pair": PairLoss(nca_pair, "Chen et al. 2024, arXiv 2402.05369, section 4.1", uses_log_ratios=True),
-    "robust": PairLoss(robust, "Chowdhury et al. 2024, arXiv 2403.00409, section 3.1"),
-    "bco_pair": PairLoss(bco_pair, "Jung et al. 2024, arXiv 2404.04656, section 4", uses_log_ratios=True),
-    "sppo_hard": PairLoss(sppo_hard, "Wu et al. 2024, arXiv 2405.00675, eq. 4.7", uses_log_ratios=True),
-    "aot": PairLoss(aot, "Melnyk et al. 2024, arXiv 2406.05882, section 3", uses_log_ratios=True, is_batch_loss=True),
-    "aot_unpaired": PairLoss(
-        aot_unpaired, "Melnyk et al. 2024, arXiv 2406.05882, section 3", uses_log_ratios=True, is_batch_loss=True
+_AOT = "Melnyk et al. 2024, arXiv 2406.05882, section 3"
+_APO = "D'Oosterlinck et al. 2024, arXiv 2408.06266"
+
+PAIR_LOSSES: dict[str, PairLoss[Any]] = {
+    "sigmoid": PairLoss(sigmoid, SmoothedParams, "Rafailov et al. 2023, arXiv 2305.18290, eq. 7"),
+    "hinge": PairLoss(hinge, PairParams, "Zhao et al. 2023, arXiv 2305.10425, section 2"),
+    "ipo": PairLoss(ipo, PairParams, "Azar et al. 2023, arXiv 2310.12036, eq. 17"),
+    "exo_pair": PairLoss(exo_pair, ExoParams, "Ji et al. 2024, arXiv 2402.00856, eq. 16"),
+    "nca_pair": PairLoss(
+        nca_pair, PairParams, "Chen et al. 2024, arXiv 2402.05369, section 4.1", uses_log_ratios=True
     ),
-    "apo_zero": PairLoss(apo_zero, "D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7", uses_log_ratios=True),
-    "apo_down": PairLoss(apo_down, "D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 8", uses_log_ratios=True),
-    "discopop": PairLoss(discopop, "Lu et al. 2024, arXiv 2406.08414, eq. 5"),
-    "sft": PairLoss(sft, "TRL, DPOConfig.loss_type"),
-    "sigmoid_norm": PairLoss(sigmoid_norm, "Lambert et al. 2024, arXiv 2411.15124, section 5"),
+    "robust": PairLoss(robust, RobustParams, "Chowdhury et al. 2024, arXiv 2403.00409, section 3.1"),
+    "bco_pair": PairLoss(bco_pair, PairParams, "Jung et al. 2024, arXiv 2404.04656, section 4", uses_log_ratios=True),
+    "sppo_hard": PairLoss(sppo_hard, PairParams, "Wu et al. 2024, arXiv 2405.00675, eq. 4.7", uses_log_ratios=True),
+    "aot": PairLoss(aot, SmoothedParams, _AOT, uses_log_ratios=True, is_batch_loss=True),
+    "aot_unpaired": PairLoss(aot_unpaired, SmoothedParams, _AOT, uses_log_ratios=True, is_batch_loss=True),
+    "apo_zero": PairLoss(apo_zero, PairParams, f"{_APO}, eq. 7", uses_log_ratios=True),
+    "apo_down": PairLoss(apo_down, PairParams, f"{_APO}, eq. 8", uses_log_ratios=True),
+    "discopop": PairLoss(discopop, DiscopopParams, "Lu et al. 2024, arXiv 2406.08414, eq. 5"),
+    "sft": PairLoss(sft, PairParams, "TRL, DPOConfig.loss_type"),
+    "sigmoid_norm": PairLoss(sigmoid_norm, PairParams, "Lambert et al. 2024, arXiv 2411.15124, section 5"),
 }

@@ -12,19 +12,19 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from prefrl.losses.checks import check_same_shape
-from prefrl.losses.table import LossRow
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["KTO_LOSSES", "apo_zero_unpaired", "bco", "density_ratio_weights", "kto"]
+__all__ = ["bco", "density_ratio_weights", "kto"]
 
 
 def kto(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, kl: Tensor) -> Tensor:
     """Kahneman-Tversky loss: 1 - sigmoid(b (u - z)) for desirable rows, 1 - sigmoid(b (z - u)) for undesirable ones.
 
     u is the log-ratio and z = max(kl, 0) the reference point: a log-ratio above it counts as a gain. The maximum is
-    there because an estimate of the divergence may be negative, but the divergence itself is not.
+    there because an estimate of the divergence may be negative, but the divergence itself is not. With kl = 0, the
+    log-ratio at the start of training, this is APO-zero for one side of a pair.
 
     Args:
         log_ratio: [B] nats, gradient flows.
@@ -38,34 +38,13 @@ def kto(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, kl: Tensor) -> 
     Raises:
         ValueError: Shapes differ, or `kl` is not a scalar.
 
-    Source: Ethayarajh et al. 2024, arXiv 2402.01306, section 4.1
+    Source: Ethayarajh et al. 2024, arXiv 2402.01306, section 4.1; D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7
     """
     check_same_shape(log_ratio=log_ratio, is_desirable=is_desirable)
     if kl.ndim:
         raise ValueError(f"kl has shape {tuple(kl.shape)}: needs to be one number for all rows of a step")
     reference_point = kl.detach().clamp(min=0)
     return torch.sigmoid(_side(is_desirable) * (beta * (reference_point - log_ratio)))
-
-
-def apo_zero_unpaired(log_ratio: Tensor, is_desirable: Tensor, *, beta: float) -> Tensor:
-    """Unpaired APO-zero: 1 - sigmoid(b u) for desirable rows, sigmoid(b u) for undesirable ones.
-
-    This is `kto` with a reference point of 0, the log-ratio at the start of training.
-
-    Args:
-        log_ratio: [B] nats, u, gradient flows.
-        is_desirable: [B] bool.
-        beta: b > 0, in 1 / nats.
-
-    Returns:
-        [B], in 0 .. 1.
-
-    Raises:
-        ValueError: Shapes differ.
-
-    Source: D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7, for one side of a pair
-    """
-    return kto(log_ratio, is_desirable, beta=beta, kl=log_ratio.new_zeros(()))
 
 
 def bco(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, reward_shift: float) -> Tensor:
@@ -114,9 +93,3 @@ def density_ratio_weights(probability_desirable: Tensor, *, lowest: float, highe
 def _side(is_desirable: Tensor) -> Tensor:
     """[B]: 1 for desirable rows, -1 for undesirable ones."""
     return torch.where(is_desirable, 1.0, -1.0)
-
-
-KTO_LOSSES: dict[str, LossRow] = {
-    "kto": LossRow(kto, "Ethayarajh et al. 2024, arXiv 2402.01306, section 4.1"),
-    "apo_zero_unpaired": LossRow(apo_zero_unpaired, "D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7"),
-}

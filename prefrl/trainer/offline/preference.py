@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from prefrl import distributed
 from prefrl.data.collate import preference_batch
 from prefrl.data.preference import prepare_preference_dataset, prepare_unpaired_dataset
-from prefrl.losses.preference.pairwise import Divergence, Pairs, length_desensitized
+from prefrl.losses.preference.pairwise import Pairs
+from prefrl.losses.preference.rows import length_desensitized
 from prefrl.losses.reduce import row_sums, trainable_per_row
 from prefrl.metrics import Difference, Mean, Metric
 from prefrl.trainer.base.config import TRUNCATION_SIDES
@@ -109,18 +110,17 @@ class RowScores:
         return cls(batch, sums, logps, lengths)
 
 
-def make_pairs(rows: RowScores, reference: RowScores, *, divergence: Divergence, alpha: float) -> Pairs:
-    """The pairs of a micro-batch, in the order of `LabeledBatch.pairs`."""
+def make_pairs(rows: RowScores, reference: RowScores | None = None) -> Pairs:
+    """The pairs of a micro-batch, in the order of `LabeledBatch.pairs`; without a reference, its log-probs are 0."""
     chosen, rejected = rows.batch.pair_index
+    ref_logps = torch.zeros_like(rows.logps) if reference is None else reference.logps
     return Pairs(
         chosen_logps=rows.logps[chosen],
         rejected_logps=rows.logps[rejected],
-        ref_chosen_logps=reference.logps[chosen],
-        ref_rejected_logps=reference.logps[rejected],
+        ref_chosen_logps=ref_logps[chosen],
+        ref_rejected_logps=ref_logps[rejected],
         chosen_lengths=rows.lengths[chosen],
         rejected_lengths=rows.lengths[rejected],
-        divergence=divergence,
-        alpha=alpha,
     )
 
 
@@ -209,11 +209,11 @@ class StepPairs:
         """
         device = pairs.chosen_logps.device
         positions = (torch.tensor(groups) + self._first).to(device, non_blocking=True)
-        live = {
+        live: dict[str, Any] = {
             name: values.to(device, non_blocking=True).index_copy(0, positions, getattr(pairs, name))
             for name, values in self._values.items()
         }
-        everyone = Pairs(**live, divergence=pairs.divergence, alpha=pairs.alpha)
+        everyone = replace(pairs, **live)
         total = function(everyone).sum()
         share = len(groups) / len(everyone.chosen_logps)
         return total + (share - 1) * total.detach()

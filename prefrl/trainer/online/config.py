@@ -127,7 +127,7 @@ class OnlineConfig(
         self._validate_generation_mode()
         if self.filter_overlong_prompts and self.max_prompt_length is None:
             raise ConfigError(
-                "filter_overlong_prompts=True with max_prompt_length=None: no prompt is too long. Set it."
+                "filter_overlong_prompts=True with max_prompt_length=None: nothing is dropped. Set max_prompt_length."
             )
         if not self.log_completions:
             check_no_effect(
@@ -176,6 +176,11 @@ class OnlineConfig(
             )
 
     @property
+    def scoring_temperature(self) -> float:
+        """The sampling temperature: the distribution that is sampled from enters the losses."""
+        return self.temperature
+
+    @property
     def micro_batches_per_generation(self) -> int:
         """The effective value of `steps_per_generation`."""
         if self.generation_batch_size is not None:
@@ -214,7 +219,7 @@ class OnlineConfig(
 
     @property
     def needs_whole_batch(self) -> dict[str, str]:
-        """Options with which no group can be trained on before all completions are there, and the remedy for each."""
+        """Options with which training on a group has to wait for the whole batch, and the remedy for each."""
         given = {
             "reward_shaping_kwargs: normalize": self.shaping_params.normalize,
             "dynamic_sampling": self.dynamic_sampling,
@@ -238,19 +243,19 @@ class OnlineConfig(
             if steps > 1:
                 raise ConfigError(
                     f"generation_mode='overlap' with {steps} optimizer steps for each generation: the first would be "
-                    "taken while completions of the others are still sampled. Set num_iterations=1 and "
+                    "taken while completions of the others are still being sampled. Set num_iterations=1 and "
                     "steps_per_generation=gradient_accumulation_steps, or use generation_mode='async'."
                 )
             for given, remedy in self.needs_whole_batch.items():
                 raise ConfigError(
-                    f"generation_mode='overlap' with {given}: what is learned from a group then depends on the whole "
-                    f"batch, and groups are trained before it is complete. {remedy}"
+                    f"generation_mode='overlap' with {given}: the update from a group then depends on the whole "
+                    f"batch, but training on groups starts before it is complete. {remedy}"
                 )
         for name in ("dynamic_sampling", "curriculum"):
             if self.generation_mode == "async" and getattr(self, name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} with generation_mode='async': prompts are asked before it is "
-                    "known what became of the last ones. Use generation_mode='sync'."
+                    f"{name}={getattr(self, name)!r} with generation_mode='async': prompts are requested "
+                    "before the rewards of the previous ones are known. Use generation_mode='sync'."
                 )
         if self.generation_mode == "async" and self.max_staleness < steps:
             raise ConfigError(

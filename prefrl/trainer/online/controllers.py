@@ -61,7 +61,7 @@ class AdaptiveKL:
             ValueError: `kl` is NaN.
         """
         if math.isnan(kl):
-            raise ValueError("kl=nan: an adaptive KL weight cannot follow it. Update after steps that have tokens.")
+            raise ValueError("kl=nan: the KL weight cannot adapt to it. Update it only after steps that have tokens.")
         if _LARGEST_ERROR * num_completions >= self._horizon:
             raise ConfigError(
                 f"horizon={self._horizon} of an adaptive KL weight: needs to be above {_LARGEST_ERROR} times the "
@@ -75,7 +75,7 @@ class AdaptiveKL:
         return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Read what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._value = state["value"]
 
 
@@ -130,7 +130,7 @@ class AdaptiveEntropy:
             ValueError: `entropy` is NaN.
         """
         if math.isnan(entropy):
-            raise ValueError("entropy=nan: its bonus cannot follow it. Update after steps that have tokens.")
+            raise ValueError("entropy=nan: the bonus cannot adapt to it. Update it only after steps that have tokens.")
         params = self._params
         step = params.delta if entropy <= params.target else -params.delta
         self._coef = min(max(self._coef + step, params.min), params.max)
@@ -141,6 +141,6 @@ class AdaptiveEntropy:
         return {"coef": self._coef} | ({} if self._entropy is None else {"entropy": self._entropy})
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Read what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._coef = state["coef"]
         self._entropy = state.get("entropy")

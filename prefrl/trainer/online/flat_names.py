@@ -1,6 +1,6 @@
-"""Keywords of online configs that fill keys: names of TRL, and names of options of prefrl 0.0.
+"""Keywords of online configs that set keys of mappings: TRL's names, and options of prefrl 0.0.
 
-The constructor of a config and the command line take them. An explicit default means: not given.
+Constructors of configs and the command line accept them. A keyword at its default counts as not given.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _trl(option: str, key: str) -> FlatName:
 
 
 FLAT_NAMES: Mapping[str, FlatName] = {
-    # Of TRL.
+    # TRL's names.
     "sapo_temperature_pos": _trl("loss_kwargs", "temperature_pos"),
     "sapo_temperature_neg": _trl("loss_kwargs", "temperature_neg"),
     "vespo_k_pos": _trl("loss_kwargs", "k_pos"),
@@ -92,12 +92,12 @@ FLAT_NAMES: Mapping[str, FlatName] = {
 
 @dataclass
 class OnlineNames:
-    """Keywords that every online config takes; their places are in `FLAT_NAMES`."""
+    """Keywords that every online config accepts; `FLAT_NAMES` has the key that each one sets."""
 
     reward_clip_range: InitVar[list[float] | None] = None
     missing_eos_penalty: InitVar[float | None] = None
     vllm_importance_sampling_clip_min: InitVar[float | None] = None
-    vllm_importance_sampling_clip_max: InitVar[float | None] = 3.0  # None is a value of it: no bound
+    vllm_importance_sampling_clip_max: InitVar[float | None] = 3.0  # None is a valid value: no bound
     stop_properly_penalty_coef: InitVar[float | None] = None
     normalize_rewards: InitVar[bool | None] = None
     dynamic_sampling_max_tries: InitVar[int | None] = None
@@ -115,7 +115,7 @@ class OnlineNames:
 
 @dataclass
 class PolicyGradientNames:
-    """Keywords that every policy-gradient config takes; their places are in `FLAT_NAMES`."""
+    """Keywords that every policy-gradient config accepts; `FLAT_NAMES` has the key that each one sets."""
 
     sapo_temperature_pos: InitVar[float | None] = None
     sapo_temperature_neg: InitVar[float | None] = None
@@ -143,7 +143,7 @@ class PolicyGradientNames:
     advantage_clip_range: InitVar[list[float] | None] = None
     kl_weight_cap: InitVar[float | None] = None
     kl_target: InitVar[float | None] = None
-    kl_controller: InitVar[str | None] = None  # after kl_target, to which it gives way
+    kl_controller: InitVar[str | None] = None  # after kl_target, which takes precedence
     kl_horizon: InitVar[int | None] = None
     uncertainty_rate: InitVar[float | None] = None
     gradnorm_alpha: InitVar[float | None] = None

@@ -66,7 +66,7 @@ def make_generator(
     if weights.is_quantized and method != "adapter":
         raise ConfigError(
             f"weight_sync={method!r}: the model is quantized, and only its adapter can be sent. Set "
-            "weight_sync='adapter', with sync_folder in vllm_kwargs where servers are on other hosts, and serve the "
+            "weight_sync='adapter', with sync_folder in vllm_kwargs if servers are on other hosts, and serve the "
             "same base model."
         )
     base: Any = model.get_base_model() if is_peft_model(model) else model

@@ -73,7 +73,7 @@ class Objective(Protocol[Row, Ready]):
         Args:
             batch: The rows of a minibatch that have a gradient.
             score: Runs the passes that some scores need.
-            is_first: Whether the policy is still the one that sampled, so that its fresh log-probs are the old ones.
+            is_first: Whether the policy is still the one that sampled, so its fresh log-probs are the old ones.
         """
         ...
 
@@ -104,7 +104,7 @@ class Objective(Protocol[Row, Ready]):
         ...
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         ...
 
 
@@ -148,5 +148,5 @@ class Learner(Protocol[Row, Ready]):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         ...

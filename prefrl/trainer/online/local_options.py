@@ -17,7 +17,7 @@ class LocalOptions:
 
     ds3_gather_for_generation: bool = opt(
         True,
-        "For partitioned models (ZeRO-3, FSDP2): gather all weights on each process for the whole of generation. "
+        "For partitioned models (ZeRO-3, FSDP2): keep all weights gathered on each process during generation. "
         "False: gather them layer by layer for every token, which is slow but needs little memory.",
     )
     cache_implementation: Literal["dynamic", "offloaded"] | None = opt(

@@ -17,10 +17,10 @@ __all__ = ["CriticBatch", "PolicyBatch"]
 class PolicyBatch(ReadyBatch):
     """The input of `PolicyObjective`."""
 
-    cov_tokens: Tensor  # [N] bool: tokens that clip_cov and kl_cov treat apart; none for other losses
+    cov_tokens: Tensor  # [N] bool: tokens that clip_cov and kl_cov treat differently; none for other losses
     nll_weights: Tensor  # [N] weights of the negative log-likelihood of good responses; 0 elsewhere
     entropies: Tensor | None = (
-        None  # [N] nats, of the policy before this generation's first update, if it was computed
+        None  # [N] nats, of the policy before the first update from this generation batch, if it was computed
     )
 
 
@@ -28,5 +28,5 @@ class PolicyBatch(ReadyBatch):
 class CriticBatch(PolicyBatch):
     """The input of a policy loss and a critic's loss."""
 
-    values: Tensor  # [N] of the critic before this generation's first update
+    values: Tensor  # [N] of the critic before the first update from this generation batch
     returns: Tensor  # [N] the critic's regression targets

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,8 +77,18 @@ class PolicyGradient:
     def __init__(self, args: PolicyGradientConfig, rewards: RewardRunner) -> None:
         self.args = args
         self.objective = PolicyObjective(args)
+        self.loss_params = self.objective.loss_params
         self.estimator = ADVANTAGES[args.estimator]
-        self.moments = RunningMoments() if args.shaping_params.normalize else None
+        self._kl_in_reward = args.kl_in == "reward" and args.beta > 0
+        self._takes_kl_from_rows = self._kl_in_reward and self.estimator.level == "row"
+        self.advantage_params = args.advantage_params
+        self.shaping = args.shaping_params
+        self.moments = RunningMoments() if self.shaping.normalize else None
+        self._select: Callable[..., Tensor] | None = None
+        if args.rollout_selection is not None:
+            self._select = partial(
+                row_counts, rule=args.rollout_selection, params=args.selection_params, seed=args.seed
+            )
         self.balancer: RewardBalancer | None = None
         self._names = rewards.names
         self._weights = torch.tensor(rewards.weights)
@@ -135,7 +146,7 @@ class PolicyGradient:
             batch,
             advantages=values,
             loss_scale=self._loss_scale(batch, scores, rollouts, totals[mine].tolist(), step=step),
-            cov_tokens=cov_tokens(self.args, batch, scores, values, rollouts, step=step),
+            cov_tokens=cov_tokens(self.args, self.loss_params, batch, scores, values, rollouts, step=step),
             nll_weights=self._nll_weights(batch, rollouts),
             old_logprobs=scores.get("old_logprobs"),
             entropies=scores.get("entropies"),
@@ -167,7 +178,10 @@ class PolicyGradient:
     # Rewards.
 
     def _gathered(self, rollouts: Sequence[Rollout], batch: SampledBatch, kl: Tensor, *, over_ranks: bool) -> _Rows:
-        penalties = self._kl_of_rows(batch, kl).tolist() if self._takes_kl_from_rows else [0.0] * len(rollouts)
+        penalties = [0.0] * len(rollouts)
+        if self._takes_kl_from_rows:
+            sums = row_sums(kl, batch.trainable, batch.row_index, batch.num_rows)
+            penalties = (self.objective.beta * sums).tolist()
         mine = [
             (
                 [float("nan") if value is None else value for value in rollout.rewards.values()],
@@ -191,14 +205,6 @@ class PolicyGradient:
             start=start,
         )
 
-    @property
-    def _takes_kl_from_rows(self) -> bool:
-        return self._kl_in_reward and self.estimator.level == "row"
-
-    @property
-    def _kl_in_reward(self) -> bool:
-        return self.args.kl_in == "reward" and self.args.beta > 0
-
     def _kl_of_tokens(self, batch: SampledBatch, scores: Scores, metrics: dict[str, Metric]) -> Tensor:
         """[N] nats, estimated KL(policy || reference) that the reward contains; adds its metric."""
         if not self._kl_in_reward:
@@ -208,28 +214,20 @@ class PolicyGradient:
         metrics["kl"] = token_mean(kl, batch)
         return kl
 
-    def _kl_of_rows(self, batch: SampledBatch, kl: Tensor) -> Tensor:
-        """[B] beta * KL, which is subtracted from the reward of each row."""
-        return self.objective.beta * row_sums(kl, batch.trainable, batch.row_index, batch.num_rows)
-
     def _shaped(self, rows: _Rows) -> Tensor:
         """[B] total rewards after shaping, minus the KL penalties of rows."""
         totals = row_totals(rows.rewards, self._weights)
         has_no_group = self.estimator.level == "token"
-        params = self.args.shaping_params
         return (
-            shaped(totals, rows.finish_reasons, params, moments=self.moments, subtract_mean=has_no_group)
+            shaped(totals, rows.finish_reasons, self.shaping, moments=self.moments, subtract_mean=has_no_group)
             - rows.penalties
         )
 
     def _counts(self, rows: _Rows, totals: Tensor, *, step: int) -> Tensor:
         """[B] how often each row is trained on."""
-        args = self.args
-        if args.rollout_selection is None:
+        if self._select is None:
             return torch.ones(len(totals), dtype=torch.long)
-        return row_counts(
-            totals, rows.groups, rule=args.rollout_selection, params=args.selection_params, seed=args.seed, step=step
-        )
+        return self._select(totals, rows.groups, step=step)
 
     # Advantages.
 
@@ -237,7 +235,7 @@ class PolicyGradient:
         """[N] advantages, whitened and clipped as the options say; `has_signal` is [B]."""
         if self.args.normalize_advantages and self.estimator.whitened:
             values = self._whitened(values, batch.trainable & has_signal[batch.row_index], over_ranks=over_ranks)
-        clip_range = self.args.advantage_params.clip_range
+        clip_range = self.advantage_params.clip_range
         if clip_range is not None:
             low, high = clip_range
             values = clip_advantages(values, low=low, high=high)
@@ -256,7 +254,7 @@ class PolicyGradient:
     def _of_rows(self, rows: _Rows, totals: Tensor, is_kept: Tensor, metrics: dict[str, Metric]) -> Tensor:
         """[B] advantages of the rows of all ranks; 0 for those that are not kept."""
         # Shaping collapses the K rewards into one total; without it, pass all K.
-        is_shaped = self.args.shaping_params.has_effect or self._takes_kl_from_rows
+        is_shaped = self.shaping.has_effect or self._takes_kl_from_rows
         scored = ScoredRows(
             rewards=(totals[:, None].float() if is_shaped else rows.rewards)[is_kept],
             weights=torch.ones(1) if is_shaped else self._weights,
@@ -265,7 +263,7 @@ class PolicyGradient:
             greedy=rows.greedy[is_kept] if self.args.needs_greedy else None,
         )
         if self.balancer is None:
-            result = self.estimator.function(scored, self.args.advantage_params)
+            result = self.estimator.function(scored, self.advantage_params)
         else:
             result = self._balanced(scored, self.balancer, metrics)
         if self.args.normalize_advantages and not self.estimator.whitened:
@@ -273,11 +271,10 @@ class PolicyGradient:
         return torch.zeros(len(totals), dtype=result.values.dtype).masked_scatter(is_kept, result.values)
 
     def _balanced(self, scored: ScoredRows, balancer: RewardBalancer, metrics: dict[str, Metric]) -> Advantages:
-        """Computes the advantages of each reward, [B, K], and combines them so that one backward pass is enough."""
-        params = self.args.advantage_params
+        """Compute the advantages of each reward, [B, K], and combine them so that one backward pass is enough."""
         each = [
             self.estimator.function(
-                replace(scored, rewards=scored.rewards[:, k : k + 1], weights=torch.ones(1)), params
+                replace(scored, rewards=scored.rewards[:, k : k + 1], weights=torch.ones(1)), self.advantage_params
             )
             for k in range(scored.rewards.shape[1])
         ]
@@ -310,13 +307,15 @@ class PolicyGradient:
             log_collision=scores.get("log_collision"),
             log_ratio=self._log_weights(batch, scores),
         )
-        return self.estimator.function(scored, self.args.advantage_params)
+        return self.estimator.function(scored, self.advantage_params)
 
     def _log_weights(self, batch: SampledBatch, scores: Scores) -> Tensor | None:
         """[N] log importance weights of the tokens, if sampling is corrected and the estimator uses them."""
-        if not self.args.corrects_sampling or "log_collision" not in self.estimator.needs:
+        params = self.objective.correction_params
+        if params is None or "log_collision" not in self.estimator.needs:
             return None
-        return correct_sampling(self.args, batch, scores.old_logprobs).weights.log()
+        mode = self.args.vllm_importance_sampling_mode
+        return correct_sampling(batch, scores.old_logprobs, mode=mode, params=params).weights.log()
 
     # The tokens that have a policy loss, and those whose likelihood is raised.
 
@@ -327,7 +326,7 @@ class PolicyGradient:
         scale = torch.ones(batch.num_tokens)
         if self.args.top_entropy_quantile < 1:
             scale = high_entropy(self.args, batch, scores.entropies, rollouts, step=step)
-        min_tokens = self.args.loss_params.min_filter_prefix_tokens
+        min_tokens = self.loss_params.min_filter_prefix_tokens
         if min_tokens is not None:
             lengths = contested_prefix_lengths(
                 [rollout.sampled_ids for rollout in rollouts],
@@ -341,7 +340,7 @@ class PolicyGradient:
 
     def _nll_weights(self, batch: SampledBatch, rollouts: Sequence[Rollout]) -> Tensor:
         """[N] 1 at the trainable tokens of good responses; `PolicyObjective.prepared` scales it."""
-        if self.args.loss_params.positive_nll_coef is None:
+        if self.loss_params.positive_nll_coef is None:
             return torch.zeros(batch.num_tokens)
         is_good = torch.tensor([rollout.reward for rollout in rollouts]) > 0
         return (batch.trainable & is_good[batch.row_index]).float()

@@ -70,8 +70,8 @@ class PolicyGradientConfig(
         self.validate_kl()
         if self.kl_estimator == "sequence" and POLICY_LOSSES[self.loss_type].reduction == "sequence_mean":
             raise ConfigError(
-                f"kl_estimator='sequence' with loss_type={self.loss_type!r}: it weighs sequences by 1 / length, "
-                "and the divergence of a sequence is a sum over its tokens. Use a loss averaged over tokens, or sums."
+                f"kl_estimator='sequence' with loss_type={self.loss_type!r}: it weights sequences by 1 / length, "
+                "but the KL of a sequence is a sum over its tokens. Use a loss that sums or averages over all tokens."
             )
         self._validate_ratio()
         if self.reward_balance is not None:
@@ -83,20 +83,20 @@ class PolicyGradientConfig(
         if of_rows and ADVANTAGES[self.estimator].level == "token":
             raise ConfigError(
                 f"importance_sampling_level={self.importance_sampling_level!r}, loss_type={self.loss_type!r} with "
-                f"advantages of tokens ({self.estimator}): a ratio of whole sequences gives every token's gradient "
+                f"token-level advantages ({self.estimator}): a ratio of whole sequences gives every token's gradient "
                 "the mean of their advantages. Use level 'token' or 'sequence_token', and another loss."
             )
 
     def _validate_balance(self) -> None:
         if ADVANTAGES[self.estimator].level == "token":
             raise ConfigError(
-                f"reward_balance={self.reward_balance!r} with advantages of tokens ({self.estimator}): rewards are "
-                "told apart in advantages of completions alone. Use GRPO or RLOO."
+                f"reward_balance={self.reward_balance!r} with token-level advantages ({self.estimator}): only "
+                "advantages of completions are computed for each reward. Use GRPO or RLOO."
             )
         if self.shaping_params.has_effect or self.kl_in == "reward" or self.needs_greedy:
             raise ConfigError(
-                f"reward_balance={self.reward_balance!r} weighs each reward's own advantages, and kl_in='reward', "
-                "reward_shaping_kwargs and a greedy baseline are of their total. Leave them out."
+                f"reward_balance={self.reward_balance!r} weights the advantages of each reward, but kl_in='reward', "
+                "reward_shaping_kwargs and a greedy baseline apply to the total reward. Remove them."
             )
         if self.reward_balance != "fixed" and min(self.reward_weights or [1.0]) < 0:
             raise ConfigError(

@@ -9,7 +9,7 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.advantage.estimators import ADVANTAGES
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
+from prefrl.losses.kl.estimators import KL_ESTIMATORS, SampledKLParams, importance_corrected
 from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
@@ -41,19 +41,19 @@ class PolicyObjective:
 
     def __init__(self, args: PolicyGradientConfig) -> None:
         self.args = args
+        self._has_kl = args.beta > 0 and args.kl_in == "loss"
+        self._has_critic = "values" in ADVANTAGES[args.estimator].needs
+        self.stage: type[PolicyBatch] = CriticBatch if self._has_critic else PolicyBatch
         self.policy_loss = POLICY_LOSSES[args.loss_type]
-        kl = args.kl_params
+        self.loss_params = args.loss_params
+        self.correction_params = args.correction_params if args.corrects_sampling else None
+        self.kl_params = kl = args.kl_params
         self.adaptive_kl = None if kl.target is None else AdaptiveKL(args.beta, target=kl.target, horizon=kl.horizon)
         self.adaptive_entropy = (
             AdaptiveEntropy(args.entropy_coef, args.entropy_params) if args.use_adaptive_entropy else None
         )
         # Sums of this optimizer step: KL, its tokens, its rows; entropy, its tokens.
         self._observed = torch.zeros(5, dtype=torch.float64)
-
-    @property
-    def stage(self) -> type[PolicyBatch]:
-        """See `Objective`."""
-        return CriticBatch if self._has_critic else PolicyBatch
 
     @property
     def beta(self) -> float:
@@ -80,19 +80,11 @@ class PolicyObjective:
             return frozenset({"ref_logprobs", "ref_hidden"})
         return frozenset({"ref_logprobs"})
 
-    @property
-    def _has_kl(self) -> bool:
-        return self.args.beta > 0 and self.args.kl_in == "loss"
-
-    @property
-    def _has_critic(self) -> bool:
-        return "values" in ADVANTAGES[self.args.estimator].needs
-
     def has_gradient(self, batch: PolicyBatch) -> list[bool]:
         """See `Objective`; with some terms, even rows with zero advantage have a gradient."""
         args = self.args
         has_entropy = args.entropy_coef > 0 or args.use_adaptive_entropy
-        has_term = self._has_kl or has_entropy or self._has_critic or args.loss_params.positive_nll_coef is not None
+        has_term = self._has_kl or has_entropy or self._has_critic or self.loss_params.positive_nll_coef is not None
         if has_term or args.loss_type == "kl_cov":
             return [True] * batch.num_rows
         sums = row_sums(batch.advantages.abs(), batch.trainable, batch.row_index, batch.num_rows)
@@ -107,7 +99,7 @@ class PolicyObjective:
 
     def prepared(self, batch: PolicyBatch, *, num_items: float) -> PolicyBatch:
         """See `Objective`; scales the NLL weights of good responses, so that the NLL is a mean over their tokens."""
-        if self.args.loss_params.positive_nll_coef is None:
+        if self.loss_params.positive_nll_coef is None:
             return batch
         good = batch.nll_weights
         items, tokens = distributed.sum_over_ranks([num_items, float(good.sum())], self.args.device)
@@ -120,7 +112,7 @@ class PolicyObjective:
         *,
         is_first: bool,
     ) -> PolicyBatch:
-        """See `Objective`; computes what the advantages did not need before."""
+        """See `Objective`; computes the scores that the advantages did not need."""
         if is_first:
             # The policy is still the one that sampled. Its fresh log-probs serve as old ones: ratios are exactly 1.
             batch = batch.replace(old_logprobs=None)
@@ -143,7 +135,7 @@ class PolicyObjective:
         args = self.args
         old_logprobs = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         # AIPO and VESPO use policy / sampler as their ratio, so they need no importance weights on top.
-        is_behavior_ratio = args.corrects_sampling and args.loss_type in ("aipo", "vespo")
+        is_behavior_ratio = self.correction_params is not None and args.loss_type in ("aipo", "vespo")
         behavior = batch.sampling_logprobs if is_behavior_ratio else None
         tokens = PolicyTokens(
             logprobs=scores.logprobs,
@@ -155,12 +147,13 @@ class PolicyObjective:
             level=args.importance_sampling_level,
             cov_tokens=batch.cov_tokens,
         )
-        params = args.loss_params
+        params = self.loss_params
         token = self.policy_loss.function(tokens, params)
         metrics = _stats(token.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch)}
         per_token = token.loss
-        if args.corrects_sampling:
-            correction = correct_sampling(args, batch, old_logprobs)
+        if self.correction_params is not None:
+            mode = args.vllm_importance_sampling_mode
+            correction = correct_sampling(batch, old_logprobs, mode=mode, params=self.correction_params)
             per_token = per_token if is_behavior_ratio else correction.weights * per_token
             metrics |= correction.metrics
         if params.off_policy_mask_threshold is not None:
@@ -206,7 +199,7 @@ class PolicyObjective:
             level=self.args.importance_sampling_level,
             cov_tokens=batch.cov_tokens,
         )
-        stats = self.policy_loss.function(tokens, self.args.loss_params).stats
+        stats = self.policy_loss.function(tokens, self.loss_params).stats
         metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)
         entropies = -batch.sampling_logprobs if batch.entropies is None else batch.entropies
         metrics["entropy"] = token_mean(entropies, batch)
@@ -217,9 +210,9 @@ class PolicyObjective:
         name = self.args.kl_estimator
         if name == "full":
             return scores.full_kl
-        sampler = batch.sampling_logprobs if self.args.corrects_sampling else old_logprobs
+        sampler = old_logprobs if self.correction_params is None else batch.sampling_logprobs
         log_ratio = (scores.logprobs - sampler).where(batch.trainable, 0.0)
-        params = self.args.kl_params
+        params = self.kl_params
         if isinstance(params, SequenceKLParams):
             return sequence_kl(
                 scores.logprobs,
@@ -230,7 +223,7 @@ class PolicyObjective:
                 batch.num_rows,
                 params,
             )
-        if self.args.corrects_kl_bias:
+        if isinstance(params, SampledKLParams) and params.bias_correction:
             return importance_corrected(scores.logprobs, ref_logprobs, log_ratio, kl_estimator=name)
         return KL_ESTIMATORS[name].function(scores.logprobs, ref_logprobs)
 

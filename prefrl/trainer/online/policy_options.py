@@ -79,7 +79,7 @@ class PolicyLossOptions:
         return LOSS.of(self)
 
     def validate_policy_loss(self) -> None:
-        """Reject a level of the ratio that the chosen loss does not go with.
+        """Reject a level of the ratio that the chosen loss does not support.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -88,7 +88,7 @@ class PolicyLossOptions:
         if self.importance_sampling_level not in loss.levels:
             raise ConfigError(
                 f"importance_sampling_level={self.importance_sampling_level!r} with loss_type={self.loss_type!r}: "
-                f"this loss goes with {' and '.join(map(repr, sorted(loss.levels)))}."
+                f"this loss supports {' and '.join(map(repr, sorted(loss.levels)))}."
             )
 
 
@@ -122,7 +122,7 @@ class EntropyOptions:
             lowest, highest = self.entropy_params.min, self.entropy_params.max
             if not lowest <= self.entropy_coef <= highest:
                 raise ConfigError(
-                    f"entropy_coef={self.entropy_coef}: must be in min {lowest} .. max {highest} of entropy_kwargs"
+                    f"entropy_coef={self.entropy_coef}: must be from min {lowest} to max {highest} of entropy_kwargs"
                 )
 
 
@@ -132,9 +132,9 @@ class KLOptions(ReferenceOptions):
 
     kl_estimator: KLEstimate = opt(
         "k3",
-        "Estimator of the policy's KL from the reference, per token: Schulman's k1, k2 or k3, or abs; with +, its "
-        "value has the gradient of k2. full: the KL of the full distributions. sequence: exact also for samples of "
-        "another policy, and includes the effect of a token on later tokens.",
+        "Estimator of the policy's KL from the reference, per token: Schulman's k1, k2 or k3, or abs; with +, the "
+        "same value with the gradient of k2. full: the KL of the full distributions. sequence: also exact for samples "
+        "of another policy, and includes the effect of a token on later tokens.",
     )
     kl_in: Literal["loss", "reward"] = opt(
         "loss", "Whether beta * KL is added to the loss or subtracted from the reward."
@@ -151,14 +151,8 @@ class KLOptions(ReferenceOptions):
         """The hyperparameters of the KL term; the defaults if there is none."""
         return KL.of(self) if self.beta > 0 else KLParams()
 
-    @property
-    def corrects_kl_bias(self) -> bool:
-        """Whether the KL of a token is multiplied by its ratio."""
-        params = self.kl_params
-        return isinstance(params, SampledKLParams) and params.bias_correction
-
     def validate_kl(self) -> None:
-        """Reject options of a KL term that is off, and what does not go with the estimator.
+        """Reject options of a KL term that is off, and those that the estimator does not support.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -168,8 +162,8 @@ class KLOptions(ReferenceOptions):
             check_unset(self, "kl_estimator", "kl_in", because="beta=0.0: there is no KL term", remedy="Set beta > 0.")
         if self.kl_estimator == "full" and self.sync_ref_model:
             raise ConfigError(
-                "kl_estimator='full' with sync_ref_model=True: it keeps hidden states of the reference, which belong "
-                "to its weights before it moves. Use another estimator, or leave sync_ref_model False."
+                "kl_estimator='full' with sync_ref_model=True: it keeps hidden states of the reference, which become "
+                "outdated when the reference moves. Use another estimator, or leave sync_ref_model False."
             )
         if self.kl_in == "reward":
             self._validate_kl_in_reward()
@@ -180,8 +174,9 @@ class KLOptions(ReferenceOptions):
                 f"kl_estimator={self.kl_estimator!r} with kl_in='reward': a reward has no gradient, so only its value "
                 "counts. Use 'k1' (unbiased), 'k2', 'k3' or 'abs'."
             )
-        if self.corrects_kl_bias:
+        params = self.kl_params
+        if isinstance(params, SampledKLParams) and params.bias_correction:
             raise ConfigError(
                 "kl_kwargs: bias_correction=True has no effect because kl_in='reward': the ratio of the policy loss "
-                "weighs the whole reward. Leave it False."
+                "already weights the whole reward. Leave it False."
             )

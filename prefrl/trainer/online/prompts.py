@@ -19,6 +19,7 @@ from prefrl.rollout.resample import Resampling, groups_without_signal, replace_g
 if TYPE_CHECKING:
     from prefrl.generation.base import Generator
     from prefrl.rollout.collect import Collector
+    from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
 __all__ = ["Prompts"]
@@ -52,6 +53,7 @@ class Prompts:
         self._rows_of_generation = rows_of_generation
         self._generator = generator
         self._collector = collector
+        self._resampling_params = args.resampling_params if args.dynamic_sampling else None
         self._rows: list[int] = []  # dataset rows of the latest generation batch, over all ranks
         self.curriculum: SuccessCurriculum | None = None
         if args.curriculum is not None and dataset is not None:  # None: only evaluation
@@ -76,8 +78,8 @@ class Prompts:
         """Wait for all completions of this rank and score them; replace groups without a learning signal."""
         collected = self._collector.collect(request)
         self._update_curriculum(collected, self._rows)
-        if self._args.dynamic_sampling:
-            collected = self._with_signal(collected, number)
+        if self._resampling_params is not None:
+            collected = self._with_signal(collected, number, self._resampling_params)
         if self._args.needs_greedy:
             self._add_greedy(collected)
         return collected
@@ -126,10 +128,9 @@ class Prompts:
         everyone = [row for part in distributed.gather_objects(mine) for row in part]
         self.curriculum.update(*(list(column) for column in zip(*everyone, strict=True)))
 
-    def _with_signal(self, collected: Collected, number: int) -> Collected:
+    def _with_signal(self, collected: Collected, number: int, params: ResamplingParams) -> Collected:
         resampling = Resampling(self._rows, num_rows=len(self._dataset), seed=self._args.seed, generation=number)
         groups = self._groups(len(resampling.rows))
-        params = self._args.resampling_params
         while True:
             mine = signal_values(collected.rollouts, metric=params.reward_metric)
             everyone = [pair for part in distributed.gather_objects(mine) for pair in part]

@@ -65,14 +65,14 @@ class PromptOptions:
 
     dynamic_sampling: bool = opt(
         False,
-        "Replace prompts whose completions all have the same reward by other prompts of the dataset (DAPO), until "
+        "Replace prompts whose completions all have the same reward with other prompts of the dataset (DAPO) until "
         "rewards differ within every prompt or max_tries is reached.",
     )
     dynamic_sampling_kwargs: KwargsValue = opt(None, DYNAMIC_SAMPLING.help)
     curriculum: Literal["variance", "band"] | None = opt(
         None,
-        "Replace prompts whose success rate p is outside a band (too easy or too hard) by others. variance: sample "
-        "them in proportion to p (1 - p). band: sample uniformly inside the band.",
+        "Replace prompts whose success rate p is outside a band (too easy or too hard). variance: sample the "
+        "replacements in proportion to p (1 - p). band: sample them uniformly inside the band.",
     )
     curriculum_kwargs: KwargsValue = opt(None, CURRICULUM.help)
 
@@ -111,7 +111,7 @@ class SelectionOptions:
         return self.rollout_selection in ("pow", "max_min", "max_random")
 
     def validate_selection(self, *, num_generations: int) -> None:
-        """Reject a number of selected completions that is not given, or leaves none out.
+        """Reject a number of selected completions that is missing, or that selects all of them.
 
         Raises:
             ConfigError: Names the field, its value and what to do.

@@ -11,7 +11,7 @@ from prefrl.metrics import EffectiveShare, Max, Mean, Metric, Min
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.trainer.online.vllm_options import VLLMOptions
+    from prefrl.losses.policy.off_policy import CorrectionParams
     from prefrl.types import SampledBatch
 
 __all__ = ["SamplingCorrection", "correct_sampling"]
@@ -25,16 +25,18 @@ class SamplingCorrection:
     metrics: dict[str, Metric]
 
 
-def correct_sampling(options: VLLMOptions, batch: SampledBatch, old_logprobs: Tensor) -> SamplingCorrection:
-    """Importance weights pi / mu; see `losses.off_policy`.
+def correct_sampling(
+    batch: SampledBatch, old_logprobs: Tensor, *, mode: str, params: CorrectionParams
+) -> SamplingCorrection:
+    """Importance weights pi / mu; see `losses.policy.off_policy`.
 
     Args:
-        options: Mode and bounds.
         batch: The rows, which mu sampled.
         old_logprobs: [N] nats, of the trainer's policy pi before the first update from this generation batch.
+        mode: A name in `OFF_POLICY_CORRECTIONS`.
+        params: The bounds of the weights.
     """
-    params = options.correction_params
-    correction = OFF_POLICY_CORRECTIONS[options.vllm_importance_sampling_mode]
+    correction = OFF_POLICY_CORRECTIONS[mode]
     result = importance_weights(
         old_logprobs - batch.sampling_logprobs,
         batch.trainable,

@@ -1,4 +1,4 @@
-"""Selects the tokens of a generation batch with a policy loss, or a special one: once, among those of all ranks."""
+"""Selects the tokens of a generation batch that get a policy loss, or a special one, among those of all ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from prefrl.rollout.collect import prompt_seed
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from prefrl.losses.policy.terms import PolicyLossParams
     from prefrl.trainer.base.scorer import Scores
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
     from prefrl.types import Rollout, TokenBatch
@@ -46,6 +47,7 @@ def high_entropy(
 
 def cov_tokens(
     args: PolicyGradientConfig,
+    params: PolicyLossParams,
     batch: TokenBatch,
     scores: Scores,
     advantages: Tensor,
@@ -53,10 +55,11 @@ def cov_tokens(
     *,
     step: int,
 ) -> Tensor:
-    """[N] True for the tokens that `clip_cov` or `kl_cov` treats apart; none for other losses.
+    """[N] True for the tokens that `clip_cov` or `kl_cov` treats differently; none for other losses.
 
     Args:
         args: Options.
+        params: The hyperparameters of the loss.
         batch: This rank's rows.
         scores: With the old log-probs, for these losses.
         advantages: [N].
@@ -76,7 +79,7 @@ def cov_tokens(
         mean_logprob=float(logprobs.double().mean()),
         mean_advantage=float(values.double().mean()),
     )
-    return _spread(batch, loss.selection(found, every, keys, args.loss_params)[mine])
+    return _spread(batch, loss.selection(found, every, keys, params)[mine])
 
 
 def keys_of(args: PolicyGradientConfig, batch: TokenBatch, rollouts: Sequence[Rollout], *, step: int) -> Tensor:

@@ -23,14 +23,14 @@ class VLLMParams(Params):
     """Settings of requests and weight syncs that are rarely changed."""
 
     request_timeout: Annotated[float, Gt(0)] = opt(
-        600.0, "Seconds for a request, which samples all completions of a prompt; a late request is repeated once."
+        600.0, "Time limit of a request for all completions of a prompt, in seconds; a late request is repeated once."
     )
     guided_json: dict[str, Any] | None = opt(None, "Constrain completions to JSON that follows this schema.")
     guided_grammar: str | None = opt(None, "Constrain completions to this grammar (EBNF).")
     sync_folder: str | None = opt(
         None, "Folder that trainer and servers share; None: /dev/shm if all servers are on this host."
     )
-    sync_timeout: Annotated[float, Gt(0)] = opt(300.0, "Seconds that a weight sync may take.")
+    sync_timeout: Annotated[float, Gt(0)] = opt(300.0, "Time limit of a weight sync, in seconds.")
 
 
 VLLM: KwargsOption[VLLMParams] = KwargsOption(
@@ -141,7 +141,7 @@ class VLLMOptions:
         self._validate_correction()
         if len(self._guides) > 1:
             raise ConfigError(
-                f"{' and '.join(self._guides)} are set: completions follow one of them. Remove the others."
+                f"{' and '.join(self._guides)} are set: completions can follow only one of them. Remove the others."
             )
         if self.generation_mode != "async":
             because = f"generation_mode={self.generation_mode!r}"
@@ -156,7 +156,7 @@ class VLLMOptions:
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(f"vllm_server_base_url={url!r}: must be like http://host:8000")
         if len(set(self.server_urls)) < len(self.server_urls):
-            raise ConfigError(f"vllm_server_base_url={self.server_urls}: names a server twice")
+            raise ConfigError(f"vllm_server_base_url={self.server_urls}: names a server twice. Remove one.")
 
     def _validate_weight_sync(self) -> None:
         if self.weight_sync in ("nccl", "gloo"):
@@ -198,16 +198,16 @@ class VLLMOptions:
         cuts = self._cuts_of_the_sampler()
         if self.vllm_importance_sampling_correction and cuts:
             raise ConfigError(
-                f"vllm_importance_sampling_correction=True with {', '.join(cuts)}: the sampler's distribution is cut, "
-                "the trainer's is not, and their ratio would be biased. Switch the cuts off (top_p=1, top_k=0, "
+                f"vllm_importance_sampling_correction=True with {', '.join(cuts)}: they change the sampler's "
+                "distribution but not the trainer's, so the ratio would be biased. Turn them off (top_p=1, top_k=0, "
                 "min_p=None, repetition_penalty=1), or leave the correction None."
             )
         if not self.corrects_sampling:
             if self.generation_mode == "async":
                 reason = ", ".join(cuts) or "vllm_importance_sampling_correction=False"
                 raise ConfigError(
-                    f"generation_mode='async' with {reason}: samples of older weights need the correction. Switch the "
-                    "cuts of sampling off (top_p=1, top_k=0, min_p=None), or use generation_mode='overlap'."
+                    f"generation_mode='async' with {reason}: samples of older weights need the correction. Turn "
+                    "truncated sampling off (top_p=1, top_k=0, min_p=None), or use generation_mode='overlap'."
                 )
             remedy = "Set vllm_importance_sampling_correction=True, without top_p, top_k and min_p."
             names = ("vllm_importance_sampling_mode",)

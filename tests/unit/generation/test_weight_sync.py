@@ -104,7 +104,7 @@ def test_a_name_that_comes_twice_is_no_file_and_an_error_of_each_server(tmp_path
 @pytest.mark.parametrize("make", [lambda folder: FileSync(PrivateFolder(folder)), lambda _: GroupSync("gloo")])
 def test_weights_are_not_read_for_servers_that_have_failed(make: Any, tmp_path: Path) -> None:
     http = ScriptedHttp(lambda *_: None)
-    transfer, servers = transfer_to(http, A)
+    transfer, servers = transfer_to(http, LOCAL)  # it could be invited to a group
     servers[0].fail("pausing", OSError("gone"))
     weights = Weights()
     make(tmp_path).send(transfer, servers, weights)
@@ -156,6 +156,8 @@ def test_a_group_is_joined_once_and_brings_the_weights() -> None:
     for _ in range(2):
         sync.send(transfer, servers, Weights())
     assert servers[0].error is None
+    update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    assert http.paths(LOCAL) == ["/init_weight_transfer_engine", *update, *update]
     assert len(groups) == 1
     assert keys[0] != keys[1], "what was recorded in one transfer could be played again in the next"
     assert [[(name, tensor.tolist()) for name, tensor in one] for one in received] == [
@@ -235,6 +237,16 @@ def test_a_server_that_may_have_paused_is_resumed_and_the_others_get_the_weights
     assert sync.bytes_sent == 2 * 12
     sync.close()
     assert not list(tmp_path.iterdir())
+    http.close()
+
+
+def test_a_server_that_keeps_its_prefix_cache_has_old_weights(tmp_path: Path) -> None:
+    http = ScriptedHttp(lambda _, path, __: {"success": False} if path == "/reset_prefix_cache" else None)
+    sync = WeightSync(http, method="shm", folder=tmp_path, timeout=30.0)
+    with pytest.raises(WeightSyncError, match=r"clearing the prefix cache: .*its cache is of the old weights"):
+        sync.send({A: info()}, Weights(), version="r:1")
+    assert http.paths(A)[-2:] == ["/reset_prefix_cache", "/resume"]
+    sync.close()
     http.close()
 
 

@@ -3,30 +3,31 @@ import math
 import pytest
 import torch
 
+from prefrl.errors import ConfigError
 from prefrl.losses.preference.pairwise import (
     PAIR_LOSSES,
+    PairParams,
     Pairs,
     box_cox,
     divergence_score,
-    length_desensitized,
     rpo_nll,
     smoothed_logistic,
-    wpo_weights,
 )
+from prefrl.losses.preference.rows import length_desensitized, wpo_weights
 from prefrl.losses.reduce import row_sums
 
 LN2 = math.log(2)
 LN3 = math.log(3)
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 # Valid values, one for each name that occurs.
-VALUES = {"beta": 0.1, "label_smoothing": 0.1, "discopop_tau": 0.5, "reward_shift": 0.3}
+VALUES = {"beta": 0.1, "label_smoothing": 0.1, "discopop_tau": 0.5}
 
 
 def logistic(x):
     return math.log1p(math.exp(-x))
 
 
-def make_pairs(chosen, rejected, *, ref_chosen=-7.0, ref_rejected=-5.0, lengths=(4.0, 2.0), **divergence):
+def make_pairs(chosen, rejected, *, ref_chosen=-7.0, ref_rejected=-5.0, lengths=(4.0, 2.0), **settings):
     """Pairs with these log-ratios."""
     chosen, rejected = torch.atleast_1d(torch.tensor(chosen)), torch.atleast_1d(torch.tensor(rejected))
     ref_chosen, ref_rejected = torch.full_like(chosen, ref_chosen), torch.full_like(rejected, ref_rejected)
@@ -37,20 +38,21 @@ def make_pairs(chosen, rejected, *, ref_chosen=-7.0, ref_rejected=-5.0, lengths=
         ref_rejected_logps=ref_rejected,
         chosen_lengths=torch.full_like(chosen, lengths[0]),
         rejected_lengths=torch.full_like(rejected, lengths[1]),
-        **divergence,
+        **settings,
     )
 
 
 def evaluate(name, pairs, **hyperparameters):
     """Losses, and the gradients of their sum with respect to the two log-probs."""
-    loss = PAIR_LOSSES[name].function(pairs, **hyperparameters)
+    row = PAIR_LOSSES[name]
+    loss = row.function(pairs, row.params(**hyperparameters))
     loss.sum().backward()
     gradients = (pairs.chosen_logps.grad, pairs.rejected_logps.grad)
     return loss.detach(), *(torch.zeros_like(loss) if g is None else g for g in gradients)
 
 
 def valid_values(name):
-    return {key: VALUES[key] for key in PAIR_LOSSES[name].hyperparameters}
+    return {key: VALUES[key] for key in PAIR_LOSSES[name].params.names()}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def valid_values(name):
         ("nca_pair", {}, 2 * LN2, -0.025, 0.025),
         # slope b / 2 / (1 - 2 e): what label smoothing takes away is given back
         ("robust", {"label_smoothing": 0.1}, LN2, -0.0625, 0.0625),
-        ("bco_pair", {"reward_shift": 0.0}, 2 * LN2, -0.05, 0.05),
+        ("bco_pair", {}, 2 * LN2, -0.05, 0.05),
         # 2 * 5^2; slope 2 * 5
         ("sppo_hard", {}, 50.0, -10.0, 10.0),
         ("aot", {"label_smoothing": 0.0}, LN2, -0.05, 0.05),
@@ -83,9 +85,7 @@ def valid_values(name):
     ],
 )
 def test_start_of_training_by_hand(name, values, loss, chosen_gradient, rejected_gradient):
-    if name != "sft":
-        values = {"beta": 0.1} | values
-    found = evaluate(name, make_pairs(0.0, 0.0), **values)
+    found = evaluate(name, make_pairs(0.0, 0.0), beta=0.1, **values)
     assert [x.item() for x in found] == pytest.approx([loss, chosen_gradient, rejected_gradient], rel=1e-5, abs=1e-7)
 
 
@@ -104,8 +104,8 @@ def test_start_of_training_by_hand(name, values, loss, chosen_gradient, rejected
         ("nca_pair", {}, -1.5 * math.log(0.75) + LN2, 0.0625, 0.0625),
         # (-0.75 ln 0.9 + 0.25 ln 0.1) / 0.5; b (-0.75 / 10 - 0.25 * 9 / 10) / 0.5 = -0.6 b
         ("robust", {"label_smoothing": 0.25}, (-0.75 * math.log(0.9) + 0.25 * math.log(0.1)) / 0.5, -0.3, 0.3),
-        # shift ln 3: -ln(1/2) - ln(9/10)
-        ("bco_pair", {"reward_shift": LN3}, LN2 - math.log(0.9), -0.25, 0.05),
+        # -ln(3/4) twice
+        ("bco_pair", {}, -2 * math.log(0.75), -0.125, 0.125),
         ("sppo_hard", {}, 2 * (2 * LN3 - 1) ** 2, 2 * (2 * LN3 - 1), -2 * (2 * LN3 - 1)),
         ("aot", {"label_smoothing": 0.0}, -math.log(0.9), -0.05, 0.05),
         ("aot_unpaired", {"label_smoothing": 0.0}, -math.log(0.9), -0.05, 0.05),
@@ -133,10 +133,14 @@ def test_start_of_training_by_hand(name, values, loss, chosen_gradient, rejected
     ],
 )
 def test_separated_pair_by_hand(name, values, loss, chosen_gradient, rejected_gradient):
-    if name != "sft":
-        values = {"beta": 0.5} | values
-    found = evaluate(name, make_pairs(2 * LN3, -2 * LN3), **values)
+    found = evaluate(name, make_pairs(2 * LN3, -2 * LN3), beta=0.5, **values)
     assert [x.item() for x in found] == pytest.approx([loss, chosen_gradient, rejected_gradient], rel=1e-5, abs=1e-6)
+
+
+def test_bco_compares_rewards_with_their_running_mean():
+    # b u_w = t = ln 3, b u_l = -ln 3: -ln(1/2) - ln(9/10)
+    found = evaluate("bco_pair", make_pairs(2 * LN3, -2 * LN3, reward_shift=LN3), beta=0.5)
+    assert [x.item() for x in found] == pytest.approx([LN2 - math.log(0.9), -0.25, 0.05], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
@@ -144,7 +148,7 @@ def test_separated_pair_by_hand(name, values, loss, chosen_gradient, rejected_gr
 @pytest.mark.parametrize("rejected", [-200.0, 0.0, 200.0])
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_large_log_ratios_leave_finite_losses_and_gradients(name, chosen, rejected, beta):
-    values = valid_values(name) | ({"beta": beta} if name != "sft" else {})
+    values = valid_values(name) | {"beta": beta}
     for divergence in ("reverse_kl",) if PAIR_LOSSES[name].uses_log_ratios else DIVERGENCES:
         found = evaluate(name, make_pairs(chosen, rejected, divergence=divergence, alpha=0.5), **values)
         assert all(x.isfinite().all() for x in found), divergence
@@ -213,19 +217,19 @@ def test_robust_is_unbiased_under_flipped_labels():
 @pytest.mark.parametrize(
     ("name", "label_smoothing", "message"),
     [
-        ("sigmoid", -0.1, "label_smoothing=-0.1: needs to be in 0 .. 0.5"),
-        ("sigmoid", 0.6, "label_smoothing=0.6: needs to be in 0 .. 0.5"),
-        ("aot", 0.6, "label_smoothing=0.6: needs to be in 0 .. 0.5"),
-        ("aot_unpaired", 0.6, "label_smoothing=0.6: needs to be in 0 .. 0.5"),
+        ("sigmoid", -0.1, "label_smoothing=-0.1: must be a number >= 0 and <= 0.5"),
+        ("sigmoid", 0.6, "label_smoothing=0.6: must be a number >= 0 and <= 0.5"),
+        ("aot", 0.6, "label_smoothing=0.6: must be a number >= 0 and <= 0.5"),
+        ("aot_unpaired", 0.6, "label_smoothing=0.6: must be a number >= 0 and <= 0.5"),
         ("exo_pair", 0.0, "label_smoothing=0.0: exo_pair needs 0 < label_smoothing < 0.5"),
         ("exo_pair", 0.5, "label_smoothing=0.5: exo_pair needs 0 < label_smoothing < 0.5"),
-        ("robust", 0.5, "label_smoothing=0.5: robust needs 0 <= label_smoothing < 0.5"),
-        ("robust", -0.1, "label_smoothing=-0.1: robust needs 0 <= label_smoothing < 0.5"),
+        ("robust", 0.5, "label_smoothing=0.5: robust needs it below 0.5"),
+        ("robust", -0.1, "label_smoothing=-0.1: must be a number >= 0 and <= 0.5"),
     ],
 )
 def test_label_smoothing_out_of_bounds_is_refused(name, label_smoothing, message):
-    with pytest.raises(ValueError, match=message):
-        PAIR_LOSSES[name].function(make_pairs(0.0, 0.0), beta=0.1, label_smoothing=label_smoothing)
+    with pytest.raises(ConfigError, match=message):
+        PAIR_LOSSES[name].params(label_smoothing=label_smoothing)
 
 
 def test_label_smoothing_of_a_half_knows_no_direction():
@@ -304,7 +308,8 @@ def test_the_reference_is_constant(name):
     pairs = make_pairs([1.0, 2.0], [0.5, -1.0])
     pairs.ref_chosen_logps.requires_grad_()
     pairs.ref_rejected_logps.requires_grad_()
-    PAIR_LOSSES[name].function(pairs, **valid_values(name)).sum().backward()
+    row = PAIR_LOSSES[name]
+    row.function(pairs, row.params(**valid_values(name))).sum().backward()
     assert pairs.ref_chosen_logps.grad is None
     assert pairs.ref_rejected_logps.grad is None
 
@@ -400,16 +405,13 @@ def test_table_of_pair_losses():
         "sft",
         "sigmoid_norm",
     ]
-    extra = {name: row.hyperparameters - {"beta"} for name, row in PAIR_LOSSES.items()}
-    assert {name: names for name, names in extra.items() if names} == {
-        "sigmoid": {"label_smoothing"},
-        "exo_pair": {"label_smoothing"},
-        "robust": {"label_smoothing"},
-        "bco_pair": {"reward_shift"},
-        "aot": {"label_smoothing"},
-        "aot_unpaired": {"label_smoothing"},
-        "discopop": {"discopop_tau"},
+    assert {name: row.params.names()[1:] for name, row in PAIR_LOSSES.items() if row.params is not PairParams} == {
+        "sigmoid": ["label_smoothing"],
+        "exo_pair": ["label_smoothing"],
+        "robust": ["label_smoothing"],
+        "aot": ["label_smoothing"],
+        "aot_unpaired": ["label_smoothing"],
+        "discopop": ["discopop_tau"],
     }
-    assert [name for name, row in PAIR_LOSSES.items() if "beta" not in row.hyperparameters] == ["sft"]
     assert [name for name, row in PAIR_LOSSES.items() if row.is_batch_loss] == ["aot", "aot_unpaired"]
     assert all(row.source and row.function.__name__ == name for name, row in PAIR_LOSSES.items())

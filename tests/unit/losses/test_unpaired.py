@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.preference.unpaired import KTO_LOSSES, apo_zero_unpaired, bco, density_ratio_weights, kto
+from prefrl.losses.preference.unpaired import bco, density_ratio_weights, kto
 
 LN2 = math.log(2)
 LN3 = math.log(3)
@@ -38,13 +38,6 @@ def test_kto_by_hand(log_ratio, kl, loss, gradient):
     assert found[1] == pytest.approx(gradient)
 
 
-def test_apo_zero_is_anchored_at_the_reference():
-    # 1 - sigmoid(ln 3), sigmoid(ln 3)
-    found = evaluate(apo_zero_unpaired, 2 * LN3, beta=0.5)
-    assert found[0] == pytest.approx([0.25, 0.75])
-    assert found[1] == pytest.approx([-0.09375, 0.09375])
-
-
 @pytest.mark.parametrize(
     ("log_ratio", "reward_shift", "loss", "gradient"),
     [
@@ -65,10 +58,9 @@ def test_bco_by_hand(log_ratio, reward_shift, loss, gradient):
 def test_large_log_ratios_have_the_values_of_the_limit():
     for log_ratio in (200.0, -200.0):
         is_large = float(log_ratio > 0)
-        for function, values in ((kto, {"kl": torch.tensor(0.0)}), (apo_zero_unpaired, {})):
-            found = evaluate(function, log_ratio, beta=1.0, **values)
-            assert found[0] == pytest.approx([1 - is_large, is_large])
-            assert found[1] == pytest.approx([0.0, 0.0])
+        found = evaluate(kto, log_ratio, beta=1.0, kl=torch.tensor(0.0))
+        assert found[0] == pytest.approx([1 - is_large, is_large])
+        assert found[1] == pytest.approx([0.0, 0.0])
         found = evaluate(bco, log_ratio, beta=1.0, reward_shift=0.0)
         assert found[0] == pytest.approx([200.0 * (1 - is_large), 200.0 * is_large])
         assert found[1] == pytest.approx([is_large - 1, is_large])
@@ -89,7 +81,6 @@ def test_kto_refuses_a_reference_point_for_each_row():
     "function",
     [
         lambda *rows: kto(*rows, beta=0.1, kl=torch.tensor(0.0)),
-        lambda *rows: apo_zero_unpaired(*rows, beta=0.1),
         lambda *rows: bco(*rows, beta=0.1, reward_shift=0.0),
     ],
 )
@@ -109,11 +100,3 @@ def test_weight_is_the_odds_of_a_desirable_prompt_within_bounds():
 def test_bounds_that_exclude_each_other_are_refused(lowest, highest):
     with pytest.raises(ValueError, match=f"lowest={lowest}, highest={highest}: need 0 <= lowest <= highest"):
         density_ratio_weights(torch.zeros(1), lowest=lowest, highest=highest)
-
-
-def test_table_of_kto_losses():
-    assert {name: row.hyperparameters for name, row in KTO_LOSSES.items()} == {
-        "kto": {"beta", "kl"},
-        "apo_zero_unpaired": {"beta"},
-    }
-    assert all(row.source and row.function.__name__ == name for name, row in KTO_LOSSES.items())

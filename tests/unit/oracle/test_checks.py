@@ -22,11 +22,11 @@ def failed(checks):
 
 
 EXTREMES = "is finite at ratios of e^100 and e^-100"
-SIGN = "raises what has a positive advantage, lowers the others"
+SIGN = "raises tokens with a positive advantage, lowers the others"
 ORDER = "the order of rows changes nothing"
 CUT = "how rows are cut into batches changes nothing"
 UNTRAINABLE = "tokens that are not trainable are not read"
-GROUPS = "groups learn nothing from each other"
+GROUPS = "groups do not affect each other"
 NO_REWARD = "a row without a reward gets 0 and changes no other"
 SPREAD = "is finite where all rewards are equal"
 
@@ -142,5 +142,5 @@ def test_a_token_advantage_that_reads_other_tokens_is_found():
 
 def test_a_wrong_kl_estimate_is_found():
     assert failed(check_kl(lambda p, q: (p - q) ** 2 + 1)) == {"is 0 where the policies agree"}
-    assert failed(check_kl(lambda p, q: (p - q) - (p - q).mean())) == {"tokens learn nothing from each other"}
+    assert failed(check_kl(lambda p, q: (p - q) - (p - q).mean())) == {"tokens do not affect each other"}
     assert failed(check_kl(lambda p, q: (q - p).expm1() - (q - p))) == {EXTREMES}

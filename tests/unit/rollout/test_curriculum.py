@@ -142,7 +142,7 @@ def test_a_state_does_not_change_with_what_is_seen_later() -> None:
 
 
 def test_a_state_of_another_dataset_is_refused() -> None:
-    with pytest.raises(DataError, match="knows 5 prompts, train_dataset has 6"):
+    with pytest.raises(DataError, match="knows 5 prompts, but train_dataset has 6"):
         curriculum(6).load_state_dict(curriculum(5).state_dict())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import HfArgumentParser
 
-from prefrl import ConfigError, GRPOConfig, SFTConfig
+from prefrl import ConfigError, DPOConfig, GRPOConfig, SFTConfig
 
 GRPO_RULES = [
     pytest.param({"num_generations": 1}, "num_generations=1: group advantages need at least 2", id="singleton group"),
@@ -80,6 +80,19 @@ SFT_RULES = [
     pytest.param({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported", id="auto batch"),
     pytest.param({"include_num_input_tokens_seen": "all"}, "Read num_tokens", id="tokens seen"),
 ]
+DPO_RULES = [
+    pytest.param({"loss_type": ["sft", "exo_pair"]}, "label_smoothing=0.0: exo_pair needs 0 < label", id="exo"),
+    pytest.param(
+        {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing=0.5: robust needs it below", id="robust"
+    ),
+    pytest.param({"label_smoothing": 0.6}, "label_smoothing=0.6: must be a number >= 0 and <= 0.5", id="smoothing"),
+    pytest.param(
+        {"loss_type": "hinge", "label_smoothing": 0.1},
+        r"label_smoothing=0.1 has no effect because loss_type=\['hinge'\] does not read it. It goes with 'sigmoid'",
+        id="hinge",
+    ),
+    pytest.param({"discopop_tau": 0.1}, "discopop_tau=0.1 has no effect.* It goes with 'discopop'", id="tau"),
+]
 
 
 @pytest.mark.parametrize(("overrides", "message"), GRPO_RULES)
@@ -92,6 +105,12 @@ def test_grpo_config_refuses(overrides: dict[str, Any], message: str, tmp_path: 
 def test_sft_config_refuses(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         SFTConfig(output_dir=str(tmp_path), use_cpu=True, **overrides)
+
+
+@pytest.mark.parametrize(("overrides", "message"), DPO_RULES)
+def test_dpo_config_refuses(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DPOConfig(output_dir=str(tmp_path), use_cpu=True, **overrides)
 
 
 def test_defaults_are_those_of_the_trl_grpo_page(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_names_are_parameters_of_the_constructor_but_no_options(config: Any) -> 
         ),
         pytest.param({"kl_controller": "pid"}, "kl_controller='pid': must be 'fixed' or 'adaptive'", id="controller"),
         pytest.param({"loss_kwargs": ["rho"], "aipo_rho": 2.0}, "loss_kwargs=.*must be a mapping", id="no mapping"),
-        pytest.param({"sapo_temperature_pos": "1e-5", "loss_type": "sapo"}, r"YAML reads 1e-5 as a text", id="text"),
+        pytest.param({"sapo_temperature_pos": "1e-5", "loss_type": "sapo"}, r"YAML reads 1e-5 as a string", id="text"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")

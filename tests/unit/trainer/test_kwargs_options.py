@@ -11,6 +11,7 @@ import pytest
 from prefrl import ConfigError, GRPOConfig, PPOConfig, RLOOConfig
 from prefrl.losses.policy.losses import ClipCovParams, VespoParams
 from prefrl.registry import REGISTRY
+from prefrl.trainer.online.policy_objective import PolicyObjective
 
 
 def made(tmp_path: Path, cls: Any = GRPOConfig, **options: Any) -> Any:
@@ -25,10 +26,10 @@ def test_hyperparameters_are_those_of_the_choice_with_the_options_of_their_own(t
     assert made(tmp_path, PPOConfig, lam=0.5).advantage_params.lam == 0.5
 
 
-def test_what_a_trainer_changes_later_is_read(tmp_path: Path) -> None:
+def test_what_is_changed_before_the_trainer_reads_it_counts(tmp_path: Path) -> None:
     config = made(tmp_path)
     config.epsilon = 0.1
-    assert config.loss_params.epsilon == 0.1
+    assert config.loss_params.epsilon == PolicyObjective(config).loss_params.epsilon == 0.1
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_what_a_trainer_changes_later_is_read(tmp_path: Path) -> None:
         ),
         pytest.param(
             {"dynamic_sampling": True, "dynamic_sampling_kwargs": {"reward_metric": 3}},
-            "dynamic_sampling_kwargs: reward_metric=3: must be a text",
+            "dynamic_sampling_kwargs: reward_metric=3: must be a string",
             id="no text",
         ),
         pytest.param(

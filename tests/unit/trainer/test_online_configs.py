@@ -11,7 +11,7 @@ from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, Reinforc
 from prefrl.trainer.grpo_presets import PRESETS
 
 RULES = [
-    (GRPOConfig, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "this loss goes with 'token'"),
+    (GRPOConfig, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "this loss supports 'token'"),
     (
         GRPOConfig,
         {"loss_kwargs": {"temperature_pos": 2.0}},
@@ -30,7 +30,7 @@ RULES = [
         {"entropy_kwargs": {"target": 1.0}},
         "{'target': 1.0} has no effect because use_adaptive_entropy=False",
     ),
-    (GRPOConfig, {"use_adaptive_entropy": True, "entropy_coef": 2.0}, "entropy_coef=2.0: must be in min 0.0"),
+    (GRPOConfig, {"use_adaptive_entropy": True, "entropy_coef": 2.0}, "entropy_coef=2.0: must be from min 0.0"),
     (GRPOConfig, {"top_entropy_quantile": 0.0}, "top_entropy_quantile=0.0: must be a number > 0"),
     (GRPOConfig, {"beta": 0.0, "kl_estimator": "k1"}, "kl_estimator='k1' has no effect because beta=0.0"),
     (GRPOConfig, {"beta": 0.0, "kl_in": "reward"}, "kl_in='reward' has no effect because beta=0.0"),
@@ -63,7 +63,7 @@ RULES = [
         "f_norm=2.0 is not known with advantage_estimator='grpo'. It goes",
     ),
     (GRPOConfig, {"advantage_estimator": "opo", "scale_rewards": "none"}, "scale_rewards='none' has no effect"),
-    (GRPOConfig, {"advantage_kwargs": {"clip_range": [1.0, 2.0]}}, "advantage_kwargs: clip_range=.*0 must be within"),
+    (GRPOConfig, {"advantage_kwargs": {"clip_range": [1.0, 2.0]}}, "advantage_kwargs: clip_range=.*must contain 0"),
     (GRPOConfig, {"advantage_kwargs": {"clip_range": [1.0]}}, "clip_range=.*two numbers"),
     (
         GRPOConfig,
@@ -102,7 +102,7 @@ RULES = [
     (
         GRPOConfig,
         {"reward_balance": "nash", "reward_shaping_kwargs": {"missing_eos_penalty": 1.0}},
-        "are of their total",
+        "apply to the total reward",
     ),
     (
         GRPOConfig,
@@ -115,7 +115,7 @@ RULES = [
             "advantage_kwargs": {"multi_objective_aggregation": "normalize_then_sum"},
             "reward_shaping_kwargs": {"normalize": True},
         },
-        "change their total",
+        "change the total",
     ),
     (
         GRPOConfig,
@@ -124,7 +124,7 @@ RULES = [
     ),
     (RLOOConfig, {"num_generations": 1}, "num_generations=1: a completion is compared with the others"),
     (ReinforcePlusPlusConfig, {"importance_sampling_level": "sequence"}, "Use level 'token' or 'sequence_token'"),
-    (ReinforcePlusPlusConfig, {"reward_balance": "nash"}, "told apart in advantages of completions alone"),
+    (ReinforcePlusPlusConfig, {"reward_balance": "nash"}, "only advantages of completions are computed"),
     (
         ReinforcePlusPlusConfig,
         {"advantage_estimator": "reinforce_plus_plus_baseline"},
@@ -175,7 +175,7 @@ def test_what_needs_the_whole_batch_does_not_overlap(overrides: dict[str, Any], 
 
 @pytest.mark.parametrize("overrides", [{"dynamic_sampling": True}, {"curriculum": "band"}], ids=str)
 def test_prompts_that_depend_on_results_are_not_asked_ahead(overrides: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="with generation_mode='async': prompts are asked before"):
+    with pytest.raises(ConfigError, match="with generation_mode='async': prompts are requested before"):
         GRPOConfig(output_dir=str(tmp_path), generation_mode="async", **SERVER, **overrides)
 
 

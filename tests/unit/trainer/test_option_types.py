@@ -1,4 +1,4 @@
-"""A number or a switch that is given as a text, or as something else, is refused before anything reads it."""
+"""A number or a switch that is given as a string, or as something else, is refused before anything reads it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES: list[Any] = [
     pytest.param(
         SFTConfig,
         {"learning_rate": "1e-5"},
-        r"^learning_rate='1e-5': must be a number\. Write 1\.0e-05 without .*YAML reads 1e-5 as a text",
+        r"^learning_rate='1e-5': must be a number\. Write 1\.0e-05 without .*YAML reads 1e-5 as a string",
         id="text of HuggingFace's option",
     ),
     pytest.param(GRPOConfig, {"beta": "0.1"}, r"beta='0\.1': must be a number\. Write 0\.1 ", id="text of our option"),

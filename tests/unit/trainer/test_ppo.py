@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
+from prefrl.models.export import PolicyWeights
+from prefrl.trainer.ppo_critic import without_critic
 from prefrl.trainer.ppo_trainer import PPOTrainer
 from tests.assets import tiny_model, tiny_reward_model
-from tests.contract.cases import make_trainer
+from tests.contract.cases import make_trainer, stopping_model
 
 CRITIC: dict[str, Any] = {"critic": "model", "critic_learning_rate": 0.1}
 
@@ -95,12 +97,32 @@ def test_the_policy_stays_as_it_is_while_the_critic_learns_alone(tmp_path: Path)
     assert bool(unused.all())
 
 
-def test_a_policy_that_is_saved_by_hand_has_no_critic(tmp_path: Path) -> None:
+def test_a_policy_that_is_saved_or_sent_has_no_critic(tmp_path: Path) -> None:
+    names = [name for name, _ in PolicyWeights(stopping_model())]
     trainer = ppo(tmp_path / "run", **CRITIC)
     trainer.policy.save_pretrained(tmp_path / "saved")
-    names = load_file(tmp_path / "saved" / "model.safetensors")
-    assert names
-    assert not [name for name in names if "critic" in name]
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == set(names)
+    assert [name for name, _ in trainer.weights] == names
+
+
+def test_the_critic_has_its_own_learning_rate_and_no_weight_decay(tmp_path: Path) -> None:
+    trainer = ppo(tmp_path, **CRITIC, learning_rate=0.2, weight_decay=0.5)
+    *groups, last = trainer.create_optimizer().param_groups
+    assert {id(p) for p in last["params"]} == {id(p) for p in trainer.critic.parameters()}
+    assert (last["lr"], last["weight_decay"]) == (0.1, 0.0)
+    assert {group["lr"] for group in groups} == {0.2}
+
+
+def test_gradients_of_policy_and_critic_are_clipped_apart(tmp_path: Path) -> None:
+    trainer = ppo(tmp_path, **CRITIC, max_grad_norm=0.5)
+    for parameter in trainer.policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    critic = trainer.critic.parameters()
+    policy = without_critic(trainer.policy.parameters(), trainer.critic)
+    norm = float(trainer._clip_grad_norm(trainer.model))
+    assert norm == pytest.approx(sum(p.numel() for p in policy) ** 0.5, rel=1e-5)
+    for part in (policy, critic):
+        assert sum(float(p.grad.square().sum()) for p in part) == pytest.approx(0.5**2, rel=1e-4)
 
 
 @pytest.mark.parametrize("critic", ["head", "model"])

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from prefrl.trainer.base.scorer import Scores
+from prefrl import GRPOConfig
+from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.reference import make_reference
+from prefrl.trainer.base.scorer import Scorer, Scores
+from prefrl.trainer.base.step_account import StepAccount
+from tests.assets import ragged_batch, tiny_model
 
 
 def test_only_scores_that_were_needed_can_be_read() -> None:
@@ -15,3 +24,18 @@ def test_only_scores_that_were_needed_can_be_read() -> None:
     assert scores.get("ref_logprobs") is None
     with pytest.raises(ValueError, match=r"ref_logprobs was not computed, only \['old_logprobs', 'values'\]"):
         scores.ref_logprobs  # noqa: B018
+
+
+def test_every_pass_scores_at_the_temperature_of_sampling(tmp_path: Path) -> None:
+    policy, other, batch = tiny_model(), tiny_model(seed=1), ragged_batch()
+    prepare_for_scoring(policy)
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, temperature=0.5)
+    reference = make_reference(policy, beta=0.1, given=other)
+    accelerator = SimpleNamespace(autocast=nullcontext)
+    scorer = Scorer(args, accelerator, StepAccount(args.device), lambda: policy, reference)
+    expected = token_logprobs(policy, batch, temperature=0.5).logprobs.detach()
+    assert not torch.allclose(expected, token_logprobs(policy, batch).logprobs, atol=0.1)
+    torch.testing.assert_close(scorer.scores(policy, batch, want=()).logprobs.detach(), expected)
+    torch.testing.assert_close(scorer.policy_logprobs(batch), expected)
+    expected = token_logprobs(other, batch, temperature=0.5).logprobs.detach()
+    torch.testing.assert_close(scorer.reference_logprobs(batch), expected)

@@ -1,0 +1,35 @@
+"""The sum of a policy loss and its further terms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefrl import GRPOConfig
+from prefrl.losses.scores import TokenScores
+from prefrl.trainer.online.policy_batch import PolicyBatch
+from prefrl.trainer.online.policy_objective import PolicyObjective
+
+
+def test_a_loss_of_the_ratio_to_the_sampler_is_not_corrected_again(tmp_path: Path) -> None:
+    """-r A log pi of two tokens, r = policy / sampler, A = 2."""
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, loss_type="aipo")
+    logprobs, ratios = torch.tensor([-1.0, -2.0]), torch.tensor([1.5, 0.5])
+    batch = PolicyBatch(
+        prompt_ids=torch.tensor([5]),
+        prompt_lengths=(1,),
+        prompt_index=(0,),
+        response_ids=torch.tensor([6, 7]),
+        response_lengths=(2,),
+        trainable=torch.ones(2, dtype=torch.bool),
+        group_index=(0,),
+        sampling_logprobs=logprobs - ratios.log(),
+        advantages=torch.full((2,), 2.0),
+        loss_scale=torch.ones(2),
+        cov_tokens=torch.zeros(2, dtype=torch.bool),
+        nll_weights=torch.zeros(2),
+    )
+    output = PolicyObjective(args)(batch, TokenScores.of(logprobs, entropy=torch.zeros(2)))
+    assert output.total.item() == pytest.approx(1.5 * 2 * 1 + 0.5 * 2 * 2)
