@@ -115,7 +115,7 @@ class Group:
         self.wait()
 
     def close(self) -> None:
-        """Leave without waiting for the message. The others notice at once or, if a message is being sent, when that ends."""
+        """Leave without waiting. The others notice at once or, if a message is being sent, when that ends."""
         backend, store, under_way = self._backend, self._store, self._under_way
         self._backend = self._store = self._under_way = None
         if backend is not None and under_way is not None and not under_way.is_completed():
