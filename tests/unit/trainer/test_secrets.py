@@ -64,7 +64,7 @@ def test_nothing_that_a_run_writes_or_prints_has_secrets(
     trainer = SFTTrainer(str(tmp_path / "policy"), config, train_dataset=rows, processing_class=tiny_tokenizer())
     trainer.train()
     trainer.save_model()
-    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "training_args.bin"]
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {"README.md", "trainer_state.json"} <= {path.name for path in written}
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
     printed = capfd.readouterr()
