@@ -216,6 +216,31 @@ def test_a_checkpoint_in_the_background_is_whole_when_training_ends(tmp_path: Pa
     assert problem_of(tmp_path / "checkpoint-3") is None
 
 
+@pytest.mark.parametrize("folder", ["a-file", "/proc/prefrl"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loaded(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a-file").touch()
+    monkeypatch.setattr("prefrl.trainer.base.trainer.load_model", None)
+    with pytest.raises(ConfigError, match=r"output_dir=.*cannot be written to: .* Choose a folder that can"):
+        make_trainer("sft", tmp_path / folder)
+
+
+@pytest.mark.parametrize(("optim", "times"), [("sgd", 4), ("adamw_torch", 12)])
+def test_a_disk_without_room_for_a_checkpoint_is_an_error_before_the_first_step(
+    optim: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer("sft", tmp_path, **SAVING, max_steps=1, optim=optim)
+    needed = times * sum(p.numel() for p in trainer.model.parameters())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(ConfigError, match=r"MB free, and a checkpoint needs .* MB"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    trainer.train()
+
+
 # Signals and the deadline.
 
 

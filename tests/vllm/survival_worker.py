@@ -2,8 +2,8 @@
 
     python -m tests.vllm.survival_worker '{"url": ..., "model_dir": ..., "folder": ..., "kills": 5}'
 
-The last line is a JSON list: the hash of an undisturbed run, those of the killed ones, and the steps that were generated
-although they were in the journal.
+The last line is a JSON list: the hash of an undisturbed run, those of the killed ones, and the steps that were
+generated although they were in the journal.
 """
 
 from __future__ import annotations
