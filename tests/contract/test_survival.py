@@ -75,7 +75,6 @@ class SavesAndDies(TrainerCallback):
         number, status = 0, -signal.SIGKILL
         while status == -signal.SIGKILL:
             number += 1
-
             status = forked(partial(self.save, DiesAtOperation(self.folder, number)))
             found = find_last(self.folder, run=None)
             assert not found.unusable
@@ -84,11 +83,14 @@ class SavesAndDies(TrainerCallback):
             shutil.copytree(before, self.folder)
         assert status == 0
 
+    def save(self, hook: DiesAtOperation) -> None:
+        """Save a checkpoint while the hook watches."""
+        sys.addaudithook(hook)
+        self.trainer._save_checkpoint(self.trainer.model, None)
+
 
 @pytest.mark.parametrize("limit", [None, 1])
-def test_a_whole_checkpoint_is_there_after_a_kill_at_any_operation_of_a_save(
-    limit: int | None, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_operation_of_a_save_leaves_a_whole_checkpoint(limit: int | None, tmp_path: Path) -> None:
     run = tmp_path / "run"
     saves = SavesAndDies(run)
     trainer = make_trainer("grpo", run, **SAVING, max_steps=2, save_total_limit=limit)
