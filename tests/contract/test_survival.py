@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from prefrl.errors import CheckpointError, ConfigError
@@ -331,3 +332,17 @@ def test_changed_settings_forget_what_was_sampled_after_the_checkpoint(tmp_path:
     resumed = make_trainer("grpo", tmp_path, **options, reward=reward, allow_resume_changes=["rewards"])
     resumed.train(resume_from_checkpoint=True)
     assert asked == [2]
+
+
+def test_the_curriculum_learns_from_the_journal_what_it_had_learned(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "curriculum": "variance"}
+    whole: Any = make_trainer("grpo", tmp_path, **options)
+    whole.train()
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "completions" / "completions_00005.parquet").unlink()
+    resumed: Any = make_trainer("grpo", tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    expected = whole.prompts.curriculum.state_dict()
+    assert expected["counts"].sum() == 12
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.prompts.curriculum.state_dict().items())
