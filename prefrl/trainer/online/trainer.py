@@ -30,6 +30,7 @@ from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.generators import make_generator, server_metrics
+from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -117,6 +118,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             reward_funcs,
             weights=args.reward_weights,
             timeout=args.reward_timeout,
+            on_error=args.on_reward_error,
             processing_classes=reward_processing_classes,
             device=args.device,
         )
@@ -166,6 +168,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             cut=lambda batch: self.cut(batch, args.per_device_train_batch_size),
             hidden_size=self.policy.config.get_text_config().hidden_size,
         )
+        self.health = SignalHealth(args)
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
@@ -333,6 +336,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _end_training(self) -> None:
         """See `BaseTrainer`."""
         self.prompts.prefetched.drop()
+        self.health.end()
 
     def _reward_models_in_company(self) -> AbstractContextManager[None]:
         scorers = [(reward.model, reward.idle_pass) for reward in self.rewards.models]
@@ -409,7 +413,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._num_sampled_tokens += sum(
             len(rollout.prompt_ids) + len(rollout.sampled_ids) for rollout in collected.rollouts
         )
-        metrics = self._metrics_of(collected)
+        metrics = self._metrics_of(collected) | self.health.check(collected.rollouts)
         if self.args.use_vllm:
             metrics |= staleness(collected.rollouts, step=self.state.global_step)
         if isinstance(self.generator, VLLMGenerator):
