@@ -122,7 +122,8 @@ class SignalHealth:
             masked = " and masked by mask_truncated_completions" if args.mask_truncated_completions else ""
             option = f"max_completion_length={args.max_completion_length}"
             reasons.append(f"{counts.cut_off / counts.all:.0%} were cut off{masked}: raise {option}")
-        reasons.append("those that are compared have equal rewards: check the rewards, or raise temperature")
+        if counts.without_reward < counts.all:
+            reasons.append("those that are compared have equal rewards: check the rewards, or raise temperature")
         return (
             f"no learning signal in {self._num_steps} optimizer steps one after another. Of {counts.all} completions, "
             f"{'; '.join(reasons)}."
