@@ -7,19 +7,27 @@ import concurrent.futures
 import contextvars
 import functools
 import inspect
+import os
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from prefrl.errors import PrefrlError, RewardError
+from prefrl.rewards.guard import DeadlineError, can_interrupt, end_process_after, guarded, leave_if_forked, watched
 
-__all__ = ["Call", "EventLoopThread", "call_all", "is_async"]
+__all__ = ["Call", "EventLoopThread", "Outcome", "call_all", "is_async", "result_of"]
 
 # Seconds that a coroutine may still take after it was canceled at its deadline, before it is abandoned.
 _GRACE_S = 1.0
+# What is reported as an error of the reward. Other exceptions that are no Exception come from signals: they pass.
+_REPORTED = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError, DeadlineError)
+_LONGEST_MESSAGE = 1000
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +40,10 @@ class Call:
     is_async: bool
 
 
-@dataclass(slots=True)
-class _Outcome:
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a call."""
+
     result: object = None
     error: BaseException | None = None
 
@@ -54,7 +64,7 @@ class EventLoopThread:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, coroutine: Coroutine[Any, Any, list[_Outcome]]) -> concurrent.futures.Future[list[_Outcome]]:
+    def submit(self, coroutine: Coroutine[Any, Any, list[Outcome]]) -> concurrent.futures.Future[list[Outcome]]:
         """Run a coroutine in the loop."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -88,51 +98,80 @@ def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon_threadsafe(loop.stop)
 
 
-def call_all(calls: Sequence[Call], *, timeout: float | None, loop: EventLoopThread) -> list[object]:
-    """The unchecked results of the functions. Async functions run concurrently; meanwhile the others run in sequence.
+def call_all(
+    calls: Sequence[Call],
+    settle: Callable[[Call, Outcome], Result],
+    *,
+    timeout: float | None,
+    num_completions: int,
+    loop: EventLoopThread,
+) -> list[Result]:
+    """Call the functions. Async functions run concurrently; meanwhile the others run in sequence.
+
+    A function that cannot be stopped at its deadline, because its native code does not return, ends the process.
 
     Args:
         calls: K functions with their arguments.
+        settle: Makes the result of a call out of what became of it, or raises.
         timeout: Seconds for each function; None: no limit.
+        num_completions: B, for messages.
         loop: Runs the async functions.
     Returns:
-        K results.
-    Raises:
-        RewardError: A function raised or took too long. A sync function that took too long keeps running in its daemon
-            thread, because a thread cannot be ended.
+        K results of `settle`.
     """
     waiting = [call for call in calls if call.is_async]
-    future = loop.submit(_gather(waiting, timeout)) if waiting else None
-    try:
-        results = {id(call): _result(call, _call_sync(call, timeout), timeout) for call in calls if not call.is_async}
-        if future is not None:
-            outcomes = _wait(future, waiting, timeout, loop)
-            results |= {id(c): _result(c, outcome, timeout) for c, outcome in zip(waiting, outcomes, strict=True)}
-    finally:
-        if future is not None:
-            future.cancel()
-    return [results[id(call)] for call in calls]
+    future = None
+    with guarded(timeout):
+        if waiting:
+            future = loop.submit(_gather(waiting, timeout))
+        try:
+            settled = {
+                id(call): settle(call, _call_sync(call, timeout, num_completions))
+                for call in calls
+                if not call.is_async
+            }
+            if future is not None:
+                outcomes = _wait(future, waiting, timeout, num_completions, loop)
+                settled |= {id(call): settle(call, o) for call, o in zip(waiting, outcomes, strict=True)}
+        finally:
+            if future is not None:
+                future.cancel()
+    return [settled[id(call)] for call in calls]
 
 
-def _result(call: Call, outcome: _Outcome, timeout: float | None) -> object:
+def result_of(call: Call, outcome: Outcome, *, timeout: float | None, batch: str) -> object:
+    """The unchecked result of a function.
+
+    Args:
+        call: The call.
+        outcome: What became of it.
+        timeout: Seconds that it had, for the message.
+        batch: What it was called with, for the message.
+    Raises:
+        RewardError: It raised or took too long. Errors of prefrl are raised as they are.
+    """
     error = outcome.error
     if error is None:
         return outcome.result
     if isinstance(error, PrefrlError):
         raise error
-    if isinstance(error, _DeadlineError):
+    if isinstance(error, DeadlineError):
         raise RewardError(
-            f"reward {call.name!r} took more than reward_timeout={timeout} s for one batch. Make it faster, or raise "
+            f"reward {call.name!r} took more than reward_timeout={timeout} s for {batch}. Make it faster, or raise "
             "reward_timeout; None means no limit"
         )
     raise RewardError(
-        f"reward {call.name!r} raised {type(error).__name__}: {error}{_place(error)}. For a row that a reward cannot "
-        "score, let it return None"
+        f"reward {call.name!r} raised {type(error).__name__}: {_message(error)}{_place(error)}, for {batch}. For a "
+        "row that a reward cannot score, let it return None"
     ) from error
 
 
-class _DeadlineError(Exception):
-    pass
+def _message(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as failure:
+        return f"(its text cannot be shown: str() raised {type(failure).__name__})"
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
 
 
 def _place(error: BaseException) -> str:
@@ -141,51 +180,73 @@ def _place(error: BaseException) -> str:
     return f" (line {frames[0].lineno} of {frames[0].filename})" if frames else ""
 
 
-def _call_sync(call: Call, timeout: float | None) -> _Outcome:
-    outcome = _Outcome()
+def _call_sync(call: Call, timeout: float | None, num_completions: int) -> Outcome:
+    """Call a plain function in this thread, where it may use signals, or if that cannot be interrupted, in another."""
+    if timeout is not None:
+        end_process_after(timeout)
+    interrupts = can_interrupt()
+    in_thread = timeout is not None and not interrupts
+    try:
+        with watched(f"reward {call.name!r}", num_completions=num_completions, timeout=timeout, interrupts=interrupts):
+            return _call_in_thread(call, timeout) if in_thread else _outcome(call, _REPORTED)
+    except DeadlineError as error:
+        return Outcome(error=error)
 
-    def work() -> None:
-        try:
-            outcome.result = call.function(**call.arguments)
-        except KeyboardInterrupt:  # the user's wish, not the reward's
-            raise
-        except BaseException as error:  # also SystemExit, which would silently end the training
-            outcome.error = error
 
-    if timeout is None:
-        work()
-        return outcome
+def _outcome(call: Call, caught: type[BaseException] | tuple[type[BaseException], ...]) -> Outcome:
+    owner = os.getpid()
+    try:
+        return Outcome(call.function(**call.arguments))
+    except caught as error:
+        return Outcome(error=error)
+    finally:
+        leave_if_forked(owner, call.name)
+
+
+def _call_in_thread(call: Call, timeout: float | None) -> Outcome:
+    """The thread of a function that takes too long keeps running, because a thread cannot be ended."""
+    outcomes: list[Outcome] = []
     context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(work,), name=f"reward {call.name}", daemon=True)
+    thread = threading.Thread(
+        target=lambda: outcomes.append(context.run(_outcome, call, BaseException)), name=call.name, daemon=True
+    )
     thread.start()
     thread.join(timeout)
-    return _Outcome(error=_DeadlineError()) if thread.is_alive() else outcome
+    return outcomes[0] if outcomes else Outcome(error=DeadlineError())
 
 
-async def _gather(calls: Sequence[Call], timeout: float | None) -> list[_Outcome]:
+async def _gather(calls: Sequence[Call], timeout: float | None) -> list[Outcome]:
     return await asyncio.gather(*(_call_async(call, timeout) for call in calls))
 
 
-async def _call_async(call: Call, timeout: float | None) -> _Outcome:
+async def _call_async(call: Call, timeout: float | None) -> Outcome:
+    owner = os.getpid()
     try:
         async with asyncio.timeout(timeout) as scope:
-            return _Outcome(result=await call.function(**call.arguments))
+            return Outcome(result=await call.function(**call.arguments))
     except BaseException as error:  # SystemExit would end the loop's thread, and CancelledError would be lost
-        return _Outcome(error=_DeadlineError() if scope.expired() else error)
+        return Outcome(error=DeadlineError() if scope.expired() else error)
+    finally:
+        leave_if_forked(owner, call.name)
 
 
 def _wait(
-    future: concurrent.futures.Future[list[_Outcome]],
+    future: concurrent.futures.Future[list[Outcome]],
     calls: Sequence[Call],
     timeout: float | None,
+    num_completions: int,
     loop: EventLoopThread,
-) -> list[_Outcome]:
+) -> list[Outcome]:
+    names = ", ".join(repr(call.name) for call in calls)
+    if timeout is not None:
+        end_process_after(timeout + _GRACE_S)
     try:
-        return future.result(None if timeout is None else timeout + _GRACE_S)
+        with watched(f"async rewards {names}", num_completions=num_completions, timeout=timeout, interrupts=False):
+            return future.result(None if timeout is None else timeout + _GRACE_S)
     except TimeoutError:  # our own timeout: timeouts of the functions are in their outcomes
         loop.abandon()
-        names = ", ".join(repr(call.name) for call in calls)
-        raise RewardError(
+        error = RewardError(
             f"async rewards {names}: one of them took more than reward_timeout={timeout} s and could not be "
             "cancelled. Use `await` inside it, or make it a plain function"
-        ) from None
+        )
+        return [Outcome(error=error)] * len(calls)

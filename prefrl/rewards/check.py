@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from prefrl.errors import RewardError
-from prefrl.rewards.base import completion_text
 
-__all__ = ["checked_values"]
+__all__ = ["checked_values", "excerpt"]
 
 # Rewards become float32 tensors.
 _LARGEST = float(np.finfo(np.float32).max)
@@ -21,7 +20,9 @@ _ALLOWED = "allowed is a finite number (in float32) for each completion, or None
 _EXCERPT = 60
 
 
-def checked_values(name: str, result: object, completions: Sequence[str | list[dict[str, Any]]]) -> list[float | None]:
+def checked_values(
+    name: str, result: object, prompts: Sequence[Any], completions: Sequence[str | list[dict[str, Any]]]
+) -> list[float | None]:
     """Convert the values that a reward function returned for B completions to floats.
 
     Lists, tuples, other sequences, and one-dimensional arrays and tensors are accepted. Values may be any real
@@ -30,6 +31,7 @@ def checked_values(name: str, result: object, completions: Sequence[str | list[d
     Args:
         name: Name of the reward, for messages.
         result: What it returned.
+        prompts: B prompts, for messages.
         completions: B completions, for messages.
     Raises:
         RewardError: The result has another type or length, or a value is NaN, infinite or not a number.
@@ -39,7 +41,7 @@ def checked_values(name: str, result: object, completions: Sequence[str | list[d
         raise RewardError(
             f"reward {name!r} returned {len(values)} values for {len(completions)} completions; {_ALLOWED}"
         )
-    return [_as_float(name, row, value, completions[row]) for row, value in enumerate(values)]
+    return [_as_float(name, row, v, prompts[row], completions[row]) for row, v in enumerate(values)]
 
 
 def _as_list(name: str, result: object) -> list[Any]:
@@ -61,7 +63,7 @@ def _as_list(name: str, result: object) -> list[Any]:
     raise RewardError(f"reward {name!r} returned {_shown(result)}; {_ALLOWED}, in a list{remedy}")
 
 
-def _as_float(name: str, row: int, value: object, completion: str | list[dict[str, Any]]) -> float | None:
+def _as_float(name: str, row: int, value: object, prompt: Any, completion: str | list[dict[str, Any]]) -> float | None:
     if value is None:
         return None
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and value.ndim == 0:
@@ -69,11 +71,16 @@ def _as_float(name: str, row: int, value: object, completion: str | list[dict[st
     number = _finite(value)
     if number is not None:
         return number
-    text = completion_text(completion)
-    excerpt = text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
     raise RewardError(
-        f"reward {name!r}, row {row}: returned {_shown(value)}; {_ALLOWED}. The completion is {excerpt!r}"
+        f"reward {name!r}, row {row}: returned {_shown(value)}; {_ALLOWED}. The completion is {excerpt(completion)}, "
+        f"the prompt {excerpt(prompt)}"
     )
+
+
+def excerpt(text: str | list[dict[str, Any]]) -> str:
+    """The beginning of a text, or of the last message, in quotes and with control characters escaped."""
+    shown = text if isinstance(text, str) else str(text[-1].get("content")) if text else ""
+    return repr(shown if len(shown) <= _EXCERPT else f"{shown[:_EXCERPT]}...")
 
 
 def _finite(value: object) -> float | None:

@@ -1,129 +1,27 @@
-"""Rewards for answers that equal the solution as mathematics: math-verify with a deadline that is always kept."""
+"""Rewards for answers that equal the solution as mathematics."""
 
 from __future__ import annotations
 
 import atexit
-import json
-import logging
 import math
 import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from prefrl.errors import ConfigError, RewardError
+from prefrl.errors import ConfigError
 from prefrl.optional import require
 from prefrl.rewards.base import completion_text
+from prefrl.rewards.math_checker import MathChecker, Verdict
 
 __all__ = [
-    "MathChecker",
     "MathReward",
-    "Verdict",
     "accuracy_reward",
     "get_cosine_scaled_reward",
     "reasoning_accuracy_reward",
 ]
 
-logger = logging.getLogger(__name__)
-
-MATH_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is known about one completion. None means that it could not be parsed."""
-
-    gold: str | None
-    answer: str | None = None
-    is_correct: bool = False
-    is_checked: bool = True  # False: the deadline passed, or the checker died
-
-
-class MathChecker:
-    """A worker process that compares expressions; one that hangs is ended at the deadline and replaced.
-
-    Args:
-        timeout: Seconds for each completion.
-    """
-
-    def __init__(self, *, timeout: float) -> None:
-        self.timeout = timeout
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._owner = os.getpid()
-
-    def check(self, text: str, gold: str) -> Verdict:
-        """Whether the answer in `text` equals `gold`.
-
-        Raises:
-            RewardError: The worker does not start.
-            ImportError: math-verify is not installed.
-        """
-        with self._lock:
-            process = self._running()
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"text": text, "gold": gold}) + "\n")
-            process.stdin.flush()
-            read_gold = _read(process)
-            if read_gold is None:
-                return self._died(process, Verdict(None, is_checked=False))
-            result = _read(process)
-            if result is None:
-                return self._died(process, Verdict(read_gold["gold"], is_checked=False))
-            return Verdict(read_gold["gold"], result["answer"], result["is_correct"])
-
-    def close(self) -> None:
-        """End the worker."""
-        process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            process.communicate()
-
-    def _running(self) -> subprocess.Popen[str]:
-        is_ours = self._owner == os.getpid()  # a forked process must not talk to its parent's worker
-        if self._process is not None and is_ours and self._process.poll() is None:
-            return self._process
-        require("math_verify", extra="math", feature="accuracy_reward")
-        worker = Path(__file__).with_name("math_worker.py")
-        # -P: this folder's modules must not hide others of the same name.
-        command = [sys.executable, "-P", str(worker), str(self.timeout)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it imports what we can import
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
-        )
-        if _read(process) is None:
-            raise RewardError(
-                f"accuracy_reward: the worker process ended with code {process.wait()} before its first task; its "
-                f"error output is above. To reproduce the error, run: {' '.join(command)}"
-            )
-        self._process, self._owner = process, os.getpid()
-        return process
-
-    def _died(self, process: subprocess.Popen[str], verdict: Verdict) -> Verdict:
-        process.communicate()
-        self._process = None
-        logger.warning(
-            "accuracy_reward: %s was not parsed within %s s, or ended its worker process (code %s); the completion %s",
-            "the solution" if verdict.gold is None else "an answer",
-            self.timeout,
-            process.returncode,
-            "has no score" if verdict.gold is None else "scores 0",
-        )
-        return verdict
-
-
-def _read(process: subprocess.Popen[str]) -> dict[str, Any] | None:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    message: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
-    return message
-
-
-_checker = MathChecker(timeout=MATH_TIMEOUT_S)
+_checker = MathChecker(timeout=10.0, budget=60.0, num_workers=min(4, os.cpu_count() or 1))
 atexit.register(_checker.close)
 
 
@@ -131,7 +29,8 @@ class MathReward:
     r"""1 if a completion's answer equals the solution as mathematics, 0 if not; None if the solution is unreadable.
 
     The answer is inside `\boxed{}`, or in LaTeX after words such as "the final answer is". A comparison that takes
-    longer than 10 seconds is abandoned and scores 0.
+    longer than 10 seconds is abandoned and scores 0. A batch gets 60 seconds: completions that have not been begun by
+    then get None.
 
     Args:
         name: The name under which the reward is logged.
@@ -166,7 +65,7 @@ class MathReward:
             log_extra: Gets the columns `gold_parsed` and `answer_parsed`.
             log_metric: Gets the share of completions that could not be checked in time.
         """
-        verdicts = [self._verdict(completion_text(c), s) for c, s in zip(completions, solution, strict=True)]
+        verdicts = self._verdicts([completion_text(completion) for completion in completions], solution)
         if log_extra is not None:
             log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
             log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
@@ -175,13 +74,18 @@ class MathReward:
             log_metric(f"{self.__name__}/unchecked_fraction", unchecked / len(verdicts))
         return [None if verdict.gold is None else float(verdict.is_correct) for verdict in verdicts]
 
-    def _verdict(self, text: str, gold: str | float | None) -> Verdict:
-        if gold is None:
-            return Verdict(None)
-        if self.after_reasoning:
-            # Without the tag there is no answer to read, but the solution is still parsed.
-            text = text.rpartition("</think>")[2] if "</think>" in text else ""
-        return _checker.check(text, str(gold))
+    def _verdicts(self, texts: Sequence[str], solution: Sequence[str | float | None]) -> list[Verdict]:
+        pairs = zip(texts, solution, strict=True)
+        checked = iter(
+            _checker.check([(self._read_part(text), str(gold)) for text, gold in pairs if gold is not None])
+        )
+        return [Verdict(None) if gold is None else next(checked) for gold in solution]
+
+    def _read_part(self, text: str) -> str:
+        if not self.after_reasoning:
+            return text
+        # Without the tag there is no answer to read, but the solution is still parsed.
+        return text.rpartition("</think>")[2] if "</think>" in text else ""
 
 
 accuracy_reward = MathReward("accuracy_reward", after_reasoning=False)

@@ -1,4 +1,4 @@
-r"""Read numbers in text exactly: integers, decimals, fractions and percentages, with or without LaTeX."""
+r"""Read numbers in text exactly: integers, decimals, exponents, fractions and percentages, with or without LaTeX."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ __all__ = ["Number", "final_number", "final_part", "only_number"]
 _MAX_DIGITS = 100
 
 _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_EXPONENT = r"(?:[eE][+-]?[0-9]{1,3}(?![0-9A-Za-z]|[.,/][0-9]))"
+# How what begins like a number goes on if it is none: 1.5.2, 1,1,1, 1/1/1, 0x10, 1e5000, 3e.
+_NO_NUMBER = r"(?:\s?/\s?[0-9]|[.,][0-9]|[eE](?![A-Za-z])|[xX])[0-9A-Za-z.,/+-]*"
 _LATEX_FRACTION = rf"\\frac\s?(?:\{{\s?(-?{_UNSIGNED})\s?\}}\s?\{{\s?(-?{_UNSIGNED})\s?\}}|([0-9])\s?([0-9]))"
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)\]}%])(-))?"  # a sign, not a subtraction
@@ -19,13 +22,15 @@ _NUMBER = re.compile(
     r"(?<![0-9A-Za-z_^/.])(?<![_^]\{)"  # the 2 of x_2, m^2 and CO2 is not a number
     rf"(?>(?:([0-9]+)\s?)?{_LATEX_FRACTION}"
     rf"|(?:([0-9]+)\s)?({_UNSIGNED})\s?/\s?({_UNSIGNED})(?![0-9])(?!\s?/\s?[0-9])"
-    rf"|({_UNSIGNED}))"
+    rf"|({_UNSIGNED}{_EXPONENT}?))"
     r"(?!\s?\^)"  # a power is not a plain number
+    rf"({_NO_NUMBER})?"
     r"(\s?(?:\\?%|percent\b))?"
 )
 _SPACING = re.compile(r"\\[,;:! ]|\\(?:left|right|displaystyle|quad)(?![A-Za-z])")
 _STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox)\s?\{([^{}]*)\}")
 _COMMAND = re.compile(r"\\(?!frac(?![A-Za-z]))[A-Za-z]+")
+_FACTORIAL = re.compile(r"[0-9)]!")
 # `#### 72` is an answer, `#### Step 2` a heading.
 _MARKER = re.compile(r"####(?=[\s*]*[-\\$\u20ac\u00a3.0-9])|\\(?:boxed|fbox)\s?\{|<answer>")
 
@@ -73,7 +78,7 @@ def final_number(text: str) -> Number | None:
 def only_number(text: str) -> Number | None:
     """The number in a text that contains no other number and no other mathematics; else None."""
     plain = _plain(text)
-    if _COMMAND.search(plain):
+    if _COMMAND.search(plain) or _FACTORIAL.search(plain):
         return None
     numbers = {_number(match) for match in _NUMBER.finditer(plain)}
     return numbers.pop() if len(numbers) == 1 else None
@@ -103,10 +108,11 @@ def _plain(text: str) -> str:
 
 
 def _number(match: re.Match[str]) -> Number | None:
-    sign, inner_sign, whole, top, bottom, digit_top, digit_bottom, mixed, ratio_top, ratio_bottom, plain, percent = (
-        match.groups()
+    sign, inner_sign, whole, top, bottom, digit_top, digit_bottom, mixed, ratio_top, ratio_bottom, plain = (
+        match.groups()[:-2]
     )
-    if len(match[0]) > _MAX_DIGITS:
+    *_, rest, percent = match.groups()
+    if rest is not None or len(match[0]) > _MAX_DIGITS:
         return None
     numerator = _fraction(top or digit_top or ratio_top or plain)
     denominator = _fraction(bottom or digit_bottom or ratio_bottom or "1")

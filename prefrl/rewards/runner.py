@@ -5,20 +5,25 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from prefrl.errors import ConfigError, RewardError
-from prefrl.rewards.call import Call, EventLoopThread, call_all, is_async
-from prefrl.rewards.check import checked_values
+from prefrl.rewards.call import Call, EventLoopThread, Outcome, call_all, is_async, result_of
+from prefrl.rewards.check import checked_values, excerpt
 from prefrl.rewards.fingerprint import reward_fingerprint
+from prefrl.rewards.logged import RewardLog
 from prefrl.rewards.model import ModelReward
+from prefrl.rewards.randomness import own_randomness
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +31,11 @@ if TYPE_CHECKING:
     from prefrl.rewards.base import RewardSource
 
 __all__ = ["RewardRunner", "RewardScores"]
+
+logger = logging.getLogger(__name__)
+
+# With on_error="skip", a reward that fails in so many batches one after another ends the run.
+_MOST_FAILURES = 10
 
 # What rewards get besides the columns of the dataset.
 _STANDARD = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
@@ -59,6 +69,8 @@ class RewardRunner:
             sequence-classification models by name, folder or instance.
         weights: K weights; None: 1 each.
         timeout: Seconds for one function and one batch; None: no limit.
+        on_error: What becomes of an error of a function. raise: it is raised. skip: the function's values for that
+            batch are None, and only 10 such batches one after another are an error.
         processing_classes: Tokenizers of reward models: one for all of them, or K entries with None for functions and
             for models that bring their own.
         columns: Columns of the dataset, if they are already known.
@@ -73,7 +85,8 @@ class RewardRunner:
         reward_funcs: RewardSource | list[RewardSource] | tuple[RewardSource, ...],
         *,
         weights: Sequence[float] | None = None,
-        timeout: float | None = None,
+        timeout: float | None = 600.0,
+        on_error: Literal["raise", "skip"] = "raise",
         processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         columns: Collection[str] | None = None,
         device: torch.device | str | None = None,
@@ -84,6 +97,9 @@ class RewardRunner:
         if timeout is not None and not timeout > 0:
             raise ConfigError(f"reward_timeout={timeout}: needs to be > 0 seconds, or None for no limit")
         self.timeout = timeout
+        self._skips_errors = on_error == "skip"
+        self._failures: Counter[str] = Counter()  # batches one after another in which a reward failed
+        self._warned: set[str] = set()  # of errors of these rewards
         self.weights = _weights(weights, len(sources))
         tokenizers = _tokenizers(processing_classes, [_is_model(source) for source in sources])
         functions = [_function(source, t, device) for source, t in zip(sources, tokenizers, strict=True)]
@@ -134,6 +150,7 @@ class RewardRunner:
         columns: Mapping[str, Sequence[Any]],
         *,
         trainer_state: object = None,
+        seed: int | None = None,
     ) -> RewardScores:
         """Score B completions with all rewards.
 
@@ -143,6 +160,8 @@ class RewardRunner:
             completion_ids: B lists of token ids.
             columns: B values for each column of the dataset.
             trainer_state: Passed to the functions whose signature names it.
+            seed: Seeds the global random generators for the functions; their states are restored afterwards. None:
+                functions use the generators as they are.
         Raises:
             ConfigError: A column is missing.
             RewardError: A function raised, took too long or returned something that is not B rewards.
@@ -155,7 +174,7 @@ class RewardRunner:
             raise ValueError(f"arguments of different lengths: {lengths}")
         if not prompts:
             return RewardScores({name: [] for name in self.names})
-        log = _Log(len(prompts))
+        log = RewardLog(len(prompts), self.names)
         calls = []
         for reward in self._rewards:
             # Each function gets its own lists, so that changes to them do not affect the next one.
@@ -164,33 +183,48 @@ class RewardRunner:
             accepted = reward.accepted
             arguments = {name: v for name, v in available.items() if accepted is None or name in accepted}
             calls.append(Call(reward.name, reward.function, arguments, reward.is_async))
-        results = call_all(calls, timeout=self.timeout, loop=self._loop)
-        by_name = {r.name: checked_values(r.name, v, completions) for r, v in zip(self._rewards, results, strict=True)}
-        return RewardScores(by_name, log.means(), log.columns)
+        settle = functools.partial(self._settled, prompts=prompts, completions=completions)
+        with nullcontext() if seed is None else own_randomness(seed):
+            values = call_all(calls, settle, timeout=self.timeout, num_completions=len(prompts), loop=self._loop)
+        failed = {
+            f"rewards/{name}/failed": float(self._failures[name] > 0) for name in self.names if self._skips_errors
+        }
+        return RewardScores(dict(zip(self.names, values, strict=True)), log.means() | failed, log.columns)
 
+    def _settled(
+        self, call: Call, outcome: Outcome, *, prompts: Sequence[Any], completions: Sequence[Any]
+    ) -> list[float | None]:
+        """The values of a call; None for all completions if it failed and errors are skipped."""
+        count = len(prompts)
+        batch = (
+            f"a batch of {count} completions, of which {excerpt(completions[0])} to {excerpt(prompts[0])} is the first"
+        )
+        try:
+            result = result_of(call, outcome, timeout=self.timeout, batch=batch)
+            values = checked_values(call.name, result, prompts, completions)
+        except RewardError as error:
+            self._note_failure(call, error)
+            return [None] * count
+        self._failures[call.name] = 0
+        return values
 
-class _Log:
-    """What reward functions log in addition to their values."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.columns: dict[str, list[Any]] = {}
-        self._metrics: dict[str, list[float]] = {}
-
-    def metric(self, name: str, value: float) -> None:
-        """Log a number; several under one name are averaged."""
-        self._metrics.setdefault(name, []).append(float(value))
-
-    def extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log a column for the table of completions; a later one of the same name replaces it."""
-        if len(values) != self.size:
+    def _note_failure(self, call: Call, error: RewardError) -> None:
+        """Raise, unless errors are skipped. Ranks take turns in a model, so one that leaves it cannot go on."""
+        if not self._skips_errors or isinstance(call.function, ModelReward):
+            raise error
+        self._failures[call.name] += 1
+        if self._failures[call.name] == _MOST_FAILURES:
             raise RewardError(
-                f"log_extra({column!r}): {len(values)} values for {self.size} completions; give one each"
+                f"{_MOST_FAILURES} batches failed one after another, with on_reward_error='skip'. The last: {error}"
+            ) from error
+        if call.name not in self._warned:
+            self._warned.add(call.name)
+            logger.warning(
+                "%s. Its values are None for this batch, because on_reward_error='skip'; later batches like this are "
+                "counted in rewards/%s/failed",
+                error,
+                call.name,
             )
-        self.columns[column] = list(values)
-
-    def means(self) -> dict[str, float]:
-        return {name: sum(values) / len(values) for name, values in self._metrics.items()}
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:

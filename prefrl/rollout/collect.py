@@ -85,6 +85,7 @@ class Request:
     rows: Sequence[Mapping[str, Any]]  # [P] dataset rows with `prompt` and `prompt_ids`
     groups: list[int]  # [P] group number of each prompt
     pending: Pending
+    seeds: list[int]  # [P] random seed of each prompt's samples
 
 
 def ask(
@@ -99,7 +100,8 @@ def ask(
         seeds: [P] group number of each prompt -> random seed of its samples.
     """
     prompts = [row["prompt_ids"] for row in rows]
-    return Request(rows, list(seeds), generator.start(prompts, sampling, seeds=list(seeds.values())))
+    values = list(seeds.values())
+    return Request(rows, list(seeds), generator.start(prompts, sampling, seeds=values), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +152,13 @@ class Collector:
                 turn = Turn(row["prompt_ids"], sample)
                 rollouts.append(Rollout([turn], row, group, prompt=row["prompt"], text=text))
         with self.company():
-            metrics, columns = _score(rollouts, self.rewards, self.trainer_state())
+            seed = request.seeds[samples[0][0]] if samples else 0
+            metrics, columns = _score(rollouts, self.rewards, self.trainer_state(), seed)
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
 
 
 def _score(
-    rollouts: list[Rollout], rewards: RewardRunner, trainer_state: object
+    rollouts: list[Rollout], rewards: RewardRunner, trainer_state: object, seed: int
 ) -> tuple[dict[str, float], dict[str, list[Any]]]:
     if not rollouts:
         return {}, {}
@@ -166,6 +169,7 @@ def _score(
         [rollout.sampled_ids for rollout in rollouts],
         {name: [rollout.row[name] for rollout in rollouts] for name in names},
         trainer_state=trainer_state,
+        seed=seed,
     )
     for i, rollout in enumerate(rollouts):
         rollout.rewards = {name: values[i] for name, values in scores.by_name.items()}

@@ -161,6 +161,16 @@ def test_bad_reward_stops_the_run(reward: Any, message: str, tmp_path: Path) -> 
     assert trainer.state.global_step == 0
 
 
+def test_a_run_without_a_signal_stops_where_it_was_asked_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = grpo(tmp_path, reward=_returns(lambda c: [1.0] * 8), stop_without_signal=2)
+    trainer.args.max_steps = 4
+    with pytest.raises(RewardError, match="stop_without_signal=2"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    grpo(tmp_path, reward=_returns(lambda c: [None] * 8)).train()
+    assert "got None from every reward" in caplog.text
+
+
 SFT_CASES: list[Any] = [
     pytest.param(Dataset.from_list([{"txt": "a"}]), {}, DataError, "text.*txt", id="missing column"),
     pytest.param(Dataset.from_dict({"text": []}), {}, DataError, "0 rows", id="empty"),

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
+from prefrl.rewards.logged import RewardLog
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Rollout
-from tests.contract.cases import make_trainer, ragged_reward
+from tests.contract.cases import ONLINE, make_trainer, ragged_reward
 
 CLIP_RATIOS = [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")]
 # So small that the loss is the same, but then every completion has a gradient and is run.
@@ -104,6 +106,17 @@ def test_the_entropy_is_exact_where_all_completions_were_scored(tmp_path: Path) 
     options = {"reward": equal_for_some, "top_entropy_quantile": 0.5}
     left_out, every = (trained(tmp_path, **options, **more)[0] for more in ({}, RUNS_ALL))
     assert logs(left_out)[0]["entropy"] == pytest.approx(logs(every)[0]["entropy"], rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ONLINE)
+def test_rewards_cannot_log_under_a_name_of_the_trainer(algorithm: str, tmp_path: Path) -> None:
+    trainer = make_trainer(algorithm, tmp_path, log_flops=True)
+    trainer.train()
+    log = RewardLog(1, ())
+    (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    for name in entry:
+        with pytest.raises(ConfigError, match="this name belongs to the trainer"):
+            log.metric(name, 1.0)
 
 
 def test_completions_that_are_not_run_cost_no_forward_pass(tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ NEUTRAL = {
     "num_generations_eval",  # test_one_step
     "temperature_eval",  # test_one_step
     "reward_timeout",  # test_runner
+    "on_reward_error",  # test_runner
+    "stop_without_signal",  # test_bad_input
     "chat_template_kwargs",  # test_tokenize
     "ds3_gather_for_generation",  # tests/distributed
     "cache_implementation",  # test_gpu

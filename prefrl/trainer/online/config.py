@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -78,11 +78,21 @@ class SamplingOptions:
 
 @dataclass
 class RewardOptions:
-    """Reward weights, the time limit of rewards, and masking of truncated completions."""
+    """Reward weights, what happens when rewards fail, and masking of truncated completions."""
 
     reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
     reward_timeout: Annotated[float, Gt(0)] | None = opt(
-        None, "Time limit of a reward function for a batch, in seconds; None: no limit."
+        600.0, "Time limit of a reward function for a batch, in seconds; None: no limit."
+    )
+    on_reward_error: Literal["raise", "skip"] = opt(
+        "raise",
+        "What an error of a reward function does. raise: it ends the run. skip: the function's rewards are None for "
+        "that batch; ten such batches one after another end the run.",
+    )
+    stop_without_signal: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "End the run with an error after this many optimizer steps one after another in which rewards do not say "
+        "which completions are better; None: only warn.",
     )
     mask_truncated_completions: bool = opt(
         False, "Exclude completions that were cut off at max_completion_length from the loss (DAPO)."
@@ -101,6 +111,8 @@ class OnlineConfig(
         "num_generations_eval",
         "temperature_eval",
         "reward_timeout",
+        "on_reward_error",
+        "stop_without_signal",
         "log_completions",
         "num_completions_to_print",
         "journal_keep",

@@ -21,7 +21,7 @@ from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
-from prefrl.rollout.buffer import Minibatch, RolloutBuffer
+from prefrl.rollout.buffer import Minibatch, RolloutBuffer, rollouts_file
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, sampled_batch
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.summary import log_completions, rollout_metrics, staleness
@@ -30,6 +30,7 @@ from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.generators import make_generator, server_metrics
+from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -117,6 +118,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             reward_funcs,
             weights=args.reward_weights,
             timeout=args.reward_timeout,
+            on_error=args.on_reward_error,
             processing_classes=reward_processing_classes,
             device=args.device,
         )
@@ -166,9 +168,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
             cut=lambda batch: self.cut(batch, args.per_device_train_batch_size),
             hidden_size=self.policy.config.get_text_config().hidden_size,
         )
-        self.journal = Journal(
-            Path(args.output_dir) / "completions", distributed.rank(), distributed.world_size(), keep=args.journal_keep
-        )
+        place = (distributed.rank(), distributed.world_size())
+        self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
+        self.health = SignalHealth(args)
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
@@ -371,6 +373,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _end_training(self) -> None:
         """See `BaseTrainer`."""
         self.prompts.prefetched.drop()
+        self.health.end()
 
     def _reward_models_in_company(self) -> AbstractContextManager[None]:
         scorers = [(reward.model, reward.idle_pass) for reward in self.rewards.models]
@@ -445,7 +448,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
-        metrics = self._metrics_of(collected)
+        metrics = self._metrics_of(collected) | self.health.check(collected.rollouts)
         if self.args.use_vllm:
             metrics |= staleness(collected.rollouts, step=self.state.global_step)
         if isinstance(self.generator, VLLMGenerator):
@@ -476,7 +479,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _save_update_state(self, folder: Path) -> None:
         """See `BaseTrainer`; also writes the rollout buffer, the curriculum and the state of learner and objective."""
         super()._save_update_state(folder)
-        self.buffer.save(folder / _rollouts_file(distributed.rank(), distributed.world_size()))
+        self.buffer.save(folder / rollouts_file(distributed.rank(), distributed.world_size()))
         if self.args.should_save:
             self.prompts.save(folder / "curriculum.safetensors")
             state = {"objective": self.objective.state_dict(), "learner": self.learner.state_dict()}
@@ -486,7 +489,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Read what `_save_update_state` wrote; with another number of processes, redistribute the rollouts."""
         rank, world_size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
-        paths = [folder / _rollouts_file(number, num_files) for number in range(num_files)]
+        paths = [folder / rollouts_file(number, num_files) for number in range(num_files)]
         cut = partial(self.cut, rows_per_micro_batch=self.args.per_device_train_batch_size)
         self.buffer.load_share(paths, cut=cut, rank=rank, world_size=world_size)
         self.prompts.load(folder / "curriculum.safetensors")
@@ -494,7 +497,3 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.objective.load_state_dict(state["objective"])
         self.learner.load_state_dict(state["learner"])
         super()._load_update_state(folder)
-
-
-def _rollouts_file(rank: int, world_size: int) -> str:
-    return f"rollouts_{rank}_of_{world_size}.safetensors"

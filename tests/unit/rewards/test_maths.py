@@ -1,15 +1,25 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from prefrl.rewards import RewardRunner, accuracy_reward, get_cosine_scaled_reward, maths, reasoning_accuracy_reward
-from prefrl.rewards.maths import MathChecker
+from prefrl.rewards import (
+    RewardRunner,
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    math_checker,
+    maths,
+    reasoning_accuracy_reward,
+)
+from prefrl.rewards.math_checker import MathChecker, Verdict
 
 pytest.importorskip("math_verify")
 
@@ -53,42 +63,91 @@ def test_cosine_prefers_short_right_and_long_wrong() -> None:
     assert reward(completions=["x"], solution=["?"], completion_ids=[[1]]) == [None]
 
 
-def test_worker_that_hangs_is_ended_at_the_deadline_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    checker = MathChecker(timeout=0.5)
-    try:
-        assert checker.check(r"\boxed{3}", "3").is_correct
-        process = checker._process
-        started = time.monotonic()
-        with caplog.at_level(logging.WARNING):
-            verdict = checker.check(rf"\boxed{{{TOWER}}}", "3")
-        assert time.monotonic() - started < 5
-        assert (verdict.gold, verdict.is_correct, verdict.is_checked) == ("3", False, False)
-        assert "the completion scores 0" in caplog.text
-        assert process is not None
-        assert process.returncode is not None  # no zombie
-        assert checker.check(r"\boxed{3}", "3").is_correct
-    finally:
+@pytest.fixture
+def new_checker() -> Iterator[Callable[..., MathChecker]]:
+    started: list[MathChecker] = []
+
+    def new(**options: Any) -> MathChecker:
+        started.append(MathChecker(**{"timeout": 5.0, "budget": 60.0, "num_workers": 1, **options}))
+        return started[-1]
+
+    yield new
+    for checker in started:
         checker.close()
 
 
-def test_worker_killed_between_questions_is_replaced() -> None:
-    checker = MathChecker(timeout=5)
-    try:
-        checker.check("", "3")
-        assert checker._process is not None
-        checker._process.kill()
-        checker._process.wait()
-        assert checker.check(r"\boxed{3}", "3").is_correct
-    finally:
-        checker.close()
+def check(checker: MathChecker, text: str) -> Verdict:
+    return checker.check([(text, "3")])[0]
+
+
+def process_of(checker: MathChecker) -> subprocess.Popen[str]:
+    process = checker._workers[0].process
+    assert process is not None
+    return process
+
+
+def test_worker_that_hangs_is_ended_at_the_deadline_and_replaced(
+    new_checker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    checker = new_checker(timeout=0.5)
+    assert check(checker, r"\boxed{3}").is_correct
+    process = process_of(checker)
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        verdict = check(checker, rf"\boxed{{{TOWER}}}")
+    assert time.monotonic() - started < 5
+    assert (verdict.gold, verdict.is_correct, verdict.is_checked) == ("3", False, False)
+    assert "the completion scores 0" in caplog.text
+    assert process.returncode is not None  # no zombie
+    assert check(checker, r"\boxed{3}").is_correct
+
+
+def test_worker_killed_between_questions_is_replaced(new_checker: Any) -> None:
+    checker = new_checker()
+    check(checker, "")
+    process_of(checker).kill()
+    process_of(checker).wait()
+    assert check(checker, r"\boxed{3}").is_correct
+
+
+@pytest.mark.parametrize("length", [1, 10**6], ids=["short", "longer than the pipe"])
+def test_worker_that_is_stopped_is_killed_and_replaced(
+    length: int, new_checker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(math_checker, "_GRACE_S", 0.1)
+    checker = new_checker(timeout=0.2)
+    check(checker, "")
+    process_of(checker).send_signal(signal.SIGSTOP)
+    verdicts: list[Verdict] = []
+    thread = threading.Thread(target=lambda: verdicts.append(check(checker, "x" * length)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert verdicts == [Verdict(None, is_checked=False)]
+    assert check(checker, r"\boxed{3}").is_correct
+
+
+def test_endless_answers_share_a_budget(new_checker: Any, caplog: pytest.LogCaptureFixture) -> None:
+    checker = new_checker(timeout=0.3, budget=0.2)
+    verdicts = checker.check([(rf"\boxed{{{TOWER}}}", "3")] * 3 + [(r"\boxed{3}", "3")])
+    assert verdicts == [Verdict("3", is_checked=False)] + [Verdict(None, is_checked=False)] * 3
+    assert "3 of 4 completions were not checked within 0.2 s" in caplog.text
+
+
+def test_others_are_checked_while_an_endless_answer_runs(new_checker: Any) -> None:
+    checker = new_checker(timeout=4.0, budget=2.0, num_workers=2)
+    verdicts = checker.check([(rf"\boxed{{{TOWER}}}", "3")] + [(r"\boxed{3}", "3"), (r"\boxed{4}", "3")] * 2)
+    assert [verdict.is_checked for verdict in verdicts] == [False, True, True, True, True]
+    assert [verdict.is_correct for verdict in verdicts] == [False, True, False, True, False]
+    assert len(checker._workers) == 2
 
 
 def test_worker_does_not_outlive_the_process_that_started_it() -> None:
     code = (
-        "import os; from prefrl.rewards.maths import _checker; _checker.check('', '3');"
-        "print(_checker._process.pid, flush=True); os._exit(0)"
+        "import os; from prefrl.rewards.maths import _checker; _checker.check([('', '3')]);"
+        "print(_checker._workers[0].process.pid, flush=True); os._exit(0)"
     )
-    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    pid = int(run.stdout)
     deadline = time.monotonic() + 10
     while _is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -100,21 +159,19 @@ def _is_running(pid: int) -> bool:
     return listed.strip() != "" and not listed.strip().startswith("Z")
 
 
-def test_share_of_unchecked_completions_and_parsed_texts_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    checker = MathChecker(timeout=0.5)
-    monkeypatch.setattr(maths, "_checker", checker)
-    try:
-        scores = RewardRunner(accuracy_reward).score(
-            ["p"] * 4,
-            [r"\boxed{3}", rf"\boxed{{{TOWER}}}", "none", r"\boxed{4}"],
-            [[1]] * 4,
-            {"solution": ["3", "3", "3", "no formula"]},
-        )
-    finally:
-        checker.close()
-    assert scores.by_name == {"accuracy_reward": [1.0, 0.0, 0.0, None]}
-    assert scores.metrics == {"accuracy_reward/unchecked_fraction": 0.25}
-    assert scores.extra == {"gold_parsed": ["3", "3", "3", None], "answer_parsed": ["3", None, None, None]}
+def test_share_of_unchecked_completions_and_parsed_texts_are_logged(
+    new_checker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maths, "_checker", new_checker(timeout=0.5))
+    scores = RewardRunner(accuracy_reward).score(
+        ["p"] * 5,
+        [r"\boxed{3}", "nothing to compare with", rf"\boxed{{{TOWER}}}", "none", r"\boxed{4}"],
+        [[1]] * 5,
+        {"solution": ["3", None, "3", "3", "no formula"]},
+    )
+    assert scores.by_name == {"accuracy_reward": [1.0, None, 0.0, 0.0, None]}
+    assert scores.metrics == {"accuracy_reward/unchecked_fraction": 0.2}
+    assert scores.extra == {"gold_parsed": ["3", None, "3", "3", None], "answer_parsed": ["3", None, None, None, None]}
 
 
 def test_works_in_a_thread() -> None:

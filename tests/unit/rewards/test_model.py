@@ -322,6 +322,12 @@ def test_messages_need_a_chat_template() -> None:
         reward([[{"role": "user", "content": "hi"}]], [[{"role": "assistant", "content": "yes"}]])
 
 
+def test_an_error_of_a_model_is_never_skipped() -> None:
+    runner = RewardRunner(reward_model(), processing_classes=tiny_tokenizer(), on_error="skip")
+    with pytest.raises(RewardError, match="row 0: 65 tokens"):
+        runner.score(["p"], ["x" * 63], [[1]], {})
+
+
 def test_text_longer_than_the_model_reads_is_refused_not_cut() -> None:
     reward = ModelReward(reward_model(), tokenizer=tiny_tokenizer())
     reward(["p"], ["x" * 62])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import itertools
 import math
 import sys
 import threading
@@ -150,6 +151,38 @@ def test_what_functions_log_is_returned() -> None:
         score(lambda completions, log_extra: log_extra("note", [1]))
 
 
+@pytest.mark.parametrize("name", ["loss", "reward", "kl", "rewards/length/mean", "health/mine"])
+def test_a_metric_of_the_trainer_cannot_be_logged(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"log_metric\({name!r}\): this name belongs to the trainer.*Choose another"
+    ):
+        score(lambda completions, log_metric: log_metric(name, 1.0))
+
+
+@pytest.mark.parametrize("name", ["reward", "length"])
+def test_a_column_of_the_table_cannot_be_logged(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"log_extra\({name!r}\): the table of completions has this column"):
+        score([length, lambda completions, log_extra: log_extra(name, [1.0] * 3)])
+
+
+@pytest.mark.parametrize(
+    ("values", "logged"),
+    [
+        ([1, "a", None], ["1", "a", None]),
+        (["a", "\ud800b", "c"], ["a", "\\ud800b", "c"]),
+        ([[1], {"a": 2}, 3], ["[1]", "{'a': 2}", "3"]),
+        ([1, 2**70, 3], ["1", str(2**70), "3"]),
+        ([1, 2.5, None], [1, 2.5, None]),
+    ],
+)
+def test_a_logged_column_has_one_type(values: list[Any], logged: list[Any]) -> None:
+    def reward(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("note", values)
+        return [0.0] * 3
+
+    assert score(reward).extra == {"note": logged}
+
+
 # Values.
 
 
@@ -186,7 +219,7 @@ def test_unambiguous_values_become_floats(result: Any) -> None:
         ([1.0, 2.0, 3.0, 4.0], "returned 4 values for 3 completions"),
         (np.ones((3, 1)), r"array of shape \(3, 1\)"),
         (torch.tensor(1.0), r"array of shape \(\)"),
-        ([1.0, math.nan, 3.0], r"row 1: returned nan \(float\).*The completion is 'bb'"),
+        ([1.0, math.nan, 3.0], r"row 1: returned nan \(float\).*The completion is 'bb', the prompt 'p'$"),
         ([1.0, 2.0, math.inf], "row 2: returned inf"),
         ([-math.inf, 2.0, 3.0], "row 0: returned -inf"),
         (torch.tensor([1.0, math.nan, 3.0]), "row 1: returned nan"),
@@ -238,6 +271,60 @@ def test_exception_is_named_with_its_place_and_is_the_cause(reward: Any, timeout
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     line = reward.__code__.co_firstlineno + (1 if reward is fails else 2)
     assert f"(line {line} of {__file__})" in str(caught.value)
+    assert "for a batch of 3 completions, of which 'a' to 'p' is the first." in str(caught.value)
+
+
+def test_an_exception_whose_text_fails_or_is_long_is_reported() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def reward(completions: list[str], error: Exception) -> list[float]:
+        raise error
+
+    mute, loud = (functools.partial(reward, error=error) for error in (Mute(), ValueError("x" * 10**6)))
+    with pytest.raises(
+        RewardError, match=r"raised Mute: \(its text cannot be shown: str\(\) raised RuntimeError\) \(line"
+    ):
+        score(mute)
+    with pytest.raises(RewardError) as caught:
+        score(loud)
+    assert len(str(caught.value)) < 2000
+
+
+def bad_on(numbers: set[int], result: Any) -> Any:
+    """A reward whose calls with these numbers raise or return a bad result."""
+    calls = itertools.count()
+
+    def reward(completions: list[str]) -> Any:
+        if next(calls) not in numbers:
+            return [1.0] * len(completions)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return reward
+
+
+@pytest.mark.parametrize("result", [ValueError("boom"), [math.nan] * 3, [1.0]])
+def test_a_failed_batch_can_be_skipped(result: Any, caplog: pytest.LogCaptureFixture) -> None:
+    runner = RewardRunner([length, bad_on({1, 2}, result)], on_error="skip")
+    scores = [runner.score(["p"] * 3, TEXTS, [[1]] * 3, {}) for _ in range(4)]
+    assert [each.by_name["length"] for each in scores] == [[1.0, 2.0, 4.0]] * 4
+    assert [each.by_name["reward"] for each in scores] == [[1.0] * 3, [None] * 3, [None] * 3, [1.0] * 3]
+    assert [each.metrics["rewards/reward/failed"] for each in scores] == [0.0, 1.0, 1.0, 0.0]
+    assert scores[1].metrics["rewards/length/failed"] == 0.0
+    (warning,) = caplog.records
+    assert "reward 'reward'" in warning.getMessage()
+    assert "counted in rewards/reward/failed" in warning.getMessage()
+
+
+def test_ten_failed_batches_one_after_another_end_the_run() -> None:
+    runner = RewardRunner(bad_on({*range(20)} - {9}, ValueError("boom")), on_error="skip")
+    for _ in range(19):
+        runner.score(["p"], ["c"], [[1]], {})
+    with pytest.raises(RewardError, match=r"^10 batches failed one after another.*raised ValueError: boom"):
+        runner.score(["p"], ["c"], [[1]], {})
 
 
 @pytest.mark.parametrize(

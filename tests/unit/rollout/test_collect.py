@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,9 +41,21 @@ def test_the_total_is_the_weighted_sum_of_the_rewards_that_there_are() -> None:
     )
     collector = Collector(rewards, tiny_tokenizer(), trainer_state=lambda: None, clock=lambda: 0.0)
     samples = [Completion([5] * n, "stop", [-1.0] * n, [True] * n, [0] * n) for n in (1, 4)]
-    request = Request([{"prompt": "a", "prompt_ids": [7]}], [0], Ready(samples))
+    request = Request([{"prompt": "a", "prompt_ids": [7]}], [0], Ready(samples), [1])
     rollouts = collector.collect(request).rollouts
     assert [rollout.reward for rollout in rollouts] == pytest.approx([0.5 * 1 - 3.0, 0.5 * 4])
+
+
+def test_what_rewards_draw_follows_from_the_seed_of_the_first_prompt() -> None:
+    def draw(completions: list[str]) -> list[float | None]:
+        return [random.random()]
+
+    collector = Collector(RewardRunner(draw), tiny_tokenizer(), trainer_state=lambda: None, clock=lambda: 0.0)
+    samples = [Completion([5], "stop", [-1.0], [True], [0])]
+    requests = [Request([{"prompt": "a", "prompt_ids": [7]}], [0], Ready(samples), [seed]) for seed in (1, 1, 2)]
+    first, second, other = (collector.collect(request).rollouts[0].reward for request in requests)
+    assert first == second
+    assert first != other
 
 
 def test_rows_are_the_ids_that_were_sent_and_those_that_came_back() -> None:

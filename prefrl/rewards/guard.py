@@ -1,0 +1,140 @@
+"""What a reward cannot do to the process that it runs in: stay forever, end it as a success, or double it."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+__all__ = ["DeadlineError", "can_interrupt", "end_process_after", "guarded", "leave_if_forked", "watched"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds without a result after which a line is logged.
+_SILENCE_S = 60.0
+# Seconds after its deadline in which a reward can still be stopped. After them, the process is ended.
+_GRACE_S = 10.0
+# A reward that swallows the exception at its deadline gets it again.
+_REPEAT_S = 1.0
+# A signal that nobody else uses.
+_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
+_STDERR = 2  # the file descriptor, because a notebook's sys.stderr has none
+
+
+class DeadlineError(BaseException):
+    """Raised inside a reward at its deadline. It is no Exception, so that `except Exception` does not swallow it."""
+
+
+@contextmanager
+def guarded(timeout: float | None) -> Iterator[None]:
+    """Context in which rewards run.
+
+    After a crash of native code, the traceback of all threads is on standard error. `os._exit(0)` raises SystemExit,
+    because a training that ends with code 0 counts as done.
+
+    Args:
+        timeout: See `end_process_after`, which may be called again inside; None: no limit.
+    """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=_STDERR)
+    if timeout is not None:
+        end_process_after(timeout)
+    owner, leave = os.getpid(), os._exit
+
+    def refuse_success(status: int) -> None:
+        if status == 0 and os.getpid() == owner:
+            raise SystemExit("os._exit(0) would end the training as if it were done")
+        leave(status)
+
+    os._exit = refuse_success  # type: ignore[assignment]  # it may raise instead of leaving
+    try:
+        yield
+    finally:
+        os._exit = leave
+        if timeout is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def end_process_after(timeout: float) -> None:
+    """End this process soon after a deadline, with the traceback of all threads, unless `guarded` is left before.
+
+    Only this also ends native code that never releases the interpreter lock, such as a regular expression. It replaces
+    a `faulthandler.dump_traceback_later` of the user's, of which a process has one.
+    """
+    seconds = min(timeout + _GRACE_S, threading.TIMEOUT_MAX / 2)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+
+
+def leave_if_forked(owner: int, name: str) -> None:
+    """End this process if a reward forked it: it would go on as a second trainer.
+
+    Args:
+        owner: Id of the process that called the reward.
+        name: Name of the reward.
+    """
+    if os.getpid() != owner:
+        text = f"reward {name!r} forked process {os.getpid()}, which came back from it and is ended: leave a child "
+        os.write(_STDERR, f"{text}with os._exit\n".encode())
+        os._exit(1)
+
+
+def can_interrupt() -> bool:
+    """Whether `watched` can raise in this thread: the main thread gets signals, and only Linux has one to spare."""
+    return _SIGNAL is not None and threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def watched(who: str, *, num_completions: int, timeout: float | None, interrupts: bool) -> Iterator[None]:
+    """Context of a wait for rewards: after a minute without a result, a line is logged.
+
+    Args:
+        who: The rewards, for the line.
+        num_completions: B, for the line.
+        timeout: Seconds until the deadline; None: no limit.
+        interrupts: Raise `DeadlineError` inside at the deadline; only where `can_interrupt`.
+    Raises:
+        DeadlineError: The deadline has passed.
+    """
+    is_done = threading.Event()
+    alarm = previous = None
+    if interrupts and timeout is not None and _SIGNAL is not None:
+        ends = time.monotonic() + timeout
+
+        def at_deadline(*_: object) -> None:
+            if not is_done.is_set() and time.monotonic() >= ends:  # a late signal of an earlier call means nothing
+                raise DeadlineError
+
+        # It stays installed, because the default handler would end the process if a signal came late.
+        previous = signal.signal(_SIGNAL, at_deadline)
+        alarm = partial(signal.pthread_kill, threading.get_ident(), _SIGNAL)
+    try:
+        try:
+            what = f"{who} on a batch of {num_completions} completions"
+            threading.Thread(target=_watch, args=(is_done, what, timeout, alarm), daemon=True).start()
+            yield
+        finally:
+            is_done.set()
+    finally:  # if the deadline came before the line above
+        is_done.set()
+        if callable(previous) and _SIGNAL is not None:  # of a reward that this reward is a part of
+            signal.signal(_SIGNAL, previous)
+
+
+def _watch(is_done: threading.Event, what: str, timeout: float | None, alarm: Callable[[], None] | None) -> None:
+    remaining = threading.TIMEOUT_MAX if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+    if remaining > _SILENCE_S:
+        if is_done.wait(_SILENCE_S):
+            return
+        limit = "it has no time limit" if timeout is None else f"its limit is reward_timeout={timeout} s"
+        logger.warning("%s: no result for %.0f s; %s", what, _SILENCE_S, limit)
+        remaining -= _SILENCE_S
+    while alarm is not None and not is_done.wait(remaining):
+        alarm()
+        remaining = _REPEAT_S
