@@ -94,7 +94,8 @@ class ResumableTrainer(Trainer):
         saved = [p for p in weights if p.requires_grad] if is_peft_model(self.model) else weights
         size = sum(distributed.shape_of(p).numel() * p.element_size() for p in saved)
         has_moments = self.args.optim in _ADAM and not self.args.save_only_model
-        return size + 8 * sum(distributed.shape_of(p).numel() for p in weights if p.requires_grad and has_moments)
+        trained = sum(distributed.shape_of(p).numel() for p in weights if p.requires_grad)
+        return int(size + 8 * trained * has_moments)
 
     def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train until the end, a signal or the deadline; then leave the process if training is not complete."""
