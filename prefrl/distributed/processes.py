@@ -30,7 +30,6 @@ def _end_group() -> None:
         dist.destroy_process_group()
 
 
-
 @dataclass(frozen=True, eq=False)
 class _Teams:
     """The teams of a run, as one process sees them."""
@@ -194,6 +193,18 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
 def min_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """Element-wise minimum of host numbers over all processes. All must call it."""
     return values if num_processes() == 1 else _reduce(values, device, dist.ReduceOp.MIN, None)
+
+
+def gather_numbers(values: torch.Tensor) -> list[list[float]]:
+    """[num_processes][n] the numbers [n] that each process has on its device. All processes must call it.
+
+    Waits for the device once.
+    """
+    if num_processes() == 1:
+        return [values.tolist()]
+    gathered = values.new_empty((num_processes(), *values.shape))
+    dist.all_gather(list(gathered), values.contiguous())
+    return gathered.tolist()
 
 
 def _reduce(
