@@ -37,6 +37,7 @@ class GuardedTrainer(ResumableTrainer):
     """
 
     metrics: dict[Literal["train", "eval"], dict[str, Metric]]
+    keeps_steps = True  # whether the first step that is not applied is written to `output_dir`
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         super().__init__(args=args, **arguments)
@@ -92,6 +93,8 @@ class GuardedTrainer(ResumableTrainer):
 
     def _kept(self, step: int) -> str:
         """Keep the first such step of a run; says where it is."""
+        if not self.keeps_steps:
+            return ""
         output_dir, run = Path(self.args.output_dir), self.run_folder.run
         weight = distributed.first_non_finite(self.model, self.args.device)
         before = "" if weight is None else f"The weights were not finite before it: {weight}. "
