@@ -1,14 +1,11 @@
-"""Logs a batch of rollouts: metrics, a table, a Parquet file."""
+"""Logs a batch of rollouts: metrics, a table."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,7 +13,7 @@ from rich.table import Table
 from prefrl.metrics import Max, Mean, Metric, Min, Std
 from prefrl.types import Rollout
 
-__all__ = ["print_table", "rollout_metrics", "staleness", "write_parquet"]
+__all__ = ["print_table", "rollout_metrics", "staleness"]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -98,34 +95,3 @@ def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, co
             escape(_as_text(rollout.prompt)), escape(_as_text(rollout.text)), *shown, f"{rollout.advantage:.2f}"
         )
     console.print(table)
-
-
-def write_parquet(rollouts: Sequence[Rollout], folder: Path, *, step: int, extra: Mapping[str, Sequence[Any]]) -> Path:
-    """Write `completions_<step>.parquet`: text, token ids, log-probs, rewards, advantage, finish reason, versions.
-
-    Args:
-        rollouts: The rollouts of all ranks.
-        folder: Created if it does not exist.
-        step: The optimizer step that is about to learn from them.
-        extra: Columns that reward functions logged.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    names = list(rollouts[0].rewards) if rollouts else []
-    columns: dict[str, Any] = {
-        "step": [step] * len(rollouts),
-        "group": [r.group for r in rollouts],
-        "prompt": [_as_text(r.prompt) for r in rollouts],
-        "completion": [_as_text(r.text) for r in rollouts],
-        "prompt_ids": [r.prompt_ids for r in rollouts],
-        "completion_ids": [r.sampled_ids for r in rollouts],
-        "logprobs": [r.sampling_logprobs for r in rollouts],
-        "finish_reason": [r.finish_reason for r in rollouts],
-        "policy_version": [max(r.policy_versions, default=None) for r in rollouts],
-        **{name: [r.rewards[name] for r in rollouts] for name in names},
-        "reward": [r.reward for r in rollouts],
-        "advantage": [r.advantage for r in rollouts],
-        **extra,
-    }
-    path = folder / f"completions_{step:05d}.parquet"
-    pq.write_table(pa.table(columns), path)
-    return path

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from prefrl.rollout.summary import print_table, rollout_metrics, write_parquet
+from prefrl.rollout.summary import print_table, rollout_metrics
 from prefrl.types import Completion, FinishReason, Rollout, Turn
 
 
@@ -52,25 +50,3 @@ def test_table_shows_markup_as_text() -> None:
     assert "before step 5" in text
     assert "[red]p" in text
     assert "cccccc" not in text  # the third row is beyond the limit
-
-
-def test_parquet_has_text_tokens_rewards_and_versions(tmp_path: Path) -> None:
-    path = write_parquet(ROLLOUTS, tmp_path / "completions", step=7, extra={"note": list("abcde")})
-    assert path.name == "completions_00007.parquet"
-    rows = pq.read_table(path).to_pylist()
-    assert rows[1] == {
-        "step": 7,
-        "group": 0,
-        "prompt": "[red]p",
-        "completion": "cccc",
-        "prompt_ids": [1, 2],
-        "completion_ids": [5] * 4,
-        "logprobs": [-0.5] * 4,
-        "finish_reason": "stop",
-        "policy_version": 3,
-        "good": 3.0,
-        "reward": 3.0,
-        "advantage": 0.25,
-        "note": "b",
-    }
-    assert rows[4]["good"] is None
