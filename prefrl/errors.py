@@ -7,6 +7,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "GenerationError",
+    "NonFiniteError",
     "PrefrlError",
     "RewardError",
     "WeightSyncError",
@@ -41,6 +42,10 @@ class GenerationError(PrefrlError, RuntimeError):
 
 class WeightSyncError(PrefrlError, RuntimeError):
     """The weights of the policy could not be sent to the generator."""
+
+
+class NonFiniteError(PrefrlError, RuntimeError):
+    """The loss, the gradients or the weights of a training are NaN or infinite."""
 
 
 class CheckpointError(PrefrlError, RuntimeError):

@@ -47,6 +47,31 @@ def tell_deepspeed() -> None:
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
 
 
+def leave_out_update(accelerator: Any, optimizer: Any, *, leaves_out: bool) -> None:
+    """Decide whether the update that follows is left out: weights, optimizer and scheduler stay as they are.
+
+    DeepSpeed has decided by itself: it leaves out an update whose gradient norm is not finite.
+    """
+    if updates_in_backward(accelerator):
+        return
+    optimizer._is_overflow = leaves_out  # HuggingFace's loop then leaves the scheduler alone
+    if not leaves_out:
+        return
+    accelerator.gradient_state._set_sync_gradients(False)  # accelerate's optimizer then does nothing
+    if accelerator.scaler is not None:
+        accelerator.scaler.update()  # ends the step that began with unscaling
+
+
+def is_finding_scale(accelerator: Any) -> bool:
+    """Whether gradients may overflow because the loss scale of float16 is still too large. Its scaler then skips."""
+    if accelerator.mixed_precision != "fp16":
+        return False
+    scaler = accelerator.scaler
+    if scaler is not None:
+        return bool(scaler.get_scale() > 1.0)
+    return bool(accelerator.deepspeed_engine_wrapped.engine.optimizer.loss_scale > 1.0)
+
+
 @contextmanager
 def divided_update(accelerator: Any, model: nn.Module, divisor: float) -> Iterator[None]:
     """Divide all gradients of an optimizer step by `divisor` before the update.

@@ -195,6 +195,18 @@ def min_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return values if num_processes() == 1 else _reduce(values, device, dist.ReduceOp.MIN, None)
 
 
+def gather_numbers(values: torch.Tensor) -> list[list[float]]:
+    """[num_processes][n] the numbers [n] that each process has on its device. All processes must call it.
+
+    Waits for the device once.
+    """
+    if num_processes() == 1:
+        return [values.tolist()]
+    gathered = values.new_empty((num_processes(), *values.shape))
+    dist.all_gather(list(gathered), values.contiguous())
+    return gathered.tolist()
+
+
 def _reduce(
     values: list[float],
     device: torch.device,

@@ -20,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from prefrl.distributed.processes import gather_objects, max_over_ranks
+
 M = TypeVar("M", bound=nn.Module)
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -72,10 +74,37 @@ def memory_of(tensor: torch.Tensor) -> tuple[str, int]:
 
 def num_local_elements(tensor: torch.Tensor) -> int:
     """Number of elements of the parameter that this rank keeps between passes."""
+    return _local_part(tensor).numel()
+
+
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank keeps of the parameter between passes."""
     if isinstance(tensor, DTensor):
-        return tensor.to_local().numel()
+        return tensor.to_local()
     parameter = _zero3(tensor)
-    return tensor.numel() if parameter is None else int(parameter.ds_tensor.numel())
+    part: torch.Tensor = tensor if parameter is None else parameter.ds_tensor
+    return part
+
+
+def first_non_finite(model: nn.Module, device: torch.device) -> str | None:
+    """Name of the first trained weight that holds NaN or infinity, on this rank or another; None: all are finite.
+
+    Frozen weights are not looked at: numbers of four bits are kept in floats that mean nothing. All processes must
+    call it.
+
+    Args:
+        model: Its parameters may be partitioned.
+        device: For the communication.
+    """
+    parts = [(name, _local_part(p).detach()) for name, p in unwrap(model).named_parameters() if p.requires_grad]
+    parts = [(name, part) for name, part in parts if part.numel()]
+    largest = [torch.linalg.vector_norm(part, float("inf")).float().to(device) for _, part in parts]
+    are_finite = torch.stack(largest).isfinite().tolist() if largest else []
+    names = [name for (name, _), is_finite in zip(parts, are_finite, strict=True) if not is_finite]
+    (is_any,) = max_over_ranks([bool(names)], device)
+    if not is_any:
+        return None
+    return next((of_rank[0] for of_rank in gather_objects(names) if of_rank), "a weight of another process")
 
 
 def is_backend_hook(hook: Callable[..., Any]) -> bool:

@@ -15,12 +15,22 @@ from prefrl.models.seeding import seeded
 from prefrl.optional import require
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from peft import PeftConfig
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["TaskType", "add_adapter", "bitsandbytes_config", "is_peft_model", "lora_config", "prepare_quantized"]
+__all__ = [
+    "TaskType",
+    "add_adapter",
+    "bitsandbytes_config",
+    "is_peft_model",
+    "lora_config",
+    "prepare_quantized",
+    "saved_config",
+]
 
 TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 
@@ -48,6 +58,14 @@ def lora_config(*, target_modules: Sequence[str] | None = None, **options: Any) 
         config: PeftConfig = peft.LoraConfig(target_modules=targets, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"peft refuses the LoRA options: {error}") from error
+    return config
+
+
+def saved_config(folder: Path) -> PeftConfig:
+    """The config of an adapter that was saved in a folder, to train such an adapter."""
+    peft = require("peft", extra="peft", feature="an adapter")
+    config: PeftConfig = peft.PeftConfig.from_pretrained(folder)
+    config.inference_mode = False
     return config
 
 

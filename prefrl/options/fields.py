@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import math
+import numbers
 import operator
 import typing
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.errors import ConfigError
 
 __all__ = [
+    "check_bounds",
     "check_fields",
     "check_no_effect",
     "check_range",
@@ -60,7 +62,7 @@ def check_fields(config: Any) -> None:
     for name, hint in _own_hints(config_class).items():
         value = getattr(config, name)
         for part in _alternatives(hint):
-            _check_bounds(name, value, part)
+            check_bounds(name, value, part)
         allowed = [v for part in _alternatives(hint) for v in _literals(part)]
         is_unset = value is None and type(None) in typing.get_args(hint)
         if allowed and not is_unset and value not in allowed:
@@ -165,11 +167,16 @@ def _literals(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
 
 
-def _check_bounds(name: str, value: Any, hint: Any) -> None:
+def check_bounds(name: str, value: Any, hint: Any) -> None:
+    """Check a number against the bounds in a type; other types and None have none.
+
+    Raises:
+        ConfigError: It is out of bounds, NaN or no number.
+    """
     if typing.get_origin(hint) is not Annotated or value is None:
         return
     bounds = typing.get_args(hint)[1:]
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
         raise ConfigError(f"{name}={value!r}: must be a number {_describe(bounds)}")
     for bound in bounds:
         _, attribute, holds = _BOUNDS[type(bound)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from prefrl.data.batch_file import batch_of, parts_of
 from prefrl.errors import DataError
 from prefrl.metrics import Metric, from_json, merge, to_json
 from prefrl.types import TokenBatch
@@ -92,8 +93,9 @@ class RolloutBuffer(Generic[Ready]):
         for i, minibatch in enumerate([] if self.is_spent else self.minibatches):
             batches = []
             for j, batch in enumerate(minibatch.micro_batches):
-                tensors |= {f"{i}.{j}.{name}": tensor.contiguous() for name, tensor in batch.tensors().items()}
-                batches.append(_host_values(batch))
+                of_batch, host = parts_of(batch, f"{i}.{j}.")
+                tensors |= of_batch
+                batches.append(host)
             metrics = {name: to_json(metric) for name, metric in minibatch.metrics.items()}
             layout.append({"micro_batches": batches, "num_items": minibatch.num_items, "metrics": metrics})
         state = {"position": self.position if layout else 0, "num_iterations": self.num_iterations}
@@ -151,22 +153,10 @@ class RolloutBuffer(Generic[Ready]):
             )
         self.minibatches = [
             Minibatch(
-                [_batch(self.stage, host, tensors, f"{i}.{j}.") for j, host in enumerate(row["micro_batches"])],
+                [batch_of(self.stage, host, tensors, f"{i}.{j}.") for j, host in enumerate(row["micro_batches"])],
                 row["num_items"],
                 {name: from_json(metric) for name, metric in row["metrics"].items()},
             )
             for i, row in enumerate(json.loads(metadata["layout"]))
         ]
         self.position = state["position"]
-
-
-def _host_values(batch: TokenBatch) -> dict[str, Any]:
-    """The fields that are tuples, by name; JSON-serializable."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, tuple)}
-
-
-def _batch(stage: type[Ready], host: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Ready:
-    values: dict[str, Any] = {name: tuple(value) for name, value in host.items()}
-    values |= {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    return stage(**values)

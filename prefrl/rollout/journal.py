@@ -88,7 +88,7 @@ class Journal:
             return None
         if not self._has(generation, step=step):
             raise CheckpointError(f"generation batch {generation} has disappeared from {self.folder}; resume again")
-        return read_entry(self._path(step)).parts
+        return read_entry(self.path_of(step)).parts
 
     def seal(self, generation: int, parts: list[Collected], *, step: int, needed_from: int) -> None:
         """Write a batch of this rank, if it was not left by an interrupted run, and delete old ones.
@@ -122,12 +122,13 @@ class Journal:
             if step >= from_step:
                 path.unlink()
 
-    def _path(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
+        """The file of the batch of this rank that a step, counted from 0, learned from first."""
         of_rank = "" if self.world_size == 1 else f"_rank{self.rank}of{self.world_size}"
         return self.folder / f"completions_{step:05d}{of_rank}.parquet"
 
     def _has(self, generation: int, *, step: int) -> bool:
-        path = self._path(step)
+        path = self.path_of(step)
         return path.exists() and _identity(pq.read_schema(path)) == (self._run, generation)
 
     def _write(self, entry: Entry) -> None:
@@ -135,7 +136,7 @@ class Journal:
             raise ConfigError(f"{self.folder} is a symbolic link: its target is not written to. Remove it.")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        path = self._path(entry.step)
+        path = self.path_of(entry.step)
         aside = path.with_suffix(".part")
         aside.unlink(missing_ok=True)  # it could be a link
         with aside.open("wb") as file:
@@ -147,7 +148,7 @@ class Journal:
 
     def _files(self) -> list[tuple[int, Path]]:
         """The files of this rank by step."""
-        suffix = self._path(0).name.removeprefix("completions_00000")
+        suffix = self.path_of(0).name.removeprefix("completions_00000")
         paths = self.folder.glob(f"completions_*{suffix}")
         numbers = ((path.name.removeprefix("completions_").removesuffix(suffix), path) for path in paths)
         return sorted((int(number), path) for number, path in numbers if number.isdecimal())

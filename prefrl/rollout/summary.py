@@ -1,4 +1,4 @@
-"""Logs a batch of rollouts: metrics, a table, a Parquet file.
+"""Logs a batch of rollouts: metrics, a table.
 
 Completions are the words of a model: the terminal takes no commands from them, and no text is too long to be shown.
 """

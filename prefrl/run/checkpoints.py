@@ -83,16 +83,19 @@ class Found:
     foreign: list[str] = field(default_factory=list)  # newer ones of other runs
 
 
-def find_last(run_folder: Path, *, run: str | None) -> Found:
+def find_last(run_folder: Path, *, run: str | None, before: int | None = None) -> Found:
     """The last whole checkpoint of a run.
 
     Args:
         run_folder: The run's folder.
         run: Id of the run; None: of any run.
+        before: Only checkpoints of earlier steps; None: all.
     """
     unusable: list[str] = []
     foreign: list[str] = []
-    for _, folder in sorted(_checkpoints_in(run_folder).items(), reverse=True):
+    for step, folder in sorted(_checkpoints_in(run_folder).items(), reverse=True):
+        if before is not None and step >= before:
+            continue
         manifest = manifest_of(folder)
         if manifest is not None and run is not None and manifest.run != run:
             foreign.append(folder.name)

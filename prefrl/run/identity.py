@@ -24,6 +24,7 @@ class Identity:
     run: str  # id of the run
     # JSON values by name: "algorithm", "model", "data", "rewards", and the options that decide the updates.
     decisive: Mapping[str, Any]
+    model: str = ""  # name or path of the model that it began with; empty: an instance that has none
 
 
 def new_run_id() -> str:
@@ -40,7 +41,7 @@ def read_identity(folder: Path) -> Identity | None:
     """Read `run.json`; None if there is none that can be read."""
     try:
         values = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
-        return Identity(values["run"], dict(values["decisive"]))
+        return Identity(values["run"], dict(values["decisive"]), values["model"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

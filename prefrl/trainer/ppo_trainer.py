@@ -137,8 +137,8 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             return super()._clip_grad_norm(model)
         policy = without_critic(model.parameters(), self.critic)
         norm = self.accelerator.clip_grad_norm_(policy, self.args.max_grad_norm)
-        torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.args.max_grad_norm)
-        return norm
+        of_critic = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.args.max_grad_norm)
+        return norm + 0.0 * of_critic  # the policy's norm, but not finite if the critic's is not
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """HuggingFace's hook, called on the process that writes; the critic goes to the folder `critic`."""

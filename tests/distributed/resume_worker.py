@@ -2,19 +2,22 @@
 
 One launch runs all backends, because imports take longer than a case. Rank 0 writes `FOLDER/results.pt`. A case is
 trained and saved on the way, exported, and trained again from the saved checkpoint. A case with a checkpoint of
-another run only resumes from it.
+another run only resumes from it. `BACKEND:nan` is a training with a step that must be left out.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from prefrl import distributed
+from prefrl.types import LossOutput
 from tests.distributed.backends import enter
 from tests.distributed.cases import ADAM, ATTENTION, MOVING, TIED, Case
 from tests.distributed.worker import SECONDS_FOR_A_CASE, make, weights_of
@@ -82,6 +85,44 @@ def run(folder: Path, backend: str, name: str, checkpoint: str | None) -> dict[s
     return {**result, "resumed": weights_of(trainer), "steps": trainer.state.global_step}
 
 
+class Broken(TrainerCallback):
+    """The loss of the second step is NaN on the second rank only; notes which steps change weights."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.before: dict[str, torch.Tensor] = {}
+        self.changed: list[bool] = []
+        loss = trainer.loss
+
+        def broken(model: Any, batch: Any) -> LossOutput:
+            output = loss(model, batch)
+            is_here = trainer.state.global_step == 1 and distributed.rank() == 1
+            return LossOutput(output.total + math.nan, output.metrics) if is_here else output
+
+        trainer.loss = broken
+        trainer.add_callback(self)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        self.before = weights_of(self.trainer)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        after = weights_of(self.trainer)
+        self.changed.append(any(not torch.equal(after[name], self.before[name]) for name in after))
+
+
+def leave_out(folder: Path, backend: str) -> dict[str, Any]:
+    """Train with a step whose loss is NaN: which steps changed weights, and what is kept of that step."""
+    (folder / backend).mkdir(exist_ok=True)
+    options = {**enter(backend, folder), "max_steps": 4, "rows": 40, "on_nan": "skip"}
+    trainer = make("nan", Case("sft", ADAM, model=TIED), folder / backend, **options)
+    broken = Broken(trainer)
+    trainer.train()
+    kept = folder_of(folder, backend, "nan") / "nan-step-2"
+    return {"changed": broken.changed, "kept": sorted(path.name for path in kept.iterdir())}
+
+
 def main(folder: Path, jobs: list[str]) -> None:
     """Run the jobs one after another."""
     results = {}
@@ -90,6 +131,9 @@ def main(folder: Path, jobs: list[str]) -> None:
         print(f"job {job}", file=sys.stderr, flush=True)
         leave_modules_uncollected()
         backend, name, *checkpoint = job.split(":", 2)
+        if name == "nan":
+            results[job] = leave_out(folder, backend)
+            continue
         results[job] = run(folder, backend, name, checkpoint[0] if checkpoint else None)
     faulthandler.cancel_dump_traceback_later()
     if distributed.is_main():

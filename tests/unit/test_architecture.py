@@ -22,6 +22,7 @@ from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import RewardArguments, ScriptArguments
 from prefrl.scripts.parser import CommandParser
+from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.resumable import ResumableTrainer
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
@@ -44,6 +45,7 @@ HOOKS = {
     "_build_accelerator_args": ["kwargs"],
     "_clip_grad_norm": ["model"],
     "_load_best_model": [],
+    "_get_grad_norm": ["model", "grad_norm"],
     "_get_output_dir": ["trial"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
     "_prepare_inputs": ["inputs"],
@@ -126,7 +128,8 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     trainer = row.load_trainer()
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
-    assert _bases(BaseTrainer) == [ResumableTrainer]
+    assert _bases(BaseTrainer) == [GuardedTrainer]
+    assert _bases(GuardedTrainer) == [ResumableTrainer]
     assert _bases(ResumableTrainer) == [Trainer]
     assert trainer.algorithm == row.name
     assert len(inspect.getsource(trainer).splitlines()) <= MAX_LEAF_LINES
@@ -213,13 +216,8 @@ def test_hooks_of_the_huggingface_loop_have_the_signature_that_was_read(name: st
 
 
 def test_every_overridden_hook_is_pinned() -> None:
-    classes = [
-        ResumableTrainer,
-        BaseTrainer,
-        OfflineTrainer,
-        OnlineTrainer,
-        *(row.load_trainer() for row in REGISTRY.values()),
-    ]
+    bases = [ResumableTrainer, GuardedTrainer, BaseTrainer, OfflineTrainer, OnlineTrainer]
+    classes = [*bases, *(row.load_trainer() for row in REGISTRY.values())]
     overridden = {
         name
         for cls in classes

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 from transformers import TrainingArguments
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
-from prefrl.options.fields import check_fields, check_no_effect, opt, parse_json
+from prefrl.options.fields import check_bounds, check_fields, check_no_effect, check_unset, opt, parse_json
 from prefrl.options.types import check_types
 from prefrl.printable import masked
 from prefrl.trainer.base.flat_names import FlatName, fill_places
@@ -29,6 +30,20 @@ TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
     "keep_start": "right",
     "keep_end": "left",
     "error": "error",
+}
+
+# What HuggingFace's options must be, which it does not check.
+_BOUNDS: dict[str, Any] = {
+    "num_train_epochs": Annotated[float, Gt(0)],
+    "per_device_train_batch_size": Annotated[int, Ge(1)],
+    "per_device_eval_batch_size": Annotated[int, Ge(1)],
+    "gradient_accumulation_steps": Annotated[int, Ge(1)],
+    "learning_rate": Annotated[float, Ge(0), Lt(math.inf)],
+    "weight_decay": Annotated[float, Ge(0), Lt(math.inf)],
+    "max_grad_norm": Annotated[float, Ge(0)],
+    "adam_beta1": Annotated[float, Ge(0), Lt(1)],
+    "adam_beta2": Annotated[float, Ge(0), Lt(1)],
+    "adam_epsilon": Annotated[float, Ge(0), Lt(math.inf)],
 }
 
 
@@ -56,6 +71,8 @@ class BaseConfig(TrainingArguments):
         "allow_resume_changes",
         "save_in_background",
         "max_train_time",
+        "on_nan",
+        "nan_patience",
     )
 
     logging_steps: float = opt(10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.")
@@ -126,10 +143,19 @@ class BaseConfig(TrainingArguments):
         "Seconds after which training saves a checkpoint and the process ends with exit code 75, so that the next job "
         "can resume; checked after each step. None: no limit.",
     )
+    on_nan: Literal["stop", "skip"] = opt(
+        "stop",
+        "What to do if the loss or the gradient norm of a step is NaN or infinite. The step is never applied; stop: "
+        "training ends with an error, skip: it goes on with the next step.",
+    )
+    nan_patience: Annotated[int, Ge(1)] = opt(
+        3, "With on_nan='skip': training ends with an error after this many skipped steps in a row."
+    )
 
     def __post_init__(self, *flat_values: Any) -> None:
         fill_places(self, flat_values, self.flat_names)
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
+        self._check_numbers()
         self._set_both_names()
         super().__post_init__()
         self.validate()
@@ -150,6 +176,16 @@ class BaseConfig(TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         """HuggingFace's method, whose result goes to trackers: all options, with secrets masked at any depth."""
         return cast("dict[str, Any]", masked(super().to_dict()))
+
+    def _check_numbers(self) -> None:
+        """Check HuggingFace's numbers, before its __post_init__ and ours calculate with them."""
+        for name, bounds in _BOUNDS.items():
+            check_bounds(name, getattr(self, name), bounds)
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ConfigError(
+                f"max_steps={self.max_steps}: must be at least 1, or -1, which trains for num_train_epochs. To train "
+                "nothing, do not call train()."
+            )
 
     def _set_both_names(self) -> None:
         """Give activation checkpointing one value under its name and its old one: HuggingFace's loop reads either."""
@@ -192,6 +228,13 @@ class BaseConfig(TrainingArguments):
                 "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of "
                 "them to False."
             )
+        if self.fp16 and self.device.type == "cpu":
+            raise ConfigError(
+                "fp16=True on the CPU: float16 is for GPUs, and has no effect here. Set bf16=True, or neither."
+            )
+        if self.on_nan == "stop":
+            because = "on_nan='stop': the first step ends training"
+            check_unset(self, "nan_patience", because=because, remedy="Set on_nan='skip'.")
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size=True is not supported; set max_tokens_per_micro_batch instead")
         if self.neftune_noise_alpha is not None:

@@ -60,7 +60,8 @@ class ResumableTrainer(Trainer):
         """What decides the updates of this training, JSON values by name."""
 
     def _identity(self) -> Identity:
-        return Identity(run=self.run_folder.run, decisive=self.decisive())
+        model = getattr(distributed.unwrap(self.model).config, "name_or_path", "")
+        return Identity(run=self.run_folder.run, decisive=self.decisive(), model=model)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Run HuggingFace's training loop.

@@ -29,6 +29,7 @@ class Step(Protocol):
     """The item that HuggingFace's loop passes to `training_step`."""
 
     micro_batches: list[TokenBatch]  # those that are known so far, or have run
+    num_items: float  # what their sums are divided by, known when they have run
 
     def run(self, model: nn.Module, micro_step: MicroStep, num_items: Tensor | float | None) -> Tensor:
         """Run all micro-batches and return the loss of the step on this rank."""
@@ -40,9 +41,11 @@ class SyncStep:
     """A `Step` whose micro-batches are all known when it begins; with none, it is an empty item."""
 
     micro_batches: list[TokenBatch] = field(default_factory=list)
+    num_items: float = 1.0
 
     def run(self, model: nn.Module, micro_step: MicroStep, num_items: Tensor | float | None) -> Tensor:
         """Run the micro-batches one after another."""
+        self.num_items = max(float(num_items or 0.0), 1.0)
         total = torch.zeros(())
         for i, batch in enumerate(self.micro_batches):
             total = total + micro_step(model, batch, num_items, is_last=i + 1 == len(self.micro_batches))

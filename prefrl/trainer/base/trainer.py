@@ -25,12 +25,12 @@ from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
+from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
 from prefrl.trainer.base.reference_file import load_reference, save_reference
 from prefrl.trainer.base.references import kept_reference
-from prefrl.trainer.base.resumable import ResumableTrainer
 from prefrl.trainer.base.run_identity import data_fingerprint, decisive_options, model_fingerprint
 from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
@@ -60,7 +60,7 @@ Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRS
 Ready = TypeVar("Ready", bound=TokenBatch)
 
 
-class BaseTrainer(ResumableTrainer, Generic[Ready]):
+class BaseTrainer(GuardedTrainer, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
     A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
@@ -250,6 +250,7 @@ class BaseTrainer(ResumableTrainer, Generic[Ready]):
     ) -> Tensor:
         """Forward and backward pass of all micro-batches of the step; the last one synchronizes gradients."""
         loss = inputs.run(model, self._micro_step, num_items_in_batch).to(self.args.device)
+        self._step = inputs, loss
         if inputs.micro_batches:
             self.account.switch("optimizer")
         return loss
@@ -290,8 +291,10 @@ class BaseTrainer(ResumableTrainer, Generic[Ready]):
             with self._saved_activations():
                 output = self.loss(model, inputs)
         merge(self.metrics["train"], output.metrics)
+        # A loss that is not finite shows in the gradients, too: DeepSpeed updates before anybody can look at the loss.
+        total = output.total * (1.0 + 0.0 * output.total.detach())
         # Data-parallel backends average gradients over ranks, but items are counted over all of them.
-        return output.total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
+        return total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
 
     def _saved_activations(self) -> AbstractContextManager[None]:
         """Context of a forward pass that stores its activations on the host if `activation_offloading` is set."""
@@ -439,13 +442,17 @@ class BaseTrainer(ResumableTrainer, Generic[Ready]):
         is_checkpoint = _internal_call and output_dir is not None  # HuggingFace passes a folder only for checkpoints
         folder = output_dir or self.args.output_dir
         if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
-            state = whole_state(self.policy, keep=self.args.should_save)
-            if self.args.should_save:
-                self._save(folder, state)
+            self.write_model(Path(folder))
         if self.args.should_save:
             self._write_card(Path(folder))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def write_model(self, folder: Path) -> None:
+        """See `GuardedTrainer`."""
+        state = whole_state(self.policy, keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(str(folder), state)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """HuggingFace's hook. Arguments are saved as JSON without secrets, not as a pickle with them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,8 +44,9 @@ class RunningMean:
         total, count = torch.stack(self._pending).double().sum(0).tolist() if self._pending else (0.0, 0.0)
         self._pending = []
         total, count = distributed.sum_over_ranks([total, count], self._device)
-        self._total += total
-        self._count += count
+        if math.isfinite(total):  # otherwise, the step was not applied
+            self._total += total
+            self._count += count
 
     def save(self, path: Path, *, writes: bool) -> None:
         """Write the state, including recorded values. All ranks must call it; they all have the same state."""

@@ -39,6 +39,7 @@ class OverlapStep:
     idle: IdleBatch
     accelerator: Any
     micro_batches: list[TokenBatch] = field(default_factory=list)
+    num_items: float = 1.0
 
     def run(self, model: nn.Module, micro_step: MicroStep, num_items: Tensor | float | None) -> Tensor:
         """Run forward and backward passes of each group once its completions are there; `num_items` is ignored."""
@@ -52,9 +53,9 @@ class OverlapStep:
                 total += micro_step(model, batch, 1.0, is_last=False)
             self.micro_batches += minibatch.micro_batches
         (count,) = distributed.sum_over_ranks([own_items], device)
-        divisor = max(count, 1.0)
-        with distributed.divided_update(self.accelerator, model, divisor):
+        self.num_items = max(count, 1.0)
+        with distributed.divided_update(self.accelerator, model, self.num_items):
             # No rank knows which of its groups comes last, so a pass without a loss synchronizes the gradients.
             if distributed.world_size() > 1 or distributed.updates_in_backward(self.accelerator):
                 micro_step(model, self.idle, 1.0, is_last=True)
-        return total / divisor
+        return total / self.num_items

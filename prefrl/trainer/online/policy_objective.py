@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -260,6 +261,8 @@ class PolicyObjective:
         observed = self._observed.tolist()
         self._observed = torch.zeros(5, dtype=torch.float64)
         kl, kl_tokens, rows, entropy, entropy_tokens = distributed.sum_over_ranks(observed, device)
+        if not math.isfinite(kl + entropy):  # the step will not be applied
+            return
         if self.adaptive_kl is not None and kl_tokens:
             self.adaptive_kl.update(kl / kl_tokens, num_completions=int(rows))
         if self.adaptive_entropy is not None and entropy_tokens:

@@ -79,6 +79,15 @@ SFT_RULES = [
     pytest.param({"forward_plan": "dense"}, "forward_plan='dense': must be one of 'auto'", id="plan"),
     pytest.param({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported", id="auto batch"),
     pytest.param({"include_num_input_tokens_seen": "all"}, "Read num_tokens", id="tokens seen"),
+    pytest.param({"max_steps": 0}, "max_steps=0: must be at least 1, or -1", id="no step"),
+    pytest.param({"num_train_epochs": 0}, "num_train_epochs=0: must be a number > 0", id="no epoch"),
+    pytest.param({"learning_rate": -1e-5}, "learning_rate=-1e-05: must be a number >= 0", id="learning rate"),
+    pytest.param({"learning_rate": float("nan")}, "learning_rate=nan: must be a number", id="learning rate nan"),
+    pytest.param({"weight_decay": float("inf")}, "weight_decay=inf: must be a number", id="weight decay"),
+    pytest.param({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: must be", id="no row"),
+    pytest.param({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: must be", id="accumulation"),
+    pytest.param({"fp16": True}, "fp16=True on the CPU: .* Set bf16=True", id="half precision on the CPU"),
+    pytest.param({"nan_patience": 2}, "nan_patience=2 has no effect because on_nan='stop'", id="nan"),
 ]
 DPO_RULES = [
     pytest.param({"loss_type": ["sft", "exo_pair"]}, "label_smoothing=0.0: exo_pair needs 0 < label", id="exo"),

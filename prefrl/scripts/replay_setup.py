@@ -1,0 +1,60 @@
+"""What the replays of a run and of a single step have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prefrl.errors import ConfigError
+from prefrl.registry import REGISTRY
+
+__all__ = ["config_of", "never"]
+
+# What a replay does in another way than the run: it writes nothing, asks nobody, runs in one process, and goes on
+# where the run would have stopped. None of it decides the updates.
+_OTHERWISE: dict[str, Any] = {
+    "report_to": "none",
+    "push_to_hub": False,
+    "hub_token": None,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "load_best_model_at_end": False,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "resume_from_checkpoint": None,
+    "allow_resume_changes": None,
+    "save_in_background": False,
+    "max_train_time": None,
+    "on_nan": "skip",
+    "nan_patience": 1_000_000,
+    "deepspeed": None,
+    "fsdp": None,
+    "fsdp_config": None,
+    "parallelism_config": None,
+    "log_completions": False,
+    "num_completions_to_print": None,
+    "journal_keep": 0,
+}
+
+
+def config_of(folder: Path, algorithm: str, scratch: str) -> Any:
+    """The config that a run has left in a folder, changed to what a replay does in another way."""
+    values = json.loads((folder / "training_args.json").read_text(encoding="utf-8"))
+    config_class = REGISTRY[algorithm].load_config()
+    names = {field.name for field in dataclasses.fields(config_class) if field.init}
+    values |= {**_OTHERWISE, "output_dir": scratch}
+    return config_class(**{name: value for name, value in values.items() if name in names})
+
+
+def never(name: str) -> Callable[..., NoReturn]:
+    """A reward with this name that must not be called: the rewards are in the journal."""
+
+    def reward(completions: list[Any], **_: Any) -> NoReturn:
+        raise ConfigError(f"the reward {name!r} was called, but a replay reads rewards from the journal")
+
+    reward.__name__ = name
+    return reward

@@ -1,0 +1,152 @@
+"""`prefrl replay`: past steps are computed again, bit by bit, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+
+from prefrl.errors import NonFiniteError
+from prefrl.scripts.main import main
+from tests.assets import tiny_tokenizer
+from tests.contract.cases import make_trainer, model_of, stopping_model
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2}
+# Saved in the middle of rollouts that are visited twice; the reference is the model that the run began with.
+REUSE: dict[str, Any] = {"num_iterations": 2, "beta": 0.1, "reward_weights": [2.0, 1.0]}
+# Metrics are named after the rewards, which must be in their order.
+BALANCED = {"reward_balance": "gradnorm"}
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def ends_early(completions: list[str], **_: Any) -> list[float]:
+    return [1.0 / (1 + len(text)) for text in completions]
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "reuse": ("grpo", {**REUSE, **BALANCED, "reward": [length, ends_early]}),
+    "adapter": ("grpo", {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1}),
+    "critic": ("ppo", {"critic_learning_rate": 1e-2}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    stopping_model().save_pretrained(folder)
+    return str(folder)
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_of_an_online_run_is_the_same_bit_by_bit(
+    case: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    algorithm, options = CASES[case]
+    trainer = make_trainer(algorithm, tmp_path, **{**SAVING, **ADAM, **options}, model=model)
+    trainer.train()
+    before = files_of(tmp_path)
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path), "--step", "5"]) == 0
+    assert files_of(tmp_path) == before
+    shown = capsys.readouterr().out
+    (entry,) = [entry for entry in trainer.state.log_history if entry["step"] == 5 and "loss" in entry]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
+    pairs = [cells[1:] for cells in rows if len(cells) == 3 and cells[1]]
+    assert [repr(entry["loss"])] * 2 in pairs
+    # Only how many steps were skipped is not logged by a run that stops at the first.
+    assert [again for again, then in pairs if again != then] == ["0.0"]
+    assert "before step 5" in shown
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of GRPO without a reference, of a model without a name."""
+    folder = tmp_path_factory.mktemp("run")
+    make_trainer("grpo", folder, **SAVING, journal_keep=1, beta=0.0).train()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "0"], "step=0: must be the number of a step, 1 or more"),
+        ([], "step=None: must be the number of a step"),
+        (["--step", "3"], "step=3: .* has no whole checkpoint of an earlier step"),
+        (["--step", "7"], "step=7: the run has 6 steps"),
+        (["--step", "4"], "generation batch 3, which step 4 learns from first, is not in the journal"),
+    ],
+)
+def test_a_step_that_cannot_be_computed_is_refused(
+    arguments: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "completions" / "completions_00003.parquet").unlink(missing_ok=True)
+    capsys.readouterr()
+    assert main(["replay", str(run), *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert re.search(message, errors), errors
+
+
+def test_folders_that_hold_too_little_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path), "--step", "1"]) == 2
+    assert "has no run.json" in capsys.readouterr().err
+    make_trainer("sft", tmp_path / "sft", **SAVING).train()
+    assert main(["replay", str(tmp_path / "sft"), "--step", "4"]) == 2
+    assert "sft learns from a dataset, which the folder does not hold" in capsys.readouterr().err
+    make_trainer("grpo", tmp_path / "grpo", **SAVING).train()  # beta > 0
+    assert main(["replay", str(tmp_path / "grpo"), "--step", "4"]) == 2
+    assert "was given as an instance without a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dpo", "reward"])
+def test_a_step_that_was_kept_is_computed_with_the_weights_before_it(
+    algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = make_trainer(algorithm, tmp_path / "whole", max_steps=2)
+    whole.train()
+    broken: Any = make_trainer(algorithm, tmp_path / "broken", max_steps=2)
+    loss = broken.loss
+
+    def nan(model: Any, batch: Any) -> Any:
+        output = loss(model, batch)
+        factor = math.nan if broken.state.global_step == 1 else 1.0
+        return type(output)(output.total * factor, output.metrics)
+
+    broken.loss = nan
+    with pytest.raises(NonFiniteError):
+        broken.train()
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path / "broken" / "nan-step-2")]) == 0
+    shown = capsys.readouterr().out
+    entry = [entry for entry in whole.state.log_history if "loss" in entry][1]
+    assert f" {entry['loss']:.9g} " in shown
+    assert f" {entry['grad_norm']:.9g} " in shown or algorithm == "ppo"  # logged of the policy alone
+    assert "Every loss and every gradient is finite here." in shown
+
+
+def test_the_first_row_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of("sft")
+    token = tiny_tokenizer().convert_tokens_to_ids("W")  # in two of the eight prompts
+    model.get_input_embeddings().weight.data[token] = math.nan
+    trainer = make_trainer("sft", tmp_path, model=model, freeze=["embed_tokens"], max_steps=3)
+    with pytest.raises(NonFiniteError):
+        trainer.train()
+    (kept,) = tmp_path.glob("nan-step-*")
+    capsys.readouterr()
+    assert main(["replay", str(kept)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Process 0, micro-batch 0: the loss of rows [" in shown
+    assert "alone is nan: prompt 'What is 23 + 4?" in shown
+    assert main(["replay", str(kept), "--step", "1"]) == 2
+    assert "step=1 has no effect" in capsys.readouterr().err
