@@ -21,7 +21,8 @@ PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(B
 GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
-.PHONY: demo test test-floors check vllm bench bench-growth bench-server gpu lint types imports unit demo-gain clean help
+# `tests` is a folder, too.
+.PHONY: demo test tests test-floors check vllm bench bench-growth bench-server gpu lint types imports unit demo-gain clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -38,9 +39,12 @@ help:
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
 
-# pytest comes last, so that its summary ends the log. Tests with servers share one worker: a server takes 3 GB.
+# pytest ends last, so that its summary ends the log. Tests with servers share one worker: a server takes 3 GB.
 test:
-	$(MAKE) -j 2 lint types imports demo-gain $(VLLM_VENV)/.ready
+	$(MAKE) -j 2 lint types imports $(VLLM_VENV)/.ready
+	$(MAKE) -j 2 tests demo-gain
+
+tests: $(VENV)/.dev $(VLLM_VENV)/.ready
 	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
 
 test-floors: $(FLOORS_VENV)/.ready

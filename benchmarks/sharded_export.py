@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from prefrl import distributed
-from prefrl.generation.weights import wire
+from prefrl.generation.weights import process_group, wire
 from prefrl.models.export import PolicyWeights
 from tests.assets import tiny_model
 from tests.contract.cases import make_trainer
@@ -108,7 +108,7 @@ def look_at(weights: PolicyWeights) -> None:
 
 def send(weights: PolicyWeights) -> None:
     """Pack the weights as for a server that takes everything at once."""
-    for _ in wire.messages(weights, device=wire.HOST_DEVICE):
+    for _ in wire.messages(weights, device=process_group.HOST_DEVICE, key=wire.new_key()):
         pass
 
 

@@ -1,5 +1,7 @@
 """Every error that prefrl raises on purpose. Users can catch `PrefrlError`."""
 
+from prefrl.printable import printable, without_secrets
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -13,7 +15,13 @@ __all__ = [
 
 
 class PrefrlError(Exception):
-    """Base class of all errors that prefrl raises on purpose."""
+    """Base class of all errors that prefrl raises on purpose.
+
+    Messages quote options, data and servers, so secrets in them are masked and control characters are escaped.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(without_secrets(message)))
 
 
 class ConfigError(PrefrlError, ValueError):

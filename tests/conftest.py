@@ -16,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Before datasets is imported: nothing that an earlier run left in the cache is read.
 _CACHE = tempfile.TemporaryDirectory(prefix="prefrl-tests-")
 os.environ["HF_DATASETS_CACHE"] = _CACHE.name
+os.environ["XDG_CONFIG_HOME"] = _CACHE.name  # the key of this user's servers is none of the tests'
 
 with contextlib.suppress(ImportError):  # `make gpu` runs where it may be missing
     from hypothesis import settings

@@ -1,4 +1,4 @@
-"""HTTP requests with deadlines. They run on a separate thread, and no request waits beyond its deadline."""
+"""HTTP requests, each with a deadline and a limit for its answer. They run on a separate thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from json import loads
 from typing import Any, TypeVar
+
+from prefrl.printable import printable
 
 try:  # installed with huggingface_hub: httpx2 from its version 2 on, httpx before
     import httpx2 as httpx
@@ -21,10 +24,14 @@ _NOT_THERE = frozenset({429, 502, 503, 504})
 # A host that is down does not refuse connections: it does not answer at all.
 _CONNECT_SECONDS = 10.0
 _SHOWN_CHARACTERS = 2000
+_ANSWER_BYTES = 2**20
 
 
 class HttpError(Exception):
-    """A request failed; the message names the request and its URL."""
+    """A request failed; the message names the request and its URL, and its control characters are escaped."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, max_characters=_SHOWN_CHARACTERS))
 
 
 class Unreachable(HttpError):
@@ -76,15 +83,24 @@ class Http:
         """Whether requests carry a key."""
         return bool(self._key)
 
-    def request(self, method: str, url: str, *, timeout: float, json: Any = None, with_key: bool = True) -> Any:
+    def request(self, method: str, url: str, **options: Any) -> Any:
         """Send a request and wait for its JSON answer, or None if the answer has no body; see `send`."""
-        return self.submit(self.send(method, url, timeout=timeout, json=json, with_key=with_key)).result()
+        return self.submit(self.send(method, url, **options)).result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the request thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def send(self, method: str, url: str, *, timeout: float, json: Any = None, with_key: bool = True) -> Any:
+    async def send(
+        self,
+        method: str,
+        url: str,
+        *,
+        timeout: float,
+        json: Any = None,
+        with_key: bool = True,
+        max_bytes: int = _ANSWER_BYTES,
+    ) -> Any:
         """Send one request and read its whole answer.
 
         Args:
@@ -93,6 +109,7 @@ class Http:
             timeout: Seconds from now to the last byte of the answer.
             json: The request body.
             with_key: Whether to send the key.
+            max_bytes: The most bytes that the body of the answer may have. Reading stops there.
 
         Returns:
             The JSON of the answer, or None if it has no body.
@@ -100,29 +117,32 @@ class Http:
         Raises:
             Unreachable: The server is not reachable.
             Overdue: The answer was not complete in time.
-            Refused: The server answered with an error, or with a body that is not JSON.
+            Refused: The server answered with an error, with too many bytes, or with a body that is not JSON.
         """
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key and with_key else {}
+        headers = {"Accept-Encoding": "identity"}
+        if self._key and with_key:
+            headers["Authorization"] = f"Bearer {self._key}"
         what = f"{method} {url}"
         try:
-            async with asyncio.timeout(timeout):
-                answer = await self._client.request(method, url, json=json, headers=headers)
+            async with (
+                asyncio.timeout(timeout),
+                self._client.stream(method, url, json=json, headers=headers) as answer,
+            ):
+                status, body = answer.status_code, await _body(answer, what, max_bytes)
         except TimeoutError as error:
             raise Overdue(f"{what}: no complete answer within {timeout:g} s") from error
         except (httpx.TransportError, OSError) as error:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
-        if answer.status_code in _NOT_THERE:
-            raise Unreachable(f"{what}: answered {answer.status_code}: {answer.text[:_SHOWN_CHARACTERS]}")
-        if answer.status_code != 200:
-            message = f"{what}: answered {answer.status_code}: {_reason(answer)[:_SHOWN_CHARACTERS]}"
-            raise Refused(message, status=answer.status_code)
-        if not answer.content:
+        if status in _NOT_THERE:
+            raise Unreachable(f"{what}: answered {status}: {_text(body)}")
+        if status != 200:
+            raise Refused(f"{what}: answered {status}: {_reason(body)}", status=status)
+        if not body:
             return None
         try:
-            return answer.json()
-        except ValueError as error:
-            message = f"{what}: the answer is not JSON: {answer.text[:_SHOWN_CHARACTERS]!r}"
-            raise Refused(message, status=answer.status_code) from error
+            return loads(body)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"{what}: the answer is not JSON: {_text(body)!r}", status=status) from error
 
     def close(self) -> None:
         """Cancel pending requests and stop the thread."""
@@ -141,11 +161,28 @@ class Http:
         await self._client.aclose()
 
 
-def _reason(answer: Any) -> str:
-    """The message of a vLLM error, or the whole text."""
+async def _body(answer: Any, what: str, max_bytes: int) -> bytes:
+    """The body of an answer, as it was sent."""
+    encoding = answer.headers.get("content-encoding", "identity")
+    if encoding != "identity":  # nothing else was asked for, and a few bytes could decompress to gigabytes
+        raise Refused(f"{what}: the answer is compressed ({encoding!r})", status=answer.status_code)
+    body = bytearray()
+    async for part in answer.aiter_raw():
+        body += part
+        if len(body) > max_bytes:
+            raise Refused(f"{what}: the answer has more than {max_bytes} bytes", status=answer.status_code)
+    return bytes(body)
+
+
+def _text(body: bytes) -> str:
+    return body[:_SHOWN_CHARACTERS].decode(errors="replace")
+
+
+def _reason(body: bytes) -> str:
+    """The message of a vLLM error, or the text."""
     try:
-        body = answer.json()
-    except ValueError:
-        return str(answer.text)
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+        answer = loads(body)
+        error = answer.get("error", answer) if isinstance(answer, dict) else answer
+        return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    except (ValueError, RecursionError):
+        return _text(body)

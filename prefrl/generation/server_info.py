@@ -14,7 +14,7 @@ __all__ = ["INFO_PATH", "PROTOCOL", "ServerInfo", "vocabulary_fingerprint"]
 
 INFO_PATH = "/prefrl/info"
 # Increased when a server and a trainer of different releases can no longer work together.
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ServerInfo:
         names = {field.name for field in fields(cls)}
         if not isinstance(answer, dict) or answer.get("protocol") != PROTOCOL or not names <= answer.keys():
             raise GenerationError(
-                f"{url}{INFO_PATH} answered {str(answer)[:200]}: this server was not started with `prefrl vllm-serve` "
+                f"{url}{INFO_PATH} answered {answer!r:.200}: this server was not started with `prefrl vllm-serve` "
                 f"of a compatible version (protocol {PROTOCOL}). Start it with the trainer's version of prefrl."
             )
         return cls(**{name: answer[name] for name in names})

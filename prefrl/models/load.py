@@ -22,6 +22,7 @@ from prefrl.distributed import is_main, shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.seeding import seeded
+from prefrl.options.remote_code import unpinned_code
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -249,6 +250,9 @@ def _loaded(
             raise ConfigError("quantization_config is given twice: remove it from model_init_kwargs")
         given["quantization_config"] = quantization_config
     if isinstance(model, (str, os.PathLike)):
+        warning = unpinned_code(model, given.get("revision")) if given.get("trust_remote_code") else None
+        if warning is not None and is_main():
+            logger.warning(warning)
         return _from_pretrained(kind, model, given, seed)
     if not (is_peft_model(model) or isinstance(model, PreTrainedModel)):
         raise ConfigError(f"model={model!r}: must be a name, a path, a PreTrainedModel or a PeftModel")

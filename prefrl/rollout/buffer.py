@@ -96,10 +96,10 @@ class RolloutBuffer(Generic[Ready]):
         state = {"position": self.position if layout else 0, "num_iterations": self.num_iterations}
         save_file(tensors, path, metadata={"layout": json.dumps(layout), "state": json.dumps(state)})
 
-    def load_dealt(
+    def load_share(
         self, paths: Sequence[Path], *, cut: Callable[[Ready], list[Ready]], rank: int, world_size: int
     ) -> None:
-        """Read the files of a run with another number of ranks, and keep this rank's share.
+        """Read this rank's file; of a run with another number of ranks, read all files and keep this rank's share.
 
         A sum over the rows of a minibatch does not depend on how they are distributed, so the update is the same up to
         rounding. Log-probs and advantages are read from the files.
@@ -113,6 +113,9 @@ class RolloutBuffer(Generic[Ready]):
         Raises:
             DataError: See `load`.
         """
+        if len(paths) == world_size:
+            self.load(paths[rank])
+            return
         parts = []
         for path in paths:
             self.load(path)

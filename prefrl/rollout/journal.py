@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefrl import distributed
-from prefrl.errors import CheckpointError
+from prefrl.errors import CheckpointError, ConfigError
 from prefrl.metrics import from_json, to_json
 from prefrl.rollout.collect import Collected
+from prefrl.rollout.summary import as_text
 from prefrl.run.seal import sync_folder
 from prefrl.types import Completion, Rollout, Turn
 
@@ -45,7 +46,8 @@ class Entry:
 class Journal:
     """The generation batches of a run, one file for each and each rank.
 
-    A file is written under another name, synced and renamed, so a batch is in the journal whole or not at all.
+    A file is written under another name, synced and renamed, so a batch is in the journal whole or not at all. Only
+    this user can read the folder.
 
     Args:
         folder: Where the files are.
@@ -130,9 +132,13 @@ class Journal:
         return path.exists() and _identity(pq.read_schema(path)) == (self._run, generation)
 
     def _write(self, entry: Entry) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.folder.is_symlink():
+            raise ConfigError(f"{self.folder} is a symbolic link: its target is not written to. Remove it.")
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         path = self.path_of(entry.step)
         aside = path.with_suffix(".part")
+        aside.unlink(missing_ok=True)  # it could be a link
         with aside.open("wb") as file:
             pq.write_table(_table(entry), file)
             file.flush()
@@ -181,11 +187,11 @@ def _table(entry: Entry) -> pa.Table:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """Values of one type, or their JSON if they have several."""
+    """Values that have no common type are written as text."""
     try:
         return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError):
-        return pa.array([json.dumps(value, default=str) for value in values])
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError):
+        return pa.array([None if value is None else _utf8(str(value)) for value in values])
 
 
 def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator[dict[str, Any]]:
@@ -196,8 +202,8 @@ def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator
             "group": rollout.group,
             "rollout": number,
             "turn": i,
-            "prompt": as_text(rollout.prompt),
-            "completion": as_text(rollout.text),
+            "prompt": _utf8(as_text(rollout.prompt)),
+            "completion": _utf8(as_text(rollout.text)),
             "prompt_ids": turn.sent_ids,
             "completion_ids": completion.token_ids,
             "logprobs": completion.logprobs,
@@ -268,8 +274,6 @@ def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str]) -> Rol
     )
 
 
-def as_text(value: Any) -> str:
-    """A prompt or completion, text or messages, as one text."""
-    if isinstance(value, str):
-        return value
-    return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+def _utf8(text: str) -> str:
+    r"""The text, with a surrogate that stands alone, which no file can contain, as `\ud800`."""
+    return text.encode("utf-8", "backslashreplace").decode()

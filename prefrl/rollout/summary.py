@@ -1,19 +1,29 @@
-"""Logs a batch of rollouts: metrics, a table."""
+"""Logs a batch of rollouts: metrics, a table.
+
+Completions are the words of a model: the terminal takes no commands from them, and no text is too long to be shown.
+"""
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from prefrl.metrics import Max, Mean, Metric, Min, Std
+from prefrl.printable import printable
 from prefrl.types import Rollout
 
-__all__ = ["print_table", "rollout_metrics", "staleness"]
+__all__ = ["as_text", "log_completions", "print_table", "rollout_metrics", "staleness"]
+
+logger = logging.getLogger(__name__)
+
+# The most of a prompt or a completion that a cell of the printed table shows. The file has all of it.
+_CELL_CHARACTERS, _CELL_LINES = 4000, 100
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -67,14 +77,30 @@ def _group_deviations(rollouts: Sequence[Rollout]) -> list[float]:
     return [statistics.stdev(group) if len(group) > 1 else 0.0 for group in totals.values()]
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A prompt or completion, text or messages, as one text."""
     if isinstance(value, str):
         return value
     return "\n".join(f"{message['role']}: {message['content']}" for message in value)
 
 
+def log_completions(rollouts: Sequence[Rollout], *, step: int, limit: int | None) -> None:
+    """Print the table. If that fails, it is a warning: it must not end the training.
+
+    Args:
+        rollouts: The rollouts of all ranks, in order.
+        step: The optimizer step that is about to learn from them.
+        limit: Number of rows of the table; None: all.
+    """
+    try:
+        print_table(rollouts, step=step, limit=limit, console=Console())
+    except Exception as error:
+        reason = printable(f"{type(error).__name__}: {error}", max_characters=1000)
+        logger.warning(f"The completions of step {step} could not be printed: {reason}")
+
+
 def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, console: Console) -> None:
-    """Print a table of prompts, completions, rewards and advantages.
+    """Print a table of prompts, completions, rewards and advantages. Long texts are cut off.
 
     Args:
         rollouts: The rollouts, in order.
@@ -87,11 +113,13 @@ def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, co
     for column in ("Prompt", "Completion"):
         table.add_column(column, overflow="fold")
     for column in (*names, "Advantage"):
-        table.add_column(column, justify="right")
+        table.add_column(Text(printable(column)), justify="right")
     for rollout in rollouts[:limit]:
         values = [rollout.rewards[name] for name in names]
         shown = ["-" if value is None else f"{value:.2f}" for value in values]
-        table.add_row(
-            escape(_as_text(rollout.prompt)), escape(_as_text(rollout.text)), *shown, f"{rollout.advantage:.2f}"
-        )
+        texts = [
+            Text(printable(as_text(value), max_characters=_CELL_CHARACTERS, max_lines=_CELL_LINES))
+            for value in (rollout.prompt, rollout.text)
+        ]
+        table.add_row(*texts, *shown, f"{rollout.advantage:.2f}")
     console.print(table)

@@ -17,7 +17,7 @@ import yaml
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
-from prefrl.generation.vllm.guard import KEY_VARIABLE
+from prefrl.generation.vllm.key import KEY_VARIABLE
 from prefrl.optional import is_installed
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.suggest import nearest
@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     server = None
     if options.vllm_gpus is not None:
         server = plan_server(options, argv[0], run, visible, os.environ)
-        # Without a key, any user of this machine could control the server.
+        # Unless the user has set one, a key for this run alone.
         key = {KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)}
         server.environment.update(key)
         training.environment.update(key)

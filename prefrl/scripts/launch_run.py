@@ -63,6 +63,7 @@ class _Part:
         with contextlib.ExitStack() as stack:
             if log is not None:
                 log.parent.mkdir(parents=True, exist_ok=True)
+                log.unlink(missing_ok=True)  # it could be a link
             output = None if log is None else stack.enter_context(log.open("wb"))
             self.process = subprocess.Popen(
                 program.command,

@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.generation.vllm.guard import KEY_VARIABLE
+from prefrl.generation.vllm.key import KEY_VARIABLE, check_key, key_of_user
 from prefrl.options.fields import check_fields, opt, parse_json
+from prefrl.options.remote_code import unpinned_code
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.supervisor import Supervisor
 
@@ -52,6 +53,7 @@ CONTRACT = (
 # with a seed is processed in several chunks. This also happens when a weight sync makes it process a request again.
 CPU_FLAGS = ("--no-enable-chunked-prefill",)
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # pause, resume and weight transfer
+_UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 _IS_SET = "trainers rely on the value that this command gives"
@@ -98,7 +100,7 @@ class ServeArguments:
     revision: str | None = opt(None, "Branch, tag or commit of the model on the Hub.")
     tensor_parallel_size: Annotated[int, Ge(1)] | None = opt(None, "GPUs that share each layer.")
     data_parallel_size: Annotated[int, Ge(1)] | None = opt(None, "Replicas of the model behind the one address.")
-    host: str = opt("127.0.0.1", f"Address to listen on. Any but a loopback address needs a key in {KEY_VARIABLE}.")
+    host: str = opt("127.0.0.1", f"Address to listen on. Any but a loopback address needs {KEY_VARIABLE}.")
     port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port to listen on.")
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = opt(
         None, "Share of the GPU's memory for weights, activations and the key/value cache."
@@ -143,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         "vllm-serve",
         (ServeArguments,),
         f"Serve a model for trainers, with vLLM. Options that are not listed go on to `vllm serve`. {KEY_VARIABLE} in "
-        "the environment is the key that clients must send.",
+        "the environment is the key that clients must send; by default it is in a file that only you can read.",
     )
     (options,), forwarded = parser.parse_known(argv)
     command = serve_command(options, [*_flags_of_build(), *forwarded])
@@ -152,10 +154,13 @@ def main(argv: Sequence[str]) -> int:
         print(shlex.join([*(f"{name}={value}" for name, value in added.items()), *command]))
         return 0
     _check_vllm()
+    warning = unpinned_code(options.model, options.revision) if options.trust_remote_code else None
+    if warning is not None:
+        print(f"prefrl vllm-serve: {warning}", file=sys.stderr)
     check_port(options.host, options.port)
     supervisor = Supervisor(
         command,
-        {**os.environ, **added},
+        {**os.environ, **added, KEY_VARIABLE: key_of_user(os.environ)},
         address=(_WILDCARDS.get(options.host, options.host), options.port),
         start_timeout=options.start_timeout,
         health_timeout=options.health_timeout,
@@ -203,7 +208,8 @@ def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -
         environment: Environment variables of this process.
 
     Raises:
-        ConfigError: The server would not be safe: there is no key, or a front end would not ask for it.
+        ConfigError: The server would not be safe: there is no key where others need one, it is too short, a front end
+            would not ask for it, or vLLM would unpickle what clients send.
     """
     key = environment.get(KEY_VARIABLE)
     if not key and not _is_loopback(options.host):
@@ -211,11 +217,10 @@ def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -
             f"host={options.host!r}: anyone who can reach the server could use and replace the model. Set "
             f"{KEY_VARIABLE} to a secret, here and for the trainer, or set host to '127.0.0.1'."
         )
-    if key and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(
-            f"{KEY_VARIABLE}: contains a space, a line break or a non-ASCII character, which an HTTP header cannot "
-            "contain. Set another key."
-        )
+    if key:
+        check_key(key)
+    if environment.get(_UNPICKLES, "0") != "0":
+        raise ConfigError(f"{_UNPICKLES}: vLLM would run code that clients send as pickles. Unset it.")
     if environment.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
         raise ConfigError("VLLM_USE_RUST_FRONTEND: vLLM's Rust front end does not check the key. Unset it.")
     added = _ENVIRONMENT | ({} if options.max_lora_rank is None else _LORA_ENVIRONMENT)

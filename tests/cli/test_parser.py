@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,34 @@ def test_null_and_mappings_keep_their_types(tmp_path: Path) -> None:
 def test_json_on_the_command_line_is_a_mapping(tmp_path: Path) -> None:
     _, config = parse(tmp_path, "", "--model_init_kwargs", '{"dtype": "bfloat16"}')
     assert config.model_init_kwargs == {"dtype": "bfloat16"}
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 18))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "freeze: !!python/object/apply:os.system [touch x]\n",
+            "run.yaml:3: the tag '!!python/object/apply:os.system'",
+        ),
+        ("seed: !env SEED\n", "run.yaml:3: the tag '!env' is not allowed"),
+        ("model_init_kwargs:\n  a: {b: !!binary eA==}\n", "run.yaml:4: the tag '!!binary' is not allowed"),
+        ("model_init_kwargs: " + "{a: " * 30 + "1" + "}" * 30, "run.yaml:3: must have at most 20 levels"),
+        ("freeze: " + "[" * 3000 + "]" * 3000, "must have at most 20 levels"),
+        ("freeze: &self [*self]\n", "must have at most 20 levels"),
+        (BOMB, "must have at most 10000 values, counted where an alias repeats them"),
+        ("# " + "x" * 2**18, "has more than 262144 characters"),
+        ("seed: \udcff\n", "is not YAML"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_is_more_than_plain_values_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(REQUIRED + text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        CommandParser("sft", (ScriptArguments, SFTConfig), "").parse(["--config", str(path)])
 
 
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:

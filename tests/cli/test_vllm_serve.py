@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import signal
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from prefrl.errors import ConfigError
+from prefrl.generation.vllm.key import key_of_user
+from prefrl.scripts import vllm_serve
 from prefrl.scripts.main import main
 from prefrl.scripts.vllm_serve import ServeArguments, serve_command, serve_environment
 
-KEY = "a-secret"
+KEY = "a-secret-of-more-than-32-characters"
 CONTRACT = [
     ["--enable-scale-out"],
     ["--logprobs-mode", "processed_logprobs"],
@@ -121,8 +126,37 @@ def test_the_key_is_used_and_never_printed(
     assert "--host 0.0.0.0" in captured.out
 
 
+class Recorder:
+    """Takes the place of the supervisor."""
+
+    environments: ClassVar[list[Mapping[str, str]]] = []
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
+        self.environments.append(environment)
+        self.command = command
+
+    def run(self, *, when_ready: str) -> signal.Signals:
+        assert self.environments[-1]["VLLM_API_KEY"] not in " ".join([*self.command, when_ready])
+        return signal.SIGTERM
+
+
+def test_without_the_variable_the_server_has_the_key_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(vllm_serve, "Supervisor", Recorder)
+    monkeypatch.setattr(vllm_serve, "_check_vllm", lambda: None)
+    monkeypatch.setattr(vllm_serve, "check_port", lambda *_: None)
+    assert main(["vllm-serve", "--model", "some/model", "--trust_remote_code"]) == 0
+    key = Recorder.environments[-1]["VLLM_API_KEY"]
+    assert key == key_of_user({"XDG_CONFIG_HOME": str(tmp_path)})
+    captured = capsys.readouterr()
+    assert key not in captured.out + captured.err
+    assert "trust_remote_code=True with revision=None: code from the repository of 'some/model' runs" in captured.err
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
-def test_loopback_needs_no_key(host: str) -> None:
+def test_loopback_needs_no_variable(host: str) -> None:
     assert serve_environment(ServeArguments(model="m", host=host), {}) == {"VLLM_SERVER_DEV_MODE": "1"}
 
 
@@ -135,11 +169,17 @@ def test_any_other_address_needs_a_key(host: str, environment: dict[str, str]) -
     assert "VLLM_API_KEY" not in serve_environment(options, {"VLLM_API_KEY": KEY})  # inherited, not added
 
 
-@pytest.mark.parametrize("key", ["pass word", "secret\n", "schl\u00fcssel"])
-def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(key: str) -> None:
-    with pytest.raises(ConfigError, match="Set another key") as caught:
-        serve_environment(ServeArguments(model="m"), {"VLLM_API_KEY": key})
-    assert key not in str(caught.value)
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"VLLM_API_KEY": "sesame"}, "VLLM_API_KEY: has 6 characters, but must have at least 32"),
+        ({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}, "VLLM_ALLOW_INSECURE_SERIALIZATION: vLLM would run code"),
+        ({"VLLM_USE_RUST_FRONTEND": "1"}, "does not check the key"),
+    ],
+)
+def test_an_environment_that_lets_strangers_in_is_refused(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        serve_environment(ServeArguments(model="m"), variables)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +188,6 @@ def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(key: str)
 def test_our_plugin_is_among_those_that_the_user_chose(given: str, added: str | None) -> None:
     environment = serve_environment(ServeArguments(model="m"), {"VLLM_PLUGINS": given})
     assert environment.get("VLLM_PLUGINS") == added
-
-
-def test_a_front_end_without_the_guard_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not check the key"):
-        serve_environment(ServeArguments(model="m"), {"VLLM_USE_RUST_FRONTEND": "1"})
 
 
 @pytest.mark.parametrize(

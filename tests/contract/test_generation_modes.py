@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,8 @@ import torch
 from pyarrow import parquet
 from transformers import TrainerCallback, TrainerControl
 
-from prefrl import distributed
 from prefrl.errors import RewardError
-from prefrl.rollout.collect import Collected
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.types import Completion, Rollout, Turn
 from tests.contract.cases import (
     ArrivingGenerator,
     Job,
@@ -90,21 +88,6 @@ def test_what_a_reward_logged_for_some_groups_alone_is_logged_in_overlap(tmp_pat
     assert table["asked"] == [prompt if len(prompt) > 4 else None for prompt in table["prompt"]]
     assert None in table["asked"]
     assert logged(trainer, "share") == [0.5]
-
-
-def test_columns_that_one_process_alone_logged_are_empty_for_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def collected(group: int, **columns: list[str]) -> Collected:
-        completion = Completion([5], "stop", [-1.0], [True], [0])
-        return Collected([Rollout([Turn([7], completion)], {}, group, prompt="p", text="t")], logged_columns=columns)
-
-    trainer = online(tmp_path, log_completions=True)
-    parts = [collected(0, first=["a"]), collected(1, second=["b"])]
-    monkeypatch.setattr(distributed, "gather_objects", lambda _: parts)
-    trainer._log_completions(parts[0], 0)
-    table = parquet.read_table(tmp_path / "completions" / "completions_00000.parquet").to_pydict()
-    assert (table["first"], table["second"]) == (["a", None], [None, "b"])
 
 
 def test_overlap_makes_the_same_update_on_two_processes(tmp_path: Path) -> None:
@@ -218,12 +201,18 @@ def test_a_training_that_stops_early_gives_up_what_is_under_way(tmp_path: Path) 
 
 def test_async_goes_on_after_a_resume_where_it_was(tmp_path: Path) -> None:
     options = {**ASYNC, "max_staleness": 2, "max_steps": 5}
-    trainer = online(tmp_path, **options, save_strategy="steps", save_steps=3)
-    trainer.train()
+    whole = online(tmp_path, **options, save_strategy="steps", save_steps=3)
+    whole.train()
+    checkpoint = str(tmp_path / "checkpoint-3")
     resumed = online(tmp_path, **options)
     before = weights_of(resumed.model)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed.train(resume_from_checkpoint=checkpoint)
+    for name, value in weights_of(whole.model).items():
+        assert torch.equal(value, weights_of(resumed.model)[name])  # learned from the journal
+    # What was under way, and is not in the journal, is asked for again, with the weights of the checkpoint.
+    shutil.rmtree(tmp_path / "completions")
+    resumed = online(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=checkpoint)
     assert resumed.state.global_step == 5
     assert any(not torch.equal(value, before[name]) for name, value in weights_of(resumed.model).items())
-    # What was under way is asked for again, with the weights of the checkpoint.
     assert logged(resumed, "sample/staleness_max")[-2:] == [0, 1]

@@ -163,6 +163,7 @@ NEUTRAL = {
     "cache_implementation",  # test_gpu
     "log_completions",  # test_summary
     "num_completions_to_print",  # test_summary
+    "journal_keep",  # test_survival
 }
 # Where an algorithm has another default.
 _IN_REWARD = {"kl_estimator": ("k3", {}), "kl_in": ("loss", {})}

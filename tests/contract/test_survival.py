@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from prefrl.errors import CheckpointError, ConfigError
@@ -75,7 +76,6 @@ class SavesAndDies(TrainerCallback):
         number, status = 0, -signal.SIGKILL
         while status == -signal.SIGKILL:
             number += 1
-
             status = forked(partial(self.save, DiesAtOperation(self.folder, number)))
             found = find_last(self.folder, run=None)
             assert not found.unusable
@@ -84,11 +84,14 @@ class SavesAndDies(TrainerCallback):
             shutil.copytree(before, self.folder)
         assert status == 0
 
+    def save(self, hook: DiesAtOperation) -> None:
+        """Save a checkpoint while the hook watches."""
+        sys.addaudithook(hook)
+        self.trainer._save_checkpoint(self.trainer.model, None)
+
 
 @pytest.mark.parametrize("limit", [None, 1])
-def test_a_whole_checkpoint_is_there_after_a_kill_at_any_operation_of_a_save(
-    limit: int | None, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_operation_of_a_save_leaves_a_whole_checkpoint(limit: int | None, tmp_path: Path) -> None:
     run = tmp_path / "run"
     saves = SavesAndDies(run)
     trainer = make_trainer("grpo", run, **SAVING, max_steps=2, save_total_limit=limit)
@@ -216,6 +219,31 @@ def test_a_checkpoint_in_the_background_is_whole_when_training_ends(tmp_path: Pa
     assert problem_of(tmp_path / "checkpoint-3") is None
 
 
+@pytest.mark.parametrize("folder", ["a-file", "/proc/prefrl"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loaded(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a-file").touch()
+    monkeypatch.setattr("prefrl.trainer.base.trainer.load_model", None)
+    with pytest.raises(ConfigError, match=r"output_dir=.*cannot be written to: .* Choose a folder that can"):
+        make_trainer("sft", tmp_path / folder)
+
+
+@pytest.mark.parametrize(("optim", "times"), [("sgd", 4), ("adamw_torch", 12)])
+def test_a_disk_without_room_for_a_checkpoint_is_an_error_before_the_first_step(
+    optim: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer("sft", tmp_path, **SAVING, max_steps=1, optim=optim)
+    needed = times * sum(p.numel() for p in trainer.model.parameters())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(ConfigError, match=r"MB free, and a checkpoint needs .* MB"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    trainer.train()
+
+
 # Signals and the deadline.
 
 
@@ -304,3 +332,17 @@ def test_changed_settings_forget_what_was_sampled_after_the_checkpoint(tmp_path:
     resumed = make_trainer("grpo", tmp_path, **options, reward=reward, allow_resume_changes=["rewards"])
     resumed.train(resume_from_checkpoint=True)
     assert asked == [2]
+
+
+def test_the_curriculum_learns_from_the_journal_what_it_had_learned(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "curriculum": "variance"}
+    whole: Any = make_trainer("grpo", tmp_path, **options)
+    whole.train()
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "completions" / "completions_00005.parquet").unlink()
+    resumed: Any = make_trainer("grpo", tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    expected = whole.prompts.curriculum.state_dict()
+    assert expected["counts"].sum() == 12
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.prompts.curriculum.state_dict().items())

@@ -14,14 +14,14 @@ from typing import Any
 
 from prefrl.generation.http import Http, HttpError
 from prefrl.generation.server_info import INFO_PATH
-from prefrl.generation.vllm.guard import KEY_VARIABLE
+from prefrl.generation.vllm.key import KEY_VARIABLE
 from prefrl.scripts.vllm_serve import CPU_FLAGS, ServeArguments, serve_command, serve_environment
 from tests.assets import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 # `bin/python` of an environment is a link, which must stay one: it tells Python where its packages are.
 PYTHON = Path(os.environ.get("PREFRL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-KEY = "a-key-for-tests"
+KEY = "a-key-for-tests-of-more-than-32-characters"
 MAX_MODEL_LEN = 256
 MAX_LORA_RANK = 8
 # Options of `prefrl vllm-serve` for a small machine.
@@ -54,7 +54,7 @@ class Server:
         model_dir: Folder of the model.
         folder: Where its logs go.
         flags: More flags of `vllm serve`.
-        key: What clients must send; None: nothing.
+        key: What clients must send.
         port: None: one that is free.
         options: More options of `prefrl vllm-serve`.
     """
@@ -65,7 +65,7 @@ class Server:
         *,
         folder: Path,
         flags: Sequence[str] = (),
-        key: str | None = KEY,
+        key: str = KEY,
         port: int | None = None,
         **options: Any,
     ) -> None:

@@ -19,6 +19,7 @@ import pytest
 from prefrl import __version__
 from prefrl.generation.http import Http
 from prefrl.generation.server_info import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
+from prefrl.generation.vllm.key import key_of_user
 from prefrl.scripts.vllm_serve import CONTRACT, CPU_FLAGS, FLAGS, REFUSED, REFUSED_SHORT
 from tests.assets import tiny_tokenizer
 from tests.vllm.server import (
@@ -83,7 +84,7 @@ class Launched:
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             self.process = subprocess.Popen(
                 [str(PYTHON), "-m", "prefrl.scripts.main", "vllm-serve", "--port", str(self.port), *options],
-                env=environment(key=key),
+                env=environment(key=key) | {"XDG_CONFIG_HOME": str(folder)},
                 cwd=folder,
                 stdout=out,
                 stderr=err,
@@ -253,11 +254,14 @@ def assert_gone(session: int, pids: list[int], segments: list[Path]) -> None:
     assert not [path for path in segments if path.exists()]
 
 
-def test_sigterm_ends_every_process_and_without_a_key_all_is_open(tmp_path: Path, tied_model: Path) -> None:
+def test_sigterm_ends_every_process_and_by_default_there_is_a_key(tmp_path: Path, tied_model: Path) -> None:
     with launch(tmp_path, *small(tied_model), key=None) as launched:
         launched.wait_until_ready()
-        assert launched.ask("GET", INFO_PATH, key=None) == 200
-        assert launched.ask("POST", INFO_PATH, key=None) == 405
+        key = key_of_user({"XDG_CONFIG_HOME": str(tmp_path)})
+        assert launched.ask("GET", INFO_PATH, key=None) == 401
+        assert launched.ask("GET", INFO_PATH, key=key) == 200
+        assert launched.ask("POST", INFO_PATH, key=key) == 405
+        assert key not in launched.output + launched.errors
         session = launched.session
         everyone, segments = living(session), shared_memory_of(session)
         assert len(everyone) >= 3  # the HTTP server, the engine, a worker

@@ -59,7 +59,6 @@ def online(folder: Path, server: Any, **options: Any) -> OnlineTrainer:
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-    assert server.key is not None
     monkeypatch.setenv("VLLM_API_KEY", server.key)
 
 

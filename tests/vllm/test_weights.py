@@ -532,7 +532,7 @@ KILLED_TRAINER = """
 def test_after_a_trainer_was_killed_while_sending_the_next_one_is_served_at_once(
     server: Server, http: Http, info: ServerInfo, make_sync: MakeSync
 ) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(KILLED_TRAINER), server.url, str(server.key)]
+    command = [sys.executable, "-c", textwrap.dedent(KILLED_TRAINER), server.url, server.key]
     assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 9
     assert version_of(http, server) == UPDATING
     started = time.monotonic()

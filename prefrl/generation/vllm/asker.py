@@ -26,6 +26,7 @@ from prefrl.generation.vllm.requests import (
     Guided,
     OtherWeights,
     Prompt,
+    answer_limit,
     completions_of,
     request_body,
 )
@@ -140,11 +141,11 @@ class ServerAsker:
         return outcome
 
     async def _outcome_of(self, problem: Exception, server: Server, prompt: Prompt) -> Outcome:
-        """The outcome if this failed request is the last try. `Lost` if the server is gone: it may come back."""
+        """The outcome if this failed request is the last try. `Lost` if the server may recover."""
         server.num_failures += 1
         if not await is_healthy(self._http, server.url):
             self._balance.distrust(server, f"{server.url} is gone: {problem}")
-        if server.distrust or isinstance(problem, Unreachable):
+        if server.distrust or isinstance(problem, Unreachable | Refused):
             return Lost(prompt, f"{server.url}: {problem}")
         is_late = isinstance(problem, Overdue)
         hint = " If completions take that long, raise request_timeout in vllm_kwargs." if is_late else ""
@@ -186,9 +187,10 @@ class ServerAsker:
             salt=self._fleet.version,
             guided=self._guided,
         )
-        answer = await self._http.send("POST", f"{server.url}/inference/v1/generate", timeout=timeout, json=body)
+        url = f"{server.url}/inference/v1/generate"
+        answer = await self._http.send("POST", url, timeout=timeout, json=body, max_bytes=answer_limit(prompt))
         try:
-            completions = completions_of(answer, prompt, expected)
+            completions = completions_of(answer, prompt, expected, newest_step=self._fleet.step)
         except BadAnswer as error:
             raise _error(server, prompt, f"answers request {expected.request_id} wrongly: {error}") from error
         server.num_failures = 0

@@ -122,7 +122,7 @@ class VLLMGenerator:
         check_sampling(sampling, self._guided)
         check_prompts(prompts, sampling.max_tokens, min(info.max_model_len for info in self.fleet.infos.values()))
         asked = [
-            Prompt(number, prompt, seed, sampling)
+            Prompt(number, prompt, seed, sampling, self.fleet.step)
             for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         return VLLMPending(self._asker, asked)

@@ -69,7 +69,7 @@ class Fleet:
         self._requirements = requirements
         self._with_our_weights: set[str] = set()
         self._weights: WeightSource | None = None
-        self._step = 0
+        self.step = 0  # optimizer step of the weights that servers should have
         self.server_timeout = server_timeout
         self.run: str = gather_objects(secrets.token_hex(4))[0]
         self.infos: dict[str, ServerInfo] = {}  # by URL; empty before the first connection
@@ -79,7 +79,7 @@ class Fleet:
     @property
     def version(self) -> str:
         """The name that servers with the current weights have for them."""
-        return version_name(self.run, self._step)
+        return version_name(self.run, self.step)
 
     @property
     def has_weights(self) -> bool:
@@ -92,7 +92,7 @@ class Fleet:
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """Make all servers generate with these weights; see `VLLMGenerator.sync`."""
-        self._weights, self._step = weights, version
+        self._weights, self.step = weights, version
         self._align(weights, reconnect=False)
 
     def recover(self) -> None:

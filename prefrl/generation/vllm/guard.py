@@ -1,6 +1,7 @@
 """ASGI middleware in front of vLLM's routes: requires the key, and describes the server at `INFO_PATH`.
 
 vLLM's own key protects only /v1, /v2, /inference and /cohere: pause, weight transfer and collective_rpc stay open.
+A web page that sends requests to this machine does not have the key either, whatever its Host and Origin say.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from importlib.metadata import version
 from typing import Any
 
 import prefrl
+from prefrl.errors import ConfigError
 from prefrl.generation.server_info import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
+from prefrl.generation.vllm.key import KEY_VARIABLE
 
-__all__ = ["KEY_VARIABLE", "OPEN_PATHS", "Guard"]
+__all__ = ["OPEN_PATHS", "Guard"]
 
-# The environment variable with the key, of the server and of the trainer. vLLM reads it too.
-KEY_VARIABLE = "VLLM_API_KEY"
 # Open without the key: they only tell whether the server is running.
 OPEN_PATHS = frozenset({"/health", "/ping"})
 
@@ -34,12 +35,17 @@ class Guard:
 
     Args:
         app: The application to protect.
+
+    Raises:
+        ConfigError: There is no key.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         key = os.environ.get(KEY_VARIABLE)
-        self._expected = f"Bearer {key}".encode() if key else None
+        if not key:
+            raise ConfigError(f"{KEY_VARIABLE}: not set. Start the server with `prefrl vllm-serve`.")
+        self._expected = f"Bearer {key}".encode()
         self._info: ServerInfo | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,8 +60,6 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
-        if self._expected is None:
-            return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
 

@@ -145,7 +145,8 @@ def _refusal(url: str, error: Refused, requirements: Requirements) -> Generation
     if error.status in (401, 403):
         return GenerationError(
             f"The vLLM server at {url} refuses the key: {error}. In the trainer's environment, set VLLM_API_KEY to "
-            "the key that the server was started with."
+            "the key that the server was started with. If it was started without VLLM_API_KEY, its key is in the file "
+            "~/.config/prefrl/vllm_api_key of its user."
         )
     return requirements.error(url, f"was not started by prefrl: {error}")
 
@@ -159,8 +160,8 @@ async def _check_refuses_strangers(http: Http, url: str, *, timeout: float) -> N
             return
         raise
     raise GenerationError(
-        f"The vLLM server at {url} answers without the key of VLLM_API_KEY: anyone who can reach it can replace the "
-        "weights that it serves. Start it with `prefrl vllm-serve`, and set VLLM_API_KEY in its environment."
+        f"The vLLM server at {url} answers without the key: anyone who can reach it can replace the "
+        "weights that it serves. Start it with `prefrl vllm-serve`."
     )
 
 
@@ -183,4 +184,4 @@ async def weight_version(http: Http, url: str) -> str:
     try:
         return str(answer["weight_version"])
     except (KeyError, TypeError) as error:
-        raise Refused(f"GET {url}/weight_info: no weight_version in {str(answer)[:200]}", status=200) from error
+        raise Refused(f"GET {url}/weight_info: no weight_version in {answer!r:.200}", status=200) from error

@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from prefrl.generation.weights import wire
+from prefrl.generation.weights import process_group, wire
 from prefrl.generation.weights.wire import Named
 
 __all__ = ["BACKEND", "Engine", "InitInfo", "UpdateInfo", "register"]
@@ -54,7 +54,7 @@ def register() -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """`wire.Invitation` in vLLM's form. With "shm" there is no group to join, and the other fields are not set."""
+    """`process_group.Invitation` in vLLM's form. With "shm" there is no group, and the other fields are not set."""
 
     transport: Literal["nccl", "gloo", "shm"]
     host: str = ""
@@ -67,9 +67,15 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the weights are: in a folder of safetensors files, or, if `path` is None, sent through the group."""
+    """Where the weights are: in a folder of safetensors files, or sent through the group with the seals of a key."""
 
     path: str | None = None
+    key: str | None = None  # hexadecimal
+
+    def __post_init__(self) -> None:
+        """Check that exactly one is given."""
+        if (self.path is None) == (self.key is None):
+            raise ValueError("update_info: must have either path or key")
 
 
 class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
@@ -80,7 +86,7 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._group: wire.Group | None = None
+        self._group: process_group.Group | None = None
         if vllm_config.lora_config is not None:
             _load_adapters_once()
 
@@ -89,10 +95,10 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
         self.shutdown()
         if init_info.transport == "shm":
             return
-        invitation = wire.Invitation(**vars(init_info))
+        invitation = process_group.Invitation(**vars(init_info))
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = wire.join(invitation, worker=worker)
+        self._group = process_group.join(invitation, worker=worker)
 
     def start_weight_update(self) -> None:
         """No-op: `update_weights` is the whole update."""
@@ -104,7 +110,7 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
         """Receive and load all weights. In each of the cases below, the model keeps the old weights.
 
         Raises:
-            ValueError: The weights do not fit the model, or are not finite.
+            ValueError: The weights do not come from the trainer, do not fit the model, or are not finite.
             RuntimeError: The connection broke, or there is no group.
             TimeoutError: The trainer stopped sending.
         """
@@ -116,10 +122,10 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive, check and load the weights; see `update_weights`."""
-        if update_info.path is not None:
-            weights = list(_read(Path(update_info.path)))
+        if update_info.key is None:
+            weights = list(_read(Path(str(update_info.path))))
         elif self._group is not None:
-            weights = wire.receive(self._group)
+            weights = wire.receive(self._group, bytes.fromhex(update_info.key))
         else:
             raise RuntimeError("there is no group to receive weights from: call /init_weight_transfer_engine first")
         _check_unique([name for name, _ in weights])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams
 
 __all__ = ["Aborted", "BadAnswer", "Expected", "Guided", "OtherWeights", "Prompt", "completions_of", "request_body"]
-__all__ += ["check_prompts", "check_sampling", "version_name"]
+__all__ += ["answer_limit", "check_prompts", "check_sampling", "version_name"]
 
 # vLLM gives sample g the seed `seed + g`, which must fit in 63 bits.
 _SEED_MASK = 2**62 - 1
@@ -27,6 +27,10 @@ _SEED_MASK = 2**62 - 1
 _LOWEST_TEMPERATURE = 0.01
 # vLLM writes this for -infinity and NaN, which JSON cannot express.
 _NO_LOGPROB = -9999.0
+# A log-prob can exceed 0 by rounding, and by no more than that.
+_HIGHEST_LOGPROB = 1e-3
+# Bytes of an answer: what it has in any case, for each prompt token, and for each token that was requested.
+_BASE_BYTES, _PROMPT_TOKEN_BYTES, _TOKEN_BYTES = 2**16, 32, 1024
 _ID_PREFIX = "generate-tokens-"
 
 
@@ -87,6 +91,7 @@ class Prompt:
     token_ids: Sequence[int]
     seed: int
     sampling: SamplingParams
+    step: int  # optimizer step of the weights that the servers had at the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,18 +193,39 @@ def request_body(
     }
 
 
-def completions_of(answer: Any, prompt: Prompt, expected: Expected) -> list[Completion]:
+def answer_limit(prompt: Prompt) -> int:
+    """The most bytes that an answer with all completions of a prompt can have."""
+    num_tokens = prompt.sampling.num_samples * prompt.sampling.max_tokens
+    return _BASE_BYTES + _PROMPT_TOKEN_BYTES * len(prompt.token_ids) + _TOKEN_BYTES * num_tokens
+
+
+def completions_of(answer: Any, prompt: Prompt, expected: Expected, *, newest_step: int) -> list[Completion]:
     """The [G] completions in an answer.
+
+    Args:
+        answer: The JSON of the answer.
+        prompt: What was completed.
+        expected: What the answer must agree with.
+        newest_step: Optimizer step of the weights that were sent last. If that was after the call, they have sampled
+            some of the tokens.
 
     Raises:
         BadAnswer: It does not fit the request.
         Aborted: The server aborted the request.
-        OtherWeights: Tokens were sampled with weights that are not this run's.
+        OtherWeights: Tokens were sampled with weights of another run, or of a step outside
+            `prompt.step..newest_step`.
     """
     try:
-        return _completions(answer, prompt.sampling, expected)
+        completions = _completions(answer, prompt.sampling, expected)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BadAnswer(f"a field is missing or has another form ({error!r}): {str(answer)[:300]}") from error
+        raise BadAnswer(f"a field is missing or has another form ({error!r}): {answer!r:.300}") from error
+    steps = {step for completion in completions for step in completion.policy_versions}
+    other = sorted(step for step in steps if not prompt.step <= step <= newest_step)
+    if other:
+        raise OtherWeights(
+            f"sampled with weights of the steps {other[:5]}, but the servers had those of {prompt.step}..{newest_step}"
+        )
+    return completions
 
 
 def _completions(answer: Any, sampling: SamplingParams, expected: Expected) -> list[Completion]:
@@ -257,15 +283,16 @@ def _logprobs(choice: Any, tokens: list[int]) -> list[float]:
     echoed = [entry["token_id"] for entry in entries]
     if echoed != tokens:
         raise BadAnswer(f"the log-probs are for the tokens {echoed[:20]}, but the completion is {tokens[:20]}")
-    logprobs = [float(entry["logprob"]) for entry in entries]
-    # A log-prob can exceed 0 by rounding; NaN fails every comparison.
+    logprobs = [entry["logprob"] for entry in entries]
     for position, logprob in enumerate(logprobs):
-        if not _NO_LOGPROB < logprob < math.inf:
+        if type(logprob) not in (float, int) or _HIGHEST_LOGPROB < logprob < math.inf:
+            raise BadAnswer(f"the log-prob of token {position} is {logprob!r}: must be a number <= 0")
+        if not _NO_LOGPROB < logprob < math.inf:  # NaN fails every comparison
             raise BadAnswer(
                 f"the log-prob of token {position} is {logprob}. The weights have diverged or overflowed: lower "
                 "learning_rate or max_grad_norm, and resume from an earlier checkpoint"
             )
-    return logprobs
+    return [float(logprob) for logprob in logprobs]
 
 
 def _policy_versions(spans: Any, num_tokens: int, run: str) -> list[int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from prefrl.generation.http import HttpError
-from prefrl.generation.weights import wire
+from prefrl.generation.weights import process_group, wire
 
 if TYPE_CHECKING:
     from prefrl.generation.weights.transfer import Server, Transfer
@@ -31,7 +31,7 @@ class GroupSync:
 
     adapter_name: str | None = None
 
-    def __init__(self, backend: wire.Transport) -> None:
+    def __init__(self, backend: process_group.Transport) -> None:
         self._backend = backend
 
     def send(self, transfer: Transfer, servers: Sequence[Server], weights: Iterable[wire.Named]) -> None:
@@ -39,10 +39,11 @@ class GroupSync:
         self._join(transfer, [server for server in servers if server.error is None and server.group is None])
         transfer.for_each(servers, "starting", transfer.start_update)
         live = {server: server.group for server in servers if server.error is None and server.group is not None}
+        key = wire.new_key()
         for server in live:
-            _begin_request(transfer, server, "/update_weights", {"update_info": {}})
-        device = next((group.device for group in live.values()), wire.HOST_DEVICE)
-        messages = wire.messages(weights, device=device)
+            _begin_request(transfer, server, "/update_weights", {"update_info": {"key": key.hex()}})
+        device = next((group.device for group in live.values()), process_group.HOST_DEVICE)
+        messages = wire.messages(weights, device=device, key=key)
         while any(server.error is None for server in live) and (message := next(messages, None)) is not None:
             transfer.bytes_sent += message.nbytes
             _broadcast(transfer, live, message)
@@ -54,7 +55,7 @@ class GroupSync:
 
     def _join(self, transfer: Transfer, servers: Sequence[Server]) -> None:
         """Form new groups with servers."""
-        joining: dict[Server, tuple[wire.Host, Future[wire.Group]]] = {}
+        joining: dict[Server, tuple[process_group.Host, Future[process_group.Group]]] = {}
         for server in servers:
             try:
                 host = self._invite(transfer, server)
@@ -69,10 +70,10 @@ class GroupSync:
                 _finish_request(server)
             host.cancel()
 
-    def _invite(self, transfer: Transfer, server: Server) -> wire.Host:
+    def _invite(self, transfer: Transfer, server: Server) -> process_group.Host:
         parts = urlsplit(server.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        return wire.Host(
+        return process_group.Host(
             self._backend,
             parts.hostname or "",
             port,
@@ -82,7 +83,7 @@ class GroupSync:
         )
 
 
-def _broadcast(transfer: Transfer, groups: Mapping[Server, wire.Group], message: Any) -> None:
+def _broadcast(transfer: Transfer, groups: Mapping[Server, process_group.Group], message: Any) -> None:
     """Send one message to all servers that have not failed."""
     for server, group in groups.items():
         if server.error is None:
@@ -95,7 +96,7 @@ def _broadcast(transfer: Transfer, groups: Mapping[Server, wire.Group], message:
                 group.wait(check=partial(_check, transfer, server))
 
 
-def _await_group(transfer: Transfer, server: Server, joining: Future[wire.Group]) -> wire.Group:
+def _await_group(transfer: Transfer, server: Server, joining: Future[process_group.Group]) -> process_group.Group:
     while not wait([joining], timeout=0.01).done:
         _check(transfer, server)
     return joining.result()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prefrl.generation.base import WeightSource
     from prefrl.generation.http import Http
     from prefrl.generation.server_info import ServerInfo
-    from prefrl.generation.weights import wire
+    from prefrl.generation.weights import process_group
 
 __all__ = ["Server", "Transfer", "Transport"]
 
@@ -27,7 +27,7 @@ class Server:
 
     url: str
     info: ServerInfo
-    group: wire.Group | None = None
+    group: process_group.Group | None = None
     has_base: bool = False  # it has the base weights that the adapter belongs to
     adapter: Path | None = None  # the adapter's files that it loaded last
     # The state of one transfer:

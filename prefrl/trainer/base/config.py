@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from annotated_types import Ge, Gt, Lt
@@ -17,6 +17,7 @@ from prefrl.models.liger import liger_options
 from prefrl.optional import require
 from prefrl.options.fields import check_bounds, check_fields, check_no_effect, check_unset, opt, parse_json
 from prefrl.options.types import check_types
+from prefrl.printable import masked
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
@@ -168,6 +169,23 @@ class BaseConfig(TrainingArguments):
                 f"max_steps={self.max_steps}: must be at least 1, or -1, which trains for num_train_epochs. To train "
                 "nothing, do not call train()."
             )
+
+    def __init_subclass__(cls) -> None:
+        """Keep `__repr__`: `dataclass` would write one that shows secrets into each subclass."""
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = BaseConfig.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = ", ".join(f"{name}={value!r}" for name, value in masked(values).items())
+        return f"{type(self).__name__}({shown})"
+
+    __str__ = __repr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """HuggingFace's method, whose result goes to trackers: all options, with secrets masked at any depth."""
+        return cast("dict[str, Any]", masked(super().to_dict()))
 
     def _set_both_names(self) -> None:
         """Give activation checkpointing one value under its name and its old one: HuggingFace's loop reads either."""

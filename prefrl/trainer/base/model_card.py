@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from prefrl import __version__
+from prefrl.printable import printable
 
 __all__ = ["write_model_card"]
 
@@ -27,6 +30,7 @@ _PAPERS = {
     "ppo": "Proximal policy optimization: [arXiv 1707.06347](https://arxiv.org/abs/1707.06347).",
     "online_dpo": "Online direct preference optimization: [arXiv 2402.04792](https://arxiv.org/abs/2402.04792).",
 }
+_NAME_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 
 
@@ -39,7 +43,7 @@ def write_model_card(folder: Path, *, algorithm: str, base_model: str, log_histo
         base_model: The name of the base model. It is left out if it is a local path.
         log_history: HuggingFace's log; the card shows the last value of each metric.
     """
-    is_public_name = bool(base_model) and not Path(base_model).exists() and not Path(base_model).is_absolute()
+    is_public_name = _NAME_ON_HUB.fullmatch(base_model) is not None and not Path(base_model).exists()
     data = ModelCardData(
         library_name="transformers",
         tags=["generated_from_trainer", "prefrl", algorithm],
@@ -48,7 +52,8 @@ def write_model_card(folder: Path, *, algorithm: str, base_model: str, log_histo
     last: dict[str, Any] = {}
     for entry in log_history:
         last |= entry
-    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(last.items()) if isinstance(value, float))
+    floats = {_cell(name): value for name, value in sorted(last.items()) if isinstance(value, float)}
+    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in floats.items())
     text = f"""---
 {data.to_yaml()}
 ---
@@ -68,4 +73,11 @@ def write_model_card(folder: Path, *, algorithm: str, base_model: str, log_histo
 - prefrl {__version__}
 {chr(10).join(f"- {package} {version(package)}" for package in _PACKAGES)}
 """
-    ModelCard(text).save(folder / "README.md")
+    path = folder / "README.md"
+    path.unlink(missing_ok=True)  # it could be a link
+    ModelCard(text).save(path)
+
+
+def _cell(text: str) -> str:
+    """A name in a cell of a Markdown table, where it is nothing but text."""
+    return html.escape(printable(text)).replace("|", "&#124;").replace("\n", " ")

@@ -11,8 +11,10 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from prefrl import distributed
+from prefrl.models.adapters import is_peft_model
 from prefrl.run.checkpoints import checkpoint_name, staging_folder
 from prefrl.run.identity import Identity, write_identity
+from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
 from prefrl.trainer.base.saving import RunFolder
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from prefrl.trainer.base.config import BaseConfig
 
 __all__ = ["ResumableTrainer"]
+
+# HuggingFace's names of Adam with two moments for each weight.
+_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
 
 
 class ResumableTrainer(Trainer):
@@ -76,11 +81,21 @@ class ResumableTrainer(Trainer):
         with self.run_folder.open():
             allowed = self.args.allow_resume_changes or []
             start = self.run_folder.start(resume_from_checkpoint, self._identity(), allowed=allowed)
+            if self.args.save_strategy != "no":
+                distributed.on_main(lambda: check_space(self.run_folder.path, needed=self._checkpoint_bytes()))
             if start.checkpoint is not None:
                 distributed.check_resumable(self.accelerator, start.checkpoint)
             self._changed = start.changed
             self._last_saved = -1
             return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
+
+    def _checkpoint_bytes(self) -> int:
+        """Bytes of the weights and, with Adam, of its two moments in float32; other files are small."""
+        weights = list(self.model.parameters())
+        saved = [p for p in weights if p.requires_grad] if is_peft_model(self.model) else weights
+        size = sum(distributed.shape_of(p).numel() * p.element_size() for p in saved)
+        has_moments = self.args.optim in _ADAM and not self.args.save_only_model
+        return size + 8 * sum(distributed.shape_of(p).numel() for p in weights if p.requires_grad and has_moments)
 
     def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train until the end, a signal or the deadline; then leave the process if training is not complete."""

@@ -23,6 +23,7 @@ from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
+from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.kernels import add_kernels
@@ -93,6 +94,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         peft_config: PeftConfig | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
+        check_writable(Path(args.output_dir))
         distributed.check_devices(args.n_gpu)
         distributed.tell_deepspeed()
         name = type(self).__name__

@@ -13,8 +13,8 @@ from prefrl.generation.http import Http
 from prefrl.generation.local.generator import LocalGenerator, end_token_ids
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.fleet import VLLMStats
-from prefrl.generation.vllm.guard import KEY_VARIABLE
 from prefrl.generation.vllm.handshake import Requirements
+from prefrl.generation.vllm.key import KEY_VARIABLE, key_of_user
 from prefrl.generation.vllm.requests import Guided
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.metrics import Max, Metric, Sum
@@ -70,7 +70,8 @@ def make_generator(
             "same base model."
         )
     base: Any = model.get_base_model() if is_peft_model(model) else model
-    http = Http(key=os.environ.get(KEY_VARIABLE))
+    # The file's key is for servers of this machine; another machine has another file.
+    http = Http(key=key_of_user(os.environ) if args.servers_are_local else os.environ.get(KEY_VARIABLE))
     folder = Path(args.shared_folder) if method in ("shm", "adapter") and args.shared_folder is not None else None
     return VLLMGenerator(
         args.server_urls,

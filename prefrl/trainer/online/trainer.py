@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import datasets
 import torch
-from rich.console import Console
 
 from prefrl import distributed
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
@@ -25,7 +24,7 @@ from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, sampled_batch
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.summary import print_table, rollout_metrics, staleness
+from prefrl.rollout.summary import log_completions, rollout_metrics, staleness
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.steps import Step, SyncStep
@@ -273,7 +272,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             self.prompts.repeat(left[0])
             return left[0]
         self._sync_generator()
-        # A single process can be stopped meanwhile: nothing that is saved has changed yet.
+        # Nothing that is saved has changed yet, so a single process can be stopped meanwhile.
         waiting = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
         with waiting, self.account.phase("generation"):
             collected = self.prompts.collect(self._request(), number)
@@ -282,9 +281,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _seal(self, number: int, parts: list[Collected]) -> None:
         """Write a generation batch to the journal."""
-        step = self.state.global_step
-        needed_from = step if self.args.save_strategy == "no" else max(self._last_saved, 0)
-        self.journal.seal(number, parts, step=step, needed_from=needed_from)
+        step, saves = self.state.global_step, self.args.save_strategy != "no"
+        self.journal.seal(number, parts, step=step, needed_from=max(self._last_saved, 0) if saves else step)
 
     def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
@@ -446,9 +444,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
-        self._num_sampled_tokens += sum(
-            len(rollout.prompt_ids) + len(rollout.sampled_ids) for rollout in collected.rollouts
-        )
+        self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
         metrics = self._metrics_of(collected)
         if self.args.use_vllm:
             metrics |= staleness(collected.rollouts, step=self.state.global_step)
@@ -458,14 +454,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
             metrics["sample/rollout_queue_size"] = Mean(len(self.prompts.prefetched), 1)
         merge(self.metrics["train"], metrics | collected.metrics)
         if self.args.log_completions:
-            self._log_completions(collected, self.state.global_step)
-
-    def _log_completions(self, collected: Collected, step: int) -> None:
-        parts = distributed.gather_objects(collected)
-        if not distributed.is_main():
-            return
-        everyone = Collected.concat(parts)
-        print_table(everyone.rollouts, step=step, limit=self.args.num_completions_to_print, console=Console())
+            parts = distributed.gather_objects(collected)
+            if distributed.is_main():
+                everyone = Collected.concat(parts).rollouts
+                log_completions(everyone, step=self.state.global_step, limit=self.args.num_completions_to_print)
 
     def decisive(self) -> dict[str, Any]:
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
@@ -495,11 +487,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         rank, world_size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
         paths = [folder / _rollouts_file(number, num_files) for number in range(num_files)]
-        if num_files == world_size:
-            self.buffer.load(paths[rank])
-        else:
-            cut = partial(self.cut, rows_per_micro_batch=self.args.per_device_train_batch_size)
-            self.buffer.load_dealt(paths, cut=cut, rank=rank, world_size=world_size)
+        cut = partial(self.cut, rows_per_micro_batch=self.args.per_device_train_batch_size)
+        self.buffer.load_share(paths, cut=cut, rank=rank, world_size=world_size)
         self.prompts.load(folder / "curriculum.safetensors")
         state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
         self.objective.load_state_dict(state["objective"])

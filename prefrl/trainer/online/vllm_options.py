@@ -47,7 +47,7 @@ CORRECTION: KwargsOption[CorrectionParams] = KwargsOption(
 
 @dataclass
 class VLLMOptions:
-    """Generation on servers that `prefrl vllm-serve` started; the key is read from VLLM_API_KEY."""
+    """Generation on servers that `prefrl vllm-serve` started; see the security model for their key."""
 
     changeable: ClassVar[tuple[str, ...]] = (
         "use_vllm",

@@ -29,7 +29,7 @@ class ScriptedHttp(Http):
         self._answer = answer
         self.asked: list[tuple[str, str]] = []
 
-    async def send(self, method: str, url: str, *, timeout: float, json: Any = None, with_key: bool = True) -> Any:
+    async def send(self, method: str, url: str, *, json: Any = None, **options: Any) -> Any:
         parts = urlsplit(url)
         base = f"{parts.scheme}://{parts.netloc}"
         self.asked.append((base, parts.path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -136,6 +137,53 @@ def test_an_error_has_the_words_and_the_status_of_the_server(
         http.request("GET", f"{url}/x", timeout=10)
     assert str(error.value) == f"GET {url}/x: {words}"
     assert error.value.status == status
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize("declares_length", [True, False])
+def test_an_answer_that_is_too_large_is_not_read_to_its_end(
+    status: int, declares_length: bool, http: Http, serve: Callable[[Handle], str]
+) -> None:
+    chunk, sent = b"[" * 2**16, []
+
+    def flood(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(status)
+        request.send_header(*(("Content-Length", str(2**30)) if declares_length else ("Connection", "close")))
+        request.end_headers()
+        with suppress(OSError):  # the client has left
+            while len(sent) < 2**14:
+                request.wfile.write(chunk)
+                sent.append(chunk)
+
+    with pytest.raises(Refused, match="the answer has more than 100000 bytes"):
+        http.request("GET", serve(flood), timeout=10, max_bytes=100_000)
+    assert len(sent) < 2**10
+
+
+def test_a_compressed_answer_is_refused_unread(http: Http, serve: Callable[[Handle], str]) -> None:
+    asked: list[str | None] = []
+
+    def bomb(request: BaseHTTPRequestHandler) -> None:
+        asked.append(request.headers["Accept-Encoding"])
+        answer(200, gzip.compress(b"0" * 2**24), **{"Content-Encoding": "gzip"})(request)
+
+    with pytest.raises(Refused, match=r"the answer is compressed \('gzip'\)"):
+        http.request("GET", serve(bomb), timeout=10)
+    assert asked == ["identity"]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_that_is_nested_too_deeply_is_refused(
+    status: int, http: Http, serve: Callable[[Handle], str]
+) -> None:
+    with pytest.raises(Refused, match=r"\[\[\["):
+        http.request("GET", serve(answer(status, b"[" * 100_000)), timeout=10)
+
+
+def test_what_a_server_says_gives_the_terminal_no_commands(http: Http, serve: Callable[[Handle], str]) -> None:
+    with pytest.raises(Refused) as error:
+        http.request("GET", serve(answer(500, "\x1b]52;c;ZXZpbA==\x07\x9b2J\u202e".encode())), timeout=10)
+    assert str(error.value).endswith(r"answered 500: \x1b]52;c;ZXZpbA==\x07\x9b2J\u202e")
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])

@@ -15,12 +15,12 @@ from prefrl.generation.vllm.asker import ServerAsker
 from prefrl.generation.vllm.balance import Balance
 from prefrl.generation.vllm.fleet import VLLMStats
 from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
-from prefrl.generation.vllm.requests import Prompt
+from prefrl.generation.vllm.requests import Aborted, Prompt
 from tests.unit.generation.scripted import A, B, ScriptedHttp
 
 GENERATE = "/inference/v1/generate"
 OURS = "run:3"
-PROMPT = Prompt(0, [1, 2], 7, SamplingParams(num_samples=1, max_tokens=2))
+PROMPT = Prompt(0, [1, 2], 7, SamplingParams(num_samples=1, max_tokens=2), 3)
 
 
 def completion(json: Any, version: str = OURS) -> Any:
@@ -54,6 +54,7 @@ class Asking:
         self.http = ScriptedHttp(servers.answer)
         self.fleet = SimpleNamespace(
             run="run",
+            step=3,
             version=OURS,
             is_sending=False,
             stats=VLLMStats(),
@@ -145,14 +146,11 @@ def test_a_prompt_is_lost_when_all_servers_are_gone_and_asked_for_after_recovery
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (
-            Refused("broken", status=500),
-            "is healthy but failed several requests for the completions. Last error: broken.",
-        ),
         (Overdue("late"), "Last error: late. If completions take that long, raise request_timeout in vllm_kwargs."),
+        (Aborted("broken off"), "is healthy but failed several requests for the completions. Last error: broken off."),
     ],
 )
-def test_a_prompt_fails_when_servers_live_and_never_answer_it(
+def test_a_prompt_fails_when_servers_live_and_never_complete_it(
     error: Exception, words: str, asking: MakeAsking
 ) -> None:
     ask = asking(Servers(fails(error)))
@@ -160,6 +158,19 @@ def test_a_prompt_fails_when_servers_live_and_never_answer_it(
     assert isinstance(outcome, Failed)
     assert str(outcome.error).startswith("prompt 0 of process 0: the vLLM server at http://")
     assert words in str(outcome.error)
+    assert ask.fleet.stats.requests == 3
+    assert ask.requests(A) >= 1
+    assert ask.requests(B) >= 1
+
+
+@pytest.mark.parametrize("error", [Refused("broken", status=500), Unreachable("busy")])
+def test_errors_of_a_server_that_lives_are_waited_out_however_it_words_them(
+    error: Exception, asking: MakeAsking
+) -> None:
+    ask = asking(Servers(fails(error)))
+    outcome = ask.ask()
+    assert isinstance(outcome, Lost)
+    assert outcome.reason.endswith(f": {error}")
     assert ask.fleet.stats.requests == 3
     assert ask.requests(A) >= 1
     assert ask.requests(B) >= 1
@@ -179,6 +190,15 @@ def test_tokens_by_other_weights_are_lost_and_their_server_is_left_out(asking: M
     assert isinstance(outcome, Lost)
     assert (ask.requests(A), ask.requests(B)) == (1, 1)
     assert "other:3" in ask.balance.reasons
+
+
+@pytest.mark.parametrize(("step", "expected"), [(2, Lost), (3, Done), (5, Done), (6, Lost)])
+def test_tokens_are_by_the_weights_of_the_call_or_by_those_that_were_sent_since(
+    step: int, expected: type[Outcome], asking: MakeAsking
+) -> None:
+    ask = asking(Servers(lambda _, json: completion(json, f"run:{step}")))
+    ask.fleet.step = 5
+    assert isinstance(ask.ask(), expected)
 
 
 @pytest.mark.parametrize(("is_sending", "expected"), [(False, Lost), (True, Done)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prefrl.errors import ConfigError
 from prefrl.generation.vllm.guard import Guard
 
 KEY = "a-secret"
@@ -81,10 +82,10 @@ def test_start_and_end_of_the_application_pass() -> None:
 
 
 @pytest.mark.parametrize("unset", ["", None])
-def test_without_a_key_all_is_open(unset: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_starts_without_a_key(unset: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if unset is None:
         monkeypatch.delenv("VLLM_API_KEY")
     else:
         monkeypatch.setenv("VLLM_API_KEY", unset)
-    assert ask("http", "/pause", []) == (True, [])
-    assert ask("websocket", "/v1/realtime", []) == (True, [])
+    with pytest.raises(ConfigError, match="VLLM_API_KEY: not set"):
+        ask("http", "/health", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +18,24 @@ from prefrl.generation.vllm.requests import (
     Guided,
     OtherWeights,
     Prompt,
+    answer_limit,
     check_prompts,
     check_sampling,
     completions_of,
     request_body,
     version_name,
 )
+from prefrl.types import Completion
 
 EXPECTED = Expected(request_id="r7", run="run", vocab_size=10, stop_ids=frozenset({1, 2}), is_guided=False)
 
 
+def answered(answer: Any, asked: Prompt, expected: Expected) -> list[Completion]:
+    return completions_of(answer, asked, expected, newest_step=7)
+
+
 def prompt(**changes: Any) -> Prompt:
-    return Prompt(0, [5, 6], 40, SamplingParams(**{"num_samples": 2, "max_tokens": 3} | changes))
+    return Prompt(0, [5, 6], 40, SamplingParams(**{"num_samples": 2, "max_tokens": 3} | changes), 6)
 
 
 def choice(index: int, tokens: list[int], reason: str, *spans: tuple[str, int, int]) -> dict[str, Any]:
@@ -82,14 +89,14 @@ def test_what_is_switched_off_is_0_and_greedy_samples_are_asked_for_once() -> No
 
 
 def test_a_seed_leaves_room_for_those_of_all_samples() -> None:
-    asked = Prompt(0, [5], 2**63 - 1, SamplingParams(num_samples=4, max_tokens=3))
+    asked = Prompt(0, [5], 2**63 - 1, SamplingParams(num_samples=4, max_tokens=3), 6)
     seed = body(asked)["sampling_params"]["seed"]
     assert seed == 2**62 - 1
     assert seed + 4 < 2**63
 
 
 def test_completions_are_in_the_order_of_their_samples_with_the_step_behind_each_token() -> None:
-    first, second = completions_of(answer(), prompt(), EXPECTED)
+    first, second = answered(answer(), prompt(), EXPECTED)
     assert (first.token_ids, first.finish_reason, first.logprobs) == ([9, 1], "stop", [-0.9, -0.1])
     assert first.policy_versions == [6, 6]
     assert first.trainable == [True, True]
@@ -99,17 +106,17 @@ def test_completions_are_in_the_order_of_their_samples_with_the_step_behind_each
 
 def test_a_greedy_completion_is_every_sample_and_certain() -> None:
     one = answer() | {"choices": [answer()["choices"][1]]}
-    completions = completions_of(one, prompt(temperature=0, num_samples=3), EXPECTED)
+    completions = answered(one, prompt(temperature=0, num_samples=3), EXPECTED)
     assert [completion.token_ids for completion in completions] == [[9, 1]] * 3
     assert [completion.logprobs for completion in completions] == [[0.0, 0.0]] * 3
-    (raw,) = completions_of(one, prompt(temperature=0, num_samples=1, logprobs="raw"), EXPECTED)
+    (raw,) = answered(one, prompt(temperature=0, num_samples=1, logprobs="raw"), EXPECTED)
     assert raw.logprobs == [-0.9, -0.1]
 
 
 def test_guided_completions_may_end_without_a_stop_token() -> None:
     one = answer() | {"choices": [choice(0, [9, 8], "stop", ("run:6", 0, 2))]}
     guided = Expected("r7", "run", 10, frozenset({1, 2}), is_guided=True)
-    (completion,) = completions_of(one, prompt(num_samples=1), guided)
+    (completion,) = answered(one, prompt(num_samples=1), guided)
     assert (completion.token_ids, completion.finish_reason) == ([9, 8], "stop")
 
 
@@ -138,7 +145,12 @@ def setter(number: int, **fields: Any) -> Callable[[Any], None]:
         (lambda a: a["choices"][0]["weight_versions"].reverse(), "weight versions are not consecutive"),
         (lambda a: a["choices"][0]["logprobs"]["content"].pop(), "the log-probs are for the tokens"),
         (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=float("inf")), "token 1 is inf"),
-        (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob="low"), "has another form"),
+        (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob="-1.0"), "token 1 is '-1.0': must be a"),
+        (
+            lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=0.01),
+            "token 1 is 0.01: must be a number",
+        ),
+        (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=False), "token 1 is False: must be a"),
         (lambda a: a.update(request_id="generate-tokens-r8"), "to another request, 'generate-tokens-r8'"),
         (lambda a: a.update(choices=7), "has another form"),
     ],
@@ -147,33 +159,46 @@ def test_a_wrong_answer_is_not_believed(edit: Callable[[Any], None], words: str)
     wrong = copy.deepcopy(answer())
     edit(wrong)
     with pytest.raises(BadAnswer, match=words):
-        completions_of(wrong, prompt(), EXPECTED)
+        answered(wrong, prompt(), EXPECTED)
 
 
 @pytest.mark.parametrize("nothing", [None, [], "text", 7])
 def test_an_answer_that_is_no_object_is_not_believed(nothing: object) -> None:
     with pytest.raises(BadAnswer, match="a field is missing"):
-        completions_of(nothing, prompt(), EXPECTED)
+        answered(nothing, prompt(), EXPECTED)
 
 
 def test_a_completion_shorter_than_asked_for_is_not_taken_for_a_long_one() -> None:
     cut = answer() | {"choices": [choice(0, [3, 4], "length", ("run:6", 0, 2))]}
     with pytest.raises(BadAnswer, match="cut off after 2 tokens, before max_tokens=3"):
-        completions_of(cut, prompt(num_samples=1), EXPECTED)
+        answered(cut, prompt(num_samples=1), EXPECTED)
 
 
 @pytest.mark.parametrize("version", ["default", "updating", "other:6", "run", "run:", "run:x", ""])
 def test_tokens_of_other_weights_are_told_apart(version: str) -> None:
     other = answer() | {"choices": [choice(0, [9, 1], "stop", ("run:6", 0, 1), (version, 1, 2))]}
     with pytest.raises(OtherWeights, match=f"calls {version!r}, not run:<step>"):
-        completions_of(other, prompt(num_samples=1), EXPECTED)
+        answered(other, prompt(num_samples=1), EXPECTED)
+
+
+def test_an_answer_may_be_as_long_as_what_was_requested() -> None:
+    longest = prompt(num_samples=8, max_tokens=512)
+    entry = {
+        "token": "x" * 64,
+        "token_id": 123456,
+        "logprob": -12.345678901234567,
+        "rank": 123456,
+        "bytes": [255] * 16,
+    }
+    size = 8 * 512 * len(json.dumps(entry | {"top_logprobs": [entry]}))
+    assert size < answer_limit(longest) < 16 * size
 
 
 def test_an_aborted_request_is_told_apart_even_without_tokens() -> None:
     aborted = answer()
     aborted["choices"][0] |= {"finish_reason": "abort", "token_ids": []}
     with pytest.raises(Aborted, match="after 0 tokens"):
-        completions_of(aborted, prompt(), EXPECTED)
+        answered(aborted, prompt(), EXPECTED)
 
 
 def test_a_version_is_named_after_run_and_step() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from prefrl.errors import WeightSyncError
 from prefrl.generation.http import Overdue, Refused, Unreachable
-from prefrl.generation.weights import wire
+from prefrl.generation.weights import process_group, wire
 from prefrl.generation.weights.adapter import ADAPTER, AdapterSync
 from prefrl.generation.weights.files import FileSync, PrivateFolder
 from prefrl.generation.weights.groups import GroupSync
@@ -140,13 +140,15 @@ def test_a_server_without_adapters_is_left_out(tmp_path: Path) -> None:
 
 def test_a_group_is_joined_once_and_brings_the_weights() -> None:
     received: list[list[wire.Named]] = []
-    groups: list[wire.Group] = []
+    groups: list[process_group.Group] = []
+    keys: list[str] = []
 
     def answer(url: str, path: str, json: Any) -> None:
         if path == "/init_weight_transfer_engine":
-            groups.append(wire.join(wire.Invitation(**json["init_info"]), worker=0))
+            groups.append(process_group.join(process_group.Invitation(**json["init_info"]), worker=0))
         elif path == "/update_weights":
-            received.append(wire.receive(groups[-1]))
+            keys.append(json["update_info"]["key"])
+            received.append(wire.receive(groups[-1], bytes.fromhex(keys[-1])))
 
     http = ScriptedHttp(answer)
     transfer, servers = transfer_to(http, LOCAL)
@@ -157,6 +159,7 @@ def test_a_group_is_joined_once_and_brings_the_weights() -> None:
     update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
     assert http.paths(LOCAL) == ["/init_weight_transfer_engine", *update, *update]
     assert len(groups) == 1
+    assert keys[0] != keys[1], "what was recorded in one transfer could be played again in the next"
     assert [[(name, tensor.tolist()) for name, tensor in one] for one in received] == [
         [("x", [0.0] * 3), ("y", [1.0] * 3)]
     ] * 2
@@ -179,11 +182,11 @@ def test_a_server_that_does_not_join_a_group_fails_with_its_own_message() -> Non
 
 
 def test_a_connection_that_breaks_before_the_server_says_why_has_its_message() -> None:
-    groups: list[wire.Group] = []
+    groups: list[process_group.Group] = []
 
     def answer(url: str, path: str, json: Any) -> None:
         if path == "/init_weight_transfer_engine":
-            groups.append(wire.join(wire.Invitation(**json["init_info"]), worker=0))
+            groups.append(process_group.join(process_group.Invitation(**json["init_info"]), worker=0))
         elif path == "/update_weights":
             groups.pop().close()
             time.sleep(0.5)

@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from prefrl.generation.weights import wire
+from prefrl.generation.weights import process_group, wire
 
 ROOT = Path(__file__).parents[3]
 TAG = "test"
+KEY = wire.new_key()
 Named = list[tuple[str, torch.Tensor]]
 
 
@@ -42,9 +44,9 @@ class Members:
     """A trainer's group and those of its workers."""
 
     def __init__(self, *, num_workers: int = 1, timeout: float = 20.0) -> None:
-        host = wire.Host("gloo", "127.0.0.1", 9, num_workers=num_workers, tag=TAG, timeout=timeout)
+        host = process_group.Host("gloo", "127.0.0.1", 9, num_workers=num_workers, tag=TAG, timeout=timeout)
         trainer = host.join()
-        workers = [in_thread(lambda i=i: wire.join(host.invitation, worker=i)) for i in range(num_workers)]
+        workers = [in_thread(lambda i=i: process_group.join(host.invitation, worker=i)) for i in range(num_workers)]
         self.trainer = trainer.result(timeout=30)
         self.workers = [worker.result(timeout=30) for worker in workers]
 
@@ -53,7 +55,7 @@ class Members:
             group.close()
 
     def send(self, weights: Named, **options: Any) -> None:
-        for message in wire.messages(weights, device=self.trainer.device, **options):
+        for message in wire.messages(weights, device=self.trainer.device, **{"key": KEY} | options):
             self.trainer.broadcast(message)
 
 
@@ -86,7 +88,7 @@ def assert_same(received: Named, sent: Named) -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
 def test_what_arrives_is_what_was_sent_bit_for_bit_and_in_order(members: Members, bucket_bytes: int) -> None:
     weights = mixed_weights()
-    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     members.send(weights, bucket_bytes=bucket_bytes)
     assert_same(receiving.result(timeout=20), weights)
 
@@ -98,7 +100,7 @@ def test_all_workers_receive_and_a_group_serves_many_transfers() -> None:
             weights = [
                 (name, tensor + step if tensor.dtype != torch.bool else tensor) for name, tensor in mixed_weights()
             ]
-            receiving = [in_thread(lambda worker=worker: wire.receive(worker)) for worker in members.workers]
+            receiving = [in_thread(lambda worker=worker: wire.receive(worker, KEY)) for worker in members.workers]
             members.send(weights)
             for future in receiving:
                 assert_same(future.result(timeout=20), weights)
@@ -111,7 +113,7 @@ def test_views_that_are_not_contiguous_and_tensors_larger_than_a_message(
 ) -> None:
     monkeypatch.setattr(wire, "BUCKET_BYTES", 1000)
     weights = [("transposed", torch.arange(600.0).view(20, 30).T), ("part", torch.arange(40)[3:30:2])]
-    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     members.send(weights, bucket_bytes=1000)
     assert_same(receiving.result(timeout=20), weights)
 
@@ -131,10 +133,10 @@ def test_weights_are_read_once_while_they_are_sent() -> None:
             read.append(i)
             yield f"w{i}", torch.zeros(100, dtype=torch.uint8)
 
-    sent = wire.messages(weights(), device=torch.device("cpu"), bucket_bytes=100)
+    sent = wire.messages(weights(), device=torch.device("cpu"), key=KEY, bucket_bytes=100)
     next(sent)
     assert read == [0, 1]  # the second one shows that the first bucket is full
-    assert len(list(sent)) == 3 * 4 - 1 + 1  # length, header and bytes of each bucket; the end
+    assert len(list(sent)) == 4 * 4 - 1 + 2  # length, header, seal and bytes of each bucket; the end and its seal
     assert read == [0, 1, 2, 3]
 
 
@@ -143,7 +145,7 @@ def test_the_receiver_is_told_why_the_sender_gave_up(members: Members) -> None:
         yield "first", torch.zeros(3)
         raise RuntimeError("no memory for the second layer")
 
-    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     with pytest.raises(RuntimeError, match="second layer"):
         members.send(weights())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the trainer stopped sending: RuntimeError: no memory for the second layer"):
@@ -151,7 +153,7 @@ def test_the_receiver_is_told_why_the_sender_gave_up(members: Members) -> None:
 
 
 def test_dtypes_that_cannot_be_sent_are_named(members: Members) -> None:
-    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     with pytest.raises(ValueError, match="phases: complex64"):
         members.send([("phases", torch.zeros(2, dtype=torch.complex64))])
     with pytest.raises(ValueError, match="stopped sending"):
@@ -160,23 +162,63 @@ def test_dtypes_that_cannot_be_sent_are_named(members: Members) -> None:
 
 @pytest.mark.parametrize("length", [-1, 2**62])
 def test_noise_is_refused_before_memory_is_taken_for_it(members: Members, length: int) -> None:
-    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     members.trainer.broadcast(torch.tensor([length]).view(torch.uint8))
     with pytest.raises(ValueError, match="not a prefrl trainer"):
         receiving.result(timeout=20)
+
+
+def receive_or_leave(group: process_group.Group, key: bytes) -> Named:
+    try:
+        return wire.receive(group, key)
+    except ValueError:
+        group.close()
+        raise
+
+
+@pytest.mark.parametrize("key", [wire.new_key(), None], ids=["another key", "the key of the transfer before"])
+def test_weights_of_a_stranger_are_refused(members: Members, key: bytes | None) -> None:
+    receiving = in_thread(lambda: receive_or_leave(members.workers[0], wire.new_key()))
+    with suppress(RuntimeError):  # the receiver leaves
+        members.send([("w", torch.full((3,), 666.0))], key=key or KEY)
+    with pytest.raises(ValueError, match="the seal is wrong"):
+        receiving.result(timeout=20)
+
+
+# length, header, seal and bytes of two buckets; the end and its seal
+@pytest.mark.parametrize("number", [n for n in range(10) if n % 4])
+def test_one_bit_that_changes_on_the_way_is_noticed_before_the_weights_are_returned(
+    members: Members, number: int
+) -> None:
+    receiving = in_thread(lambda: receive_or_leave(members.workers[0], KEY))
+    weights = [("v", torch.ones(3)), ("w", torch.ones(3))]
+    with suppress(RuntimeError):  # the receiver leaves
+        for position, message in enumerate(
+            wire.messages(weights, device=process_group.HOST_DEVICE, key=KEY, bucket_bytes=1)
+        ):
+            changed = message.clone()
+            changed[0] ^= position == number
+            members.trainer.broadcast(changed)
+    with pytest.raises(ValueError, match="the seal is wrong"):
+        receiving.result(timeout=20)
+
+
+def test_a_transfer_without_a_key_is_refused(members: Members) -> None:
+    with pytest.raises(ValueError, match="has 0 bytes: must be 32"):
+        wire.receive(members.workers[0], b"")
 
 
 def test_a_silent_sender_is_waited_for_no_longer_than_the_timeout() -> None:
     members = Members(timeout=1.0)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="nothing was sent or received for 1 s"):
-        wire.receive(members.workers[0])
+        wire.receive(members.workers[0], KEY)
     assert 0.9 < time.monotonic() - started < 5
     members.close()
 
 
 def test_a_member_that_leaves_ends_the_wait_of_the_others(members: Members) -> None:
-    receiving = in_thread(lambda: wire.receive(members.workers[0]))
+    receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     time.sleep(0.1)
     started = time.monotonic()
     members.trainer.close()
@@ -211,23 +253,23 @@ def test_nobody_to_meet_is_an_error_within_the_timeout() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    invitation = wire.Invitation("gloo", "127.0.0.1", port, TAG, 2, 1.0)
+    invitation = process_group.Invitation("gloo", "127.0.0.1", port, TAG, 2, 1.0)
     started = time.monotonic()
     with pytest.raises(RuntimeError):
-        wire.join(invitation, worker=0)
+        process_group.join(invitation, worker=0)
     assert time.monotonic() - started < 10
 
 
 def test_a_trainer_alone_gives_up_within_the_timeout() -> None:
-    host = wire.Host("gloo", "127.0.0.1", 9, num_workers=1, tag=TAG, timeout=1.0)
+    host = process_group.Host("gloo", "127.0.0.1", 9, num_workers=1, tag=TAG, timeout=1.0)
     with pytest.raises(TimeoutError, match="not all of 1 workers arrived within 1 s"):
         host.join().result(timeout=10)
 
 
 def test_a_trainer_stops_waiting_for_workers_when_told() -> None:
-    host = wire.Host("gloo", "127.0.0.1", 9, num_workers=2, tag=TAG, timeout=60.0)
+    host = process_group.Host("gloo", "127.0.0.1", 9, num_workers=2, tag=TAG, timeout=60.0)
     joining = host.join()
-    in_thread(lambda: wire.join(host.invitation, worker=0))  # one comes, which is not all
+    in_thread(lambda: process_group.join(host.invitation, worker=0))  # one comes, which is not all
     with pytest.raises(FutureTimeout):
         joining.result(timeout=0.3)
     host.cancel()
@@ -251,7 +293,7 @@ def test_a_program_ends_well_with_a_group_that_is_closed_open_or_busy(end: str) 
 
 
 def test_the_rendezvous_of_a_local_server_listens_on_loopback_alone() -> None:
-    host = wire.Host("gloo", "localhost", 8000, num_workers=1, tag=TAG, timeout=5.0)
+    host = process_group.Host("gloo", "localhost", 8000, num_workers=1, tag=TAG, timeout=5.0)
     assert host.invitation.host in ("127.0.0.1", "::1")
     with socket.create_connection((host.invitation.host, host.invitation.port), timeout=5):
         pass
@@ -260,11 +302,21 @@ def test_the_rendezvous_of_a_local_server_listens_on_loopback_alone() -> None:
         socket.create_connection((elsewhere, host.invitation.port), timeout=5)
 
 
+def test_the_rendezvous_ends_when_all_members_are_connected() -> None:
+    members = Members(num_workers=3)
+    address = (members.trainer.invitation.host, members.trainer.invitation.port)
+    with pytest.raises(ConnectionRefusedError):  # noqa: PT012 - it is closed within moments
+        for _ in range(100):
+            socket.create_connection(address, timeout=5).close()
+            time.sleep(0.05)
+    members.close()
+
+
 def test_groups_with_other_tags_do_not_meet() -> None:
-    host = wire.Host("gloo", "127.0.0.1", 9, num_workers=1, tag="new", timeout=1.0)
+    host = process_group.Host("gloo", "127.0.0.1", 9, num_workers=1, tag="new", timeout=1.0)
     joining = host.join()
-    stale = wire.Invitation(**(host.invitation.as_json() | {"tag": "old"}))
+    stale = process_group.Invitation(**(host.invitation.as_json() | {"tag": "old"}))
     with pytest.raises(RuntimeError):
-        wire.join(stale, worker=0)
+        process_group.join(stale, worker=0)
     with pytest.raises(TimeoutError):
         joining.result(timeout=10)

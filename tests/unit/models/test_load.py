@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from prefrl import SFTConfig, SFTTrainer
 from prefrl.errors import ConfigError
@@ -52,6 +52,19 @@ def test_arguments_reach_from_pretrained_and_are_not_changed(saved: Path, dtype:
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
     assert arguments == before
+
+
+@pytest.mark.parametrize(("revision", "warns"), [(None, True), ("main", True), ("0" * 40, False)])
+def test_code_of_a_model_that_may_change_is_a_warning(
+    revision: str | None, warns: bool, saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"trust_remote_code": True} | ({} if revision is None else {"revision": revision})
+    load_model(saved, model_init_kwargs=given)
+    assert not caplog.records, "a folder has one version of the code"
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny_model())
+    load_model("org/model", model_init_kwargs=given)
+    expected = [f"trust_remote_code=True with revision={revision!r}: code from the repository of 'org/model'"] * warns
+    assert [record.getMessage().partition(" runs")[0] for record in caplog.records] == expected
 
 
 def test_an_instance_is_taken_as_it_is() -> None:

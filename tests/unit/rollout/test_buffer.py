@@ -143,7 +143,7 @@ def test_rollouts_are_dealt_to_another_number_of_ranks(tmp_path: Path) -> None:
         buffer.save(path)
     dealt = [RolloutBuffer(2, ReadyBatch) for _ in range(3)]
     for rank, buffer in enumerate(dealt):
-        buffer.load_dealt(paths, cut=lambda rows: rows.chunks(3), rank=rank, world_size=3)
+        buffer.load_share(paths, cut=lambda rows: rows.chunks(3), rank=rank, world_size=3)
     firsts = [buffer.minibatches[0] for buffer in dealt]
     starts = [[int(rows.response_ids[0]) for rows in first.micro_batches] for first in firsts]
     assert starts == [[10, 60], [20], [50]]

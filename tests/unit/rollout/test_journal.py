@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import stat
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from prefrl.errors import CheckpointError
+from prefrl.errors import CheckpointError, ConfigError
 from prefrl.metrics import Mean
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
@@ -117,3 +119,53 @@ def test_each_rank_has_its_own_files(tmp_path: Path) -> None:
         "completions_00000_rank0of2.parquet",
         "completions_00000_rank1of2.parquet",
     ]
+
+
+def test_people_read_text_tokens_rewards_and_versions(tmp_path: Path) -> None:
+    begun(tmp_path / "completions").seal(0, [part(0, 1)], step=0, needed_from=0)
+    assert stat.S_IMODE((tmp_path / "completions").stat().st_mode) == 0o700
+    rows = pq.read_table(tmp_path / "completions" / "completions_00000.parquet").to_pylist()
+    assert rows[1] | {"greedy_reward": None} == {
+        "step": 0,
+        "group": 1,
+        "rollout": 1,
+        "turn": 0,
+        "prompt": "p",
+        "completion": "a b",
+        "prompt_ids": [1, 2, 3],
+        "completion_ids": [5, 6],
+        "logprobs": [-0.1, float(torch.tensor(-1.7))],
+        "trainable": [True, False],
+        "finish_reason": "stop",
+        "policy_versions": [3, 4],
+        "length": 2.0,
+        "style": None,
+        "reward": 2.0,
+        "greedy_reward": None,
+        "advantage": 0.5,
+        "note": "n1",
+    }
+
+
+def test_what_no_column_could_hold_is_kept_as_text(tmp_path: Path) -> None:
+    rollouts = [rollout(0, "\ud800 \x1b"), rollout(0, "plain"), rollout(0, "")]
+    logged = {"mixed": [1, "a", None], "surrogate": ["\ud800", "b", None]}
+    begun(tmp_path).seal(0, [Collected(rollouts, logged_columns=logged)], step=0, needed_from=0)
+    table = pq.read_table(tmp_path / "completions_00000.parquet").to_pydict()
+    assert table["completion"] == [r"\ud800" + " \x1b", "plain", ""]
+    assert table["mixed"] == ["1", "a", None]
+    assert table["surrogate"] == [r"\ud800", "b", None]
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine", encoding="utf-8")
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    for suffix in ("parquet", "part"):
+        (folder / f"completions_00000.{suffix}").symlink_to(target)
+    Journal(folder, 0, 1, keep=9).seal(0, [part(0)], step=0, needed_from=0)
+    assert target.read_text(encoding="utf-8") == "mine"
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(ConfigError, match="link is a symbolic link"):
+        Journal(tmp_path / "link", 0, 1, keep=9).seal(0, [part(0)], step=0, needed_from=0)

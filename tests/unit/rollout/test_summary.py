@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from prefrl.rollout.summary import print_table, rollout_metrics
+from prefrl.rollout import summary
+from prefrl.rollout.summary import log_completions, print_table, rollout_metrics
 from prefrl.types import Completion, FinishReason, Rollout, Turn
 
 
@@ -50,3 +53,40 @@ def test_table_shows_markup_as_text() -> None:
     assert "before step 5" in text
     assert "[red]p" in text
     assert "cccccc" not in text  # the third row is beyond the limit
+
+
+def spoken(text: str) -> list[Rollout]:
+    return [replace(rollout(0, 2, 1.0), text=text)]
+
+
+@pytest.mark.parametrize("text", ["\x1b]52;c;ZXZpbA==\x07", "\x9b2J", "\u202e", "a\x00b", "\ud800"], ids=ascii)
+def test_a_completion_gives_the_terminal_no_commands(text: str) -> None:
+    out = io.StringIO()
+    print_table(spoken(text), step=4, limit=None, console=Console(file=out, width=100, force_terminal=True))
+    assert text not in out.getvalue()
+    assert text.encode("unicode_escape").decode() in out.getvalue()
+
+
+def test_emoji_codes_are_not_replaced() -> None:
+    out = io.StringIO()
+    print_table(spoken(":smile: [/]"), step=4, limit=None, console=Console(file=out, width=100))
+    assert ":smile: [/]" in out.getvalue()
+
+
+@pytest.mark.parametrize("text", ["\n" * 20_000, "x" * 10**6])
+def test_a_long_completion_is_cut_off_and_costs_little(text: str) -> None:
+    out = io.StringIO()
+    started = time.process_time()
+    print_table(spoken(text), step=4, limit=None, console=Console(file=out, width=100))
+    assert time.process_time() - started < 1
+    assert len(out.getvalue()) < 20_000
+    assert "more characters)" in out.getvalue()
+
+
+def test_a_table_that_cannot_be_printed_does_not_end_the_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "Console", lambda: None)
+    log_completions(ROLLOUTS, step=7, limit=1)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("The completions of step 7 could not be printed: AttributeError")

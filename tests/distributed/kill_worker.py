@@ -1,0 +1,136 @@
+"""Kills one of two processes at random moments and resumes: `kill_worker FOLDER BACKEND KILLS [BACKEND KILLS ...]`.
+
+A process that has imported everything forks the pairs, as a launcher would start them. The last line is a JSON list:
+for each backend its kills, the hash of an undisturbed run and those of the killed ones, and the seconds that the other
+process went on.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers.integrations.deepspeed  # noqa: F401 - imported once, for all forks
+from transformers import TrainerCallback
+
+from prefrl import distributed
+from tests.distributed.backends import enter
+from tests.distributed.cases import ADAM, Case
+from tests.distributed.worker import make, weights_of
+
+CASE = Case("grpo", {**ADAM, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.04})
+SAVING = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "rows": 40, "logging_steps": 99}
+SECONDS_FOR_THE_OTHER = 60
+
+
+class Killed(TrainerCallback):
+    """Lets the kernel end this process some seconds after training has begun."""
+
+    def __init__(self, after: float | None) -> None:
+        self.after = after
+        self.started = 0.0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        self.started = time.monotonic()
+        if self.after is not None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, self.after)
+
+
+def start(work: Callable[[], None]) -> int:
+    """Fork a process that does some work; its id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def train(backend: str, folder: Path, after: float | None) -> None:
+    """Train on one of two processes, and write the hash of the final weights."""
+    trainer = make("grpo", CASE, folder, **enter(backend, folder), **SAVING)
+    killed = Killed(after)
+    trainer.add_callback(killed)
+    trainer.train(resume_from_checkpoint=True)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    seconds = time.monotonic() - killed.started
+    digest = hashlib.sha256()
+    for _, value in sorted(weights_of(trainer).items()):
+        digest.update(value.numpy().tobytes())
+    if distributed.is_main():
+        (folder / "done").write_text(json.dumps([digest.hexdigest(), seconds]))
+    distributed.wait_for_all()
+
+
+def pair(backend: str, folder: Path, victim: int | None, after: float) -> float | None:
+    """Run both processes. None: both have done their work; else the seconds that one outlived the other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = {}
+    for rank in (0, 1):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        mine = after if rank == victim else None
+        children[start(lambda mine=mine: train(backend, folder, mine))] = rank  # type: ignore[misc]
+    child, status = os.wait()
+    ended, code = time.monotonic(), os.waitstatus_to_exitcode(status)
+    (other,) = children.keys() - {child}
+    while os.waitpid(other, os.WNOHANG)[0] == 0:
+        if time.monotonic() - ended > SECONDS_FOR_THE_OTHER:
+            os.kill(other, signal.SIGKILL)
+            os.waitpid(other, 0)
+            raise AssertionError(f"{backend}: process {children[other]} went on without the other")
+        time.sleep(0.02)
+    if code == 0:
+        return None
+    assert (children[child], code) == (victim, -signal.SIGALRM), (children[child], code)
+    return time.monotonic() - ended
+
+
+def survive(backend: str, root: Path, kills: int) -> dict[str, Any]:
+    """Kill one process of runs until there were enough kills, and let each run end."""
+    rng = random.Random(backend)
+    results, outlived, number = [], [], 0
+    whole = root / f"{backend}-whole"
+    whole.mkdir(parents=True)
+    assert pair(backend, whole, None, 0) is None
+    expected, seconds = json.loads((whole / "done").read_text())
+    while len(outlived) < kills:
+        folder = root / f"{backend}-{number}"
+        folder.mkdir()
+        number += 1
+        while True:
+            victim = rng.randrange(2) if len(outlived) < kills else None
+            left = pair(backend, folder, victim, rng.uniform(0, seconds))
+            if left is None:
+                break
+            outlived.append(left)
+        results.append(json.loads((folder / "done").read_text())[0])
+    return {"backend": backend, "kills": kills, "whole": expected, "killed": results, "outlived": outlived}
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    pairs = list(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
+    with open(os.devnull, "w") as silent:
+        sys.stdout, terminal = silent, sys.stdout
+        found = [survive(backend, Path(sys.argv[1]), int(kills)) for backend, kills in pairs]
+    sys.stdout = terminal
+    print(json.dumps(found))
