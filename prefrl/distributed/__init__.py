@@ -45,6 +45,7 @@ from prefrl.distributed.processes import (
 from prefrl.distributed.reading import Reader
 from prefrl.distributed.shards import (
     bare_copy,
+    class_of,
     copy_of,
     first_non_finite,
     full_params,
@@ -77,6 +78,7 @@ __all__ = [
     "check_processes",
     "check_quantized",
     "check_resumable",
+    "class_of",
     "copy_of",
     "divided_update",
     "exchange",

@@ -34,6 +34,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, engines) else model
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a module was made with: FSDP2 puts one of its own in its place."""
+    classes = cast("tuple[type[nn.Module], ...]", type(module).__mro__)
+    return next(kind for kind in classes if not issubclass(kind, FSDPModule))
+
+
 def _zero3(tensor: torch.Tensor) -> Any:
     """The tensor if it is a ZeRO-3 parameter, with the attributes that DeepSpeed adds; else None."""
     return tensor if hasattr(tensor, "ds_id") else None
@@ -217,8 +223,7 @@ def bare_copy(module: nn.Module, read: Callable[[torch.Tensor], torch.Tensor]) -
 def _bare_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     if id(module) in memo:
         return memo[id(module)]
-    # FSDP2 replaces the classes of modules by its own, which cannot be copied.
-    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    kind = class_of(module)  # FSDP2's own cannot be copied
     own: Any = kind.__new__(kind)
     nn.Module.__init__(own)
     memo[id(module)] = own

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from prefrl.errors import NonFiniteError
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
 from tests.contract.cases import (
@@ -127,6 +128,7 @@ def test_nan_loss_is_logged_as_nan(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path, max_steps=1)
     compute_loss = trainer.compute_loss
     trainer.compute_loss = lambda *a, **k: compute_loss(*a, **k) * float("nan")  # type: ignore[method-assign]
-    trainer.train()
+    with pytest.raises(NonFiniteError, match="step 1: the loss is nan"):
+        trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[0] != losses[0]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import datasets
 from transformers import TrainingArguments
 
+from prefrl import distributed
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -45,7 +47,8 @@ def decisive_options(config: BaseConfig) -> dict[str, Any]:
 
 def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """The architecture of a model and of its adapters."""
-    described = {"class": type(model).__name__, "config": _digest(_without(model.config.to_dict(), _NOT_ARCHITECTURE))}
+    config = _digest(_without(model.config.to_dict(), _NOT_ARCHITECTURE))
+    described = {"class": distributed.class_of(model).__name__, "config": config}
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, Mapping):
         described["adapters"] = _digest(

@@ -76,7 +76,7 @@ def dump_step(
     """
     final = output_dir / f"{_PREFIX}{step}"
     aside = output_dir / f".{final.name}"
-    aside.mkdir(parents=True, exist_ok=True)
+    aside.mkdir(mode=0o700, parents=True, exist_ok=True)
     problem = None
     try:
         save_model(aside)
