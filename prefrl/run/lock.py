@@ -1,4 +1,4 @@
-"""One process at a time writes to a run's folder."""
+"""One process at a time writes to a run's folder, and other nodes see whether it is the same folder."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from prefrl.errors import ConfigError
 
-__all__ = ["only_writer"]
+__all__ = ["only_writer", "writer_token"]
 
 _FILE = ".writer"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -22,13 +23,16 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def only_writer(run_folder: Path) -> Iterator[None]:
+def only_writer(run_folder: Path) -> Iterator[str]:
     """Context in which this process is the only one that trains in a folder.
 
     The kernel holds the lock and releases it when the process ends, however it ends, so nothing is left to clean up.
 
     Args:
         run_folder: Created if it does not exist.
+
+    Returns:
+        What `writer_token` reads on every node that sees this folder.
 
     Raises:
         ConfigError: The folder cannot be written to, or another process trains in it: names its host and process id.
@@ -42,7 +46,12 @@ def only_writer(run_folder: Path) -> Iterator[None]:
         ) from error
     try:
         _lock(descriptor, run_folder)
-        yield
+        token = secrets.token_hex(8)
+        os.ftruncate(descriptor, 0)
+        writer = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
+        os.pwrite(descriptor, json.dumps(writer).encode(), 0)
+        os.fsync(descriptor)
+        yield token
     finally:
         os.close(descriptor)
 
@@ -59,8 +68,17 @@ def _lock(descriptor: int, run_folder: Path) -> None:
             f"output_dir={str(run_folder)!r} is in use: process {holder.get('pid', '?')} on host "
             f"{holder.get('host', '?')} trains in it. Choose another folder, or stop that process."
         ) from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+
+
+def writer_token(run_folder: Path) -> str | None:
+    """The token of the process that trains in a folder; None if there is none.
+
+    Never call it in that process: to close the file would release its lock.
+    """
+    try:
+        return str(json.loads((run_folder / _FILE).read_bytes())["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _read(descriptor: int) -> dict[str, object]:

@@ -99,9 +99,8 @@ class StopRequest:
             self._interruptible = False
 
 
-def leave(code: int, line: str) -> NoReturn:
-    """Print a line and end the process with an exit code; after Ctrl-C, with KeyboardInterrupt."""
-    sys.stderr.write(f"{line}\n")
+def leave(code: int) -> NoReturn:
+    """End the process with an exit code; after Ctrl-C, with KeyboardInterrupt."""
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(code)

@@ -6,6 +6,7 @@ import argparse
 import atexit
 import importlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command line without the program's name; None: the one of this process.
 
     Returns:
-        The exit code: 0, or 2 for anything that prefrl refuses.
+        The exit code: 0, 2 for anything that prefrl refuses, or 130 after Ctrl-C.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _run(arguments.command, arguments.arguments)
+    except KeyboardInterrupt:
+        if arguments.debug:
+            raise
+        return 128 + signal.SIGINT
     except PrefrlError as error:
         if arguments.debug:
             raise

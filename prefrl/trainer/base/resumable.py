@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,11 +111,12 @@ class ResumableTrainer(Trainer):
                     self._save_checkpoint(self.model, None)
         if code and self.state.global_step < self.state.max_steps:
             self.run_folder.wait()
-            leave(
-                code,
-                f"stopped after step {self.state.global_step} of {self.state.max_steps}. To go on, start the same "
-                f"training with resume_from_checkpoint=True; output_dir is {self.args.output_dir}",
-            )
+            if distributed.is_main():
+                sys.stderr.write(
+                    f"stopped after step {self.state.global_step} of {self.state.max_steps}. To go on, start the same "
+                    f"training with resume_from_checkpoint=True; output_dir is {self.args.output_dir}\n"
+                )
+            leave(code)
         return output
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from prefrl import distributed
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.checkpoints import Found, checkpoint_name, clean, find_last, publish, rotate, staging_folder
 from prefrl.run.identity import Identity, check_same_run, new_run_id, read_identity, write_identity
-from prefrl.run.lock import only_writer
+from prefrl.run.lock import only_writer, writer_token
 from prefrl.run.seal import problem_of
 
 __all__ = ["RunFolder", "Start"]
@@ -52,6 +52,7 @@ class RunFolder:
     in_background: bool
     is_first_of_node: bool
     run: str = ""  # id of the run that is under way
+    _is_apart: bool = False
     _thread: threading.Thread | None = None
     _error: list[Exception] = field(default_factory=list)
 
@@ -63,13 +64,19 @@ class RunFolder:
             ConfigError: Another process trains in it, or it cannot be written to.
         """
         with ExitStack() as stack:
-            distributed.on_main(partial(self._enter, stack))
+            token = distributed.on_main(partial(self._enter, stack))
+            # The first process of a node whose file system is its own has to seal what its node writes.
+            is_other = self.is_first_of_node and not distributed.is_main()
+            self._is_apart = is_other and writer_token(self.path) != token
+            if self._is_apart:
+                clean(self.path)
             yield
             self.wait()
 
-    def _enter(self, stack: ExitStack) -> None:
-        stack.enter_context(only_writer(self.path))
+    def _enter(self, stack: ExitStack) -> str:
+        token = stack.enter_context(only_writer(self.path))
         clean(self.path)
+        return token
 
     # Reading.
 
@@ -150,36 +157,29 @@ class RunFolder:
         Raises:
             CheckpointError: It cannot be written. The checkpoints that were there are untouched.
         """
-
-        def work() -> None:
-            try:
-                publish(run_folder, run=self.run, step=step, resumable=resumable)
-                rotate(run_folder, run=self.run, limit=self.limit, best=best)
-            except OSError as error:
-                raise self.failure(error, run_folder, step) from error
-
+        work = partial(self._publish, run_folder, step=step, resumable=resumable, best=best)
         distributed.wait_for_all()
-        if self.in_background:
-            self._start_thread(work)
-        else:
+        if not self.in_background:
             distributed.on_main(work)
-            # The first process of a node whose file system is its own still has what its node wrote.
-            if self.is_first_of_node and (staging_folder(run_folder) / checkpoint_name(step)).exists():
+            if self._is_apart:
                 work()
+        elif distributed.is_main() or self._is_apart:
+            self._thread = threading.Thread(target=self._guarded, args=(work,), name="prefrl-checkpoint")
+            self._thread.start()
         return run_folder / checkpoint_name(step)
 
-    def _start_thread(self, work: Callable[[], None]) -> None:
-        if not distributed.is_main():
-            return
+    def _publish(self, run_folder: Path, *, step: int, resumable: bool, best: str | None) -> None:
+        try:
+            publish(run_folder, run=self.run, step=step, resumable=resumable)
+            rotate(run_folder, run=self.run, limit=self.limit, best=best)
+        except OSError as error:
+            raise self.failure(error, run_folder, step) from error
 
-        def guarded() -> None:
-            try:
-                work()
-            except Exception as error:  # `wait` raises it
-                self._error.append(error)
-
-        self._thread = threading.Thread(target=guarded, name="prefrl-checkpoint")
-        self._thread.start()
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # `wait` raises it
+            self._error.append(error)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written in the background.
@@ -187,6 +187,8 @@ class RunFolder:
         Raises:
             CheckpointError: It could not be written.
         """
+        if self._is_apart:
+            self._join()
         distributed.on_main(self._join)
 
     def _join(self) -> None:

@@ -1,0 +1,148 @@
+"""The folder of a run, without a trainer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl import distributed
+from prefrl.errors import CheckpointError, ConfigError
+from prefrl.run.checkpoints import find_last, publish, rotate, staging_folder
+from prefrl.run.identity import Identity
+from prefrl.run.lock import only_writer, writer_token
+from prefrl.run.seal import MANIFEST, problem_of, seal
+from prefrl.trainer.base.saving import RunFolder
+from tests.contract.survival_worker import forked
+
+
+def stage(folder: Path, step: int, *, text: str = "weights") -> None:
+    staged = staging_folder(folder) / f"checkpoint-{step}" / "inner"
+    staged.mkdir(parents=True)
+    (staged / "weights").write_text(text)
+
+
+def save(folder: Path, step: int, *, run: str = "r", resumable: bool = True) -> Path:
+    stage(folder, step)
+    return publish(folder, run=run, step=step, resumable=resumable)
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (delete, "inner/weights is missing"),
+        (shorten, "inner/weights has 6 bytes instead of 7"),
+        (flip, "inner/weights is damaged: its bytes differ from those that were saved"),
+    ],
+)
+def test_what_is_wrong_with_a_sealed_folder_is_named(harm: Any, message: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / "more").write_text("what is added later is nobody's business")
+    assert problem_of(folder) is None
+    harm(folder / "inner" / "weights")
+    assert problem_of(folder) == message
+    flip(folder / MANIFEST)
+    assert problem_of(folder) == f"{MANIFEST} is missing or damaged"
+
+
+def test_the_last_whole_checkpoint_of_the_run_is_found(tmp_path: Path) -> None:
+    for step in (2, 10, 9):  # by number, not by name or time
+        save(tmp_path, step)
+    save(tmp_path, 11, run="other")
+    save(tmp_path, 12, resumable=False)
+    flip(tmp_path / "checkpoint-10" / "inner" / "weights")
+    found = find_last(tmp_path, run="r")
+    assert found.folder == tmp_path / "checkpoint-9"
+    assert found.foreign == ["checkpoint-11"]
+    assert [text.partition(":")[0] for text in found.unusable] == ["checkpoint-12", "checkpoint-10"]
+    found = find_last(tmp_path, run=None)
+    assert found.folder == tmp_path / "checkpoint-11"
+
+
+def test_rotation_goes_by_step_and_keeps_the_best_and_those_of_other_runs(tmp_path: Path) -> None:
+    for step in (3, 6, 9, 12):
+        save(tmp_path, step)
+    save(tmp_path, 1, run="other")
+    os.utime(tmp_path / "checkpoint-6", (2e9, 2e9))  # the clock was set back since
+    rotate(tmp_path, run="r", limit=2, best=str(tmp_path / "checkpoint-3"))
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-3", "checkpoint-12"}
+
+
+def test_one_process_at_a_time_writes(tmp_path: Path) -> None:
+    def enter() -> None:
+        with pytest.raises(ConfigError, match=rf"process {os.getppid()} on host"), only_writer(tmp_path):
+            pass
+        os._exit(0 if writer_token(tmp_path) else 3)
+
+    with only_writer(tmp_path):
+        assert forked(enter) == 0
+
+    def die() -> None:
+        only_writer(tmp_path).__enter__()
+        os.kill(os.getpid(), 9)
+
+    assert forked(die) == -9
+    with only_writer(tmp_path):  # the kernel has released it
+        pass
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_node_with_a_file_system_of_its_own_seals_what_it_wrote(
+    is_shared: bool, in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ("main" if is_shared else "other")
+    path.mkdir()
+    # This process is the first of the second node: what the main process does, happens elsewhere.
+    monkeypatch.setattr(distributed, "is_main", lambda: False)
+    with only_writer(tmp_path / "main") as token:
+        monkeypatch.setattr(distributed, "on_main", lambda work: token)
+        run = RunFolder(path, limit=None, in_background=in_background, is_first_of_node=True, run="r")
+        with run.open():
+            stage(path, 1)
+            folder = run.publish(path, step=1, resumable=True, best=None)
+    assert folder.exists() == (not is_shared)
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_wait(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, limit=None, in_background=True, is_first_of_node=True, run="r")
+    run.publish(tmp_path, step=1, resumable=True, best=None)  # nothing was staged
+    with pytest.raises(CheckpointError, match="checkpoint-1 could not be written"):
+        run.wait()
+    assert threading.active_count() >= 1
+    run.wait()
+
+
+def test_a_run_that_has_no_checkpoint_yet_starts_at_its_beginning_under_the_same_id(tmp_path: Path) -> None:
+    def start(given: bool, value: int) -> Any:
+        run = RunFolder(tmp_path, limit=None, in_background=False, is_first_of_node=True)
+        return run.start(given, Identity("", {"lr": value}), allowed=[])
+
+    first = start(False, 1)
+    again = start(True, 1)
+    assert (again.run, again.checkpoint) == (first.run, None)
+    assert start(True, 2).run != first.run  # nothing was saved: it is another run
+
+
+def test_seals_do_not_depend_on_the_order_of_files(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).write_text(name)
+    seal(tmp_path, run="r", step=0, resumable=True)
+    assert problem_of(tmp_path) is None
