@@ -34,7 +34,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, engines) else model
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
+def class_of(module: nn.Module) -> Any:
     """The class that a module was made with: FSDP2 puts one of its own in its place."""
     classes = cast("tuple[type[nn.Module], ...]", type(module).__mro__)
     return next(kind for kind in classes if not issubclass(kind, FSDPModule))

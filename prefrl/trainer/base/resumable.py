@@ -94,7 +94,7 @@ class ResumableTrainer(Trainer):
         """Bytes of the weights and, with Adam, of its two moments in float32; other files are small."""
         weights = list(self.model.parameters())
         saved = [p for p in weights if p.requires_grad] if is_peft_model(self.model) else weights
-        size = sum(distributed.shape_of(p).numel() * p.element_size() for p in saved)
+        size: int = sum(distributed.shape_of(p).numel() * p.element_size() for p in saved)
         has_moments = self.args.optim in _ADAM and not self.args.save_only_model
         trained = sum(distributed.shape_of(p).numel() for p in weights if p.requires_grad)
         return int(size + 8 * trained * has_moments)
