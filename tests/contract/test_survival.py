@@ -267,11 +267,16 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
 ) -> None:
     trainer = make_trainer("sft", tmp_path, max_steps=4)
     trainer.add_callback(Signals(number))
-    handler = signal.getsignal(number)
-    with pytest.raises(error) as caught:
-        trainer.train()
+    # Shells start jobs in the background with SIGINT ignored, and then it stays so.
+    handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(error) as caught:
+            trainer.train()
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
     assert getattr(caught.value, "code", None) == code
-    assert signal.getsignal(number) is handler
     assert "stopped after step 2 of 4. To go on, start the same training with resume_from_checkpoint=True" in (
         capsys.readouterr().err
     )
