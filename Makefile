@@ -12,7 +12,7 @@ FLOORS_VENV ?= .venv-floors
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Each test uses one torch thread, because more threads would compete with the test workers for the cores.
+# Tests and the demo beside them use one torch thread each: threads that wait for each other would burn the cores of others.
 WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m pytest
 
@@ -70,7 +70,7 @@ vllm: $(VENV)/.dev $(VLLM_VENV)/.ready
 
 demo-gain: $(VENV)/.dev
 	rm -rf runs/demo-gain
-	$(BIN)/prefrl demo --seed 0 --output_dir runs/demo-gain
+	OMP_NUM_THREADS=1 $(BIN)/prefrl demo --seed 0 --output_dir runs/demo-gain
 	$(BIN)/python .ci/demo_gain.py runs/demo-gain/summary.json
 
 bench: $(BENCH_VENV)/.bench

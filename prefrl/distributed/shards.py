@@ -92,6 +92,15 @@ def _local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def _local_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """`_local_part` without the padding of ZeRO-3, whose memory DeepSpeed never writes."""
+    part, parameter = _local_part(tensor).detach(), _zero3(tensor)
+    if parameter is None:
+        return part
+    start = part.numel() * torch.distributed.get_rank(parameter.ds_process_group)
+    return part[: max(0, parameter.ds_numel - start)]
+
+
 def first_non_finite(model: nn.Module, device: torch.device) -> str | None:
     """Name of the first trained weight that holds NaN or infinity, on this rank or another; None: all are finite.
 
@@ -102,7 +111,7 @@ def first_non_finite(model: nn.Module, device: torch.device) -> str | None:
         model: Its parameters may be partitioned.
         device: For the communication.
     """
-    parts = [(name, _local_part(p).detach()) for name, p in unwrap(model).named_parameters() if p.requires_grad]
+    parts = [(name, _local_numbers(p)) for name, p in unwrap(model).named_parameters() if p.requires_grad]
     parts = [(name, part) for name, part in parts if part.numel()]
     largest = [torch.linalg.vector_norm(part, float("inf")).float().to(device) for _, part in parts]
     are_finite = torch.stack(largest).isfinite().tolist() if largest else []

@@ -84,3 +84,9 @@ def test_weights_are_partitioned(backend: str, folder: Path) -> None:
         assert max(result["layers"]) == pytest.approx(SHARE[backend] * max(whole[name]["layers"]), rel=0.01), name
         if result["reference_is_sharded"] is not None:
             assert result["reference_is_sharded"] == (SHARE[backend] < 1), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_is_not_finite_if_one_of_its_numbers_is_not(backend: str, folder: Path) -> None:
+    for name, result in results_of(backend, folder).items():
+        assert result["non_finite"] == (False, True), name

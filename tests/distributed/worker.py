@@ -104,6 +104,26 @@ def record_layers(trainer: BaseTrainer) -> list[int]:
     return elements
 
 
+def non_finite(trainer: BaseTrainer) -> tuple[bool, bool]:
+    """Whether a weight is found not finite after training, and once the last number of one is.
+
+    DeepSpeed does not write the padding of its parts, so it may hold anything: here NaN.
+    """
+    model, device = trainer.model, trainer.args.device
+    trained = {n: p for n, p in distributed.unwrap(trainer.model_wrapped).named_parameters() if p.requires_grad}
+    for parameter in trained.values():
+        if hasattr(parameter, "ds_tensor"):
+            whole = distributed.whole(parameter).flatten()
+            part, rank = parameter.ds_tensor, torch.distributed.get_rank(parameter.ds_process_group)
+            part[max(0, whole.numel() - part.numel() * rank) :] = torch.nan
+    before = distributed.first_non_finite(model, device)
+    name, parameter = list(trained.items())[-1]
+    lost = distributed.whole(parameter).detach().clone()
+    lost.view(-1)[-1] = torch.nan
+    distributed.load_whole(parameter, lost)
+    return before is not None, distributed.first_non_finite(model, device) == name
+
+
 def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Train a case: what a test compares."""
     started = time.perf_counter()
@@ -126,6 +146,7 @@ def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[st
         "local_elements": sum(map(distributed.num_local_elements, parameters)),
         "reference_is_sharded": own and distributed.is_sharded(own),
         "type": str(trainer.accelerator.distributed_type),
+        "non_finite": non_finite(trainer),
         "seconds": time.perf_counter() - started,
     }
 
