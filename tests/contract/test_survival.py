@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from prefrl.run.checkpoints import find_last
 from prefrl.run.seal import problem_of
 from tests.contract.cases import make_trainer
 from tests.contract.survival_worker import forked
+from tests.launch import run
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
@@ -30,9 +30,7 @@ def test_runs_that_are_killed_at_random_moments_end_with_the_weights_of_one_that
     kills = {"grpo": 30, "sft": 5, "dpo": 5, "ppo": 5}
     argv = [str(item) for pair in kills.items() for item in pair]
     command = [sys.executable, "-m", "tests.contract.survival_worker", str(tmp_path), *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = json.loads(run(command, seconds=600).splitlines()[-1])
     assert {result["name"]: result["kills"] for result in results} == kills
     for result in results:
         assert set(result["killed"]) == {result["whole"]}, result
