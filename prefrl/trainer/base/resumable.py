@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from prefrl import distributed
+from prefrl.errors import PrefrlError
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.checkpoints import checkpoint_name, staging_folder
 from prefrl.run.identity import Identity, write_identity
@@ -118,6 +121,22 @@ class ResumableTrainer(Trainer):
                 )
             leave(code)
         return output
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Context of a wait in which nothing changes that is saved: an error in it loses no step.
+
+        A single process saves a checkpoint before the error goes on, unless there is one or `save_strategy` is "no".
+        """
+        try:
+            yield
+        except PrefrlError:
+            step = self.state.global_step
+            is_saved = (self.run_folder.path / checkpoint_name(step)).exists()
+            if step and not is_saved and self.args.save_strategy != "no" and distributed.num_processes() == 1:
+                self._save_checkpoint(self.model, None)
+                self.run_folder.wait()
+            raise
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called after the step and all its callbacks."""
