@@ -344,13 +344,10 @@ def killed_in_save(side: Side) -> str:
     """At three places of the second checkpoint."""
     whole = side.train("sft", run="whole", **SAVING)
     seen = []
-    for place, is_after in (
-        ("_save_optimizer_and_scheduler", False),
-        ("_save_rng_state", False),
-        ("_save_rng_state", True),
-    ):
-        run = f"{place}-{is_after}"
-        side.train("sft", run=run, meddle=partial(dies_around, place, is_after), **SAVING)
+    places = ("_save_optimizer_and_scheduler", False), ("_save_rng_state", False), ("_save_rng_state", True)
+    for number, place in enumerate(places):
+        run = f"killed-{number}"
+        side.train("sft", run=run, meddle=partial(dies_around, *place), **SAVING)
         seen.append(compared(whole, side.train("sft", run=run, resume=True, **SAVING)))
     exact = sum(text.startswith("exact") for text in seen)
     others = [text for text in seen if not text.startswith("exact")]

@@ -14,7 +14,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from prefrl import distributed
-from prefrl.errors import PrefrlError
+from prefrl.errors import RewardError
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.checkpoints import checkpoint_name, staging_folder
 from prefrl.run.identity import Identity, write_identity
@@ -124,13 +124,14 @@ class ResumableTrainer(Trainer):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Context of a wait in which nothing changes that is saved: an error in it loses no step.
+        """Context of a wait for rewards in which nothing changes that is saved: an error of a reward loses no step.
 
         A single process saves a checkpoint before the error goes on, unless there is one or `save_strategy` is "no".
+        After other errors, the journal is enough; and weights that cannot be sampled from must not push others out.
         """
         try:
             yield
-        except PrefrlError:
+        except RewardError:
             step = self.state.global_step
             is_saved = (self.run_folder.path / checkpoint_name(step)).exists()
             if step and not is_saved and self.args.save_strategy != "no" and distributed.num_processes() == 1:
