@@ -49,4 +49,4 @@ class NonFiniteError(PrefrlError, RuntimeError):
 
 
 class CheckpointError(PrefrlError, RuntimeError):
-    """A checkpoint could not be written."""
+    """A checkpoint could not be written, or may not be read."""
