@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Trainer
 
 from prefrl.errors import ConfigError
@@ -160,3 +162,17 @@ def test_a_checkpoint_of_a_backend_is_read_as_data_only(tmp_path: Path, monkeypa
     trainer._load_best_model()
     note("after")()
     assert seen == {"resumed": "1", "best": "1", "after": None}
+
+
+def test_a_tied_head_is_not_reported_as_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer("sft", tmp_path, model=model_of("sft", tie_word_embeddings=True), max_steps=1, **options).train()
+    resumed = make_trainer("sft", tmp_path, model=model_of("sft", tie_word_embeddings=True), max_steps=2, **options)
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    resumed.train(resume_from_checkpoint=True)
+    assert "missing keys" not in caplog.text
+    weights = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    del weights["model.norm.weight"]
+    resumed._issue_warnings_after_load(resumed.model.load_state_dict(weights, strict=False))
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "missing keys in the checkpoint model loaded: ['model.norm.weight']" in caplog.text

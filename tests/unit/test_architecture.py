@@ -44,6 +44,7 @@ MAX_LEAF_LINES = 150
 HOOKS = {
     "_build_accelerator_args": ["kwargs"],
     "_clip_grad_norm": ["model"],
+    "_issue_warnings_after_load": ["load_result"],
     "_load_best_model": [],
     "_get_grad_norm": ["model", "grad_norm"],
     "_get_output_dir": ["trial"],

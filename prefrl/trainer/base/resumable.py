@@ -129,6 +129,12 @@ class ResumableTrainer(Trainer):
         with distributed.only_data(Path(str(self.state.best_model_checkpoint))):
             super()._load_best_model()
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """HuggingFace's hook. A weight is not missing if it is tied to one that is there."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called after the step and all its callbacks."""
         self._stop_if_asked()
