@@ -44,6 +44,7 @@ MAX_LEAF_LINES = 150
 HOOKS = {
     "_build_accelerator_args": ["kwargs"],
     "_clip_grad_norm": ["model"],
+    "_finish_current_push": [],
     "_load_best_model": [],
     "_get_grad_norm": ["model", "grad_norm"],
     "_get_output_dir": ["trial"],
@@ -64,8 +65,10 @@ HOOKS = {
     "get_eval_dataloader": ["eval_dataset"],
     "get_total_train_batch_size": ["args"],
     "get_train_dataloader": [],
+    "init_hf_repo": ["token", "private"],
     "log": ["logs", "start_time"],
     "predict": ["test_dataset", "ignore_keys", "metric_key_prefix"],
+    "push_to_hub": ["commit_message", "blocking", "token", "revision", "private", "kwargs"],
     "save_model": ["output_dir", "_internal_call"],
     "training_step": ["model", "inputs", "num_items_in_batch"],
 }
