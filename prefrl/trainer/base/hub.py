@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -77,7 +78,7 @@ class Hub:
             place = "last-checkpoint" if is_last else checkpoint.name
             self._start(repository, links, f"{message}, checkpoint", path_in_repo=place)
         assert self._pending is not None
-        self._pending.add_done_callback(lambda _: shutil.rmtree(links, ignore_errors=True))
+        self._pending.add_done_callback(lambda _: _remove(links))
 
     def _start(self, repository: str, folder: Path, message: str, **what: Any) -> None:
         self._pending = self._api.upload_folder(
@@ -121,6 +122,12 @@ def _link(source: str, target: str) -> None:
         pass
     except OSError:
         shutil.copyfile(source, target)
+
+
+def _remove(links: Path) -> None:
+    shutil.rmtree(links, ignore_errors=True)
+    with contextlib.suppress(OSError):  # others are there
+        links.parent.rmdir()
 
 
 def _tell_failure(upload: Future[Any], repository: str, message: str) -> None:

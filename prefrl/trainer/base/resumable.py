@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +17,16 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, HubError
+from prefrl.errors import ConfigError, HubError, OutOfMemoryError
 from prefrl.models.adapters import is_peft_model
 from prefrl.printable import reason_of
-from prefrl.run.checkpoints import checkpoint_name, staging_folder
+from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
 from prefrl.run.identity import Identity, write_identity
 from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
 from prefrl.trainer.base.hub import Hub, is_refusal
+from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.trackers import contain_trackers
 
@@ -89,7 +93,7 @@ class ResumableTrainer(Trainer):
             CheckpointError: A checkpoint cannot be written.
         """
         distributed.check_first_training(self.accelerator, self.model_wrapped)
-        with self.run_folder.open():
+        with self.run_folder.open(), self._resumable_without_memory():
             allowed = self.args.allow_resume_changes or []
             start = self.run_folder.start(resume_from_checkpoint, self._identity(), allowed=allowed)
             if self.args.save_strategy != "no":
@@ -99,6 +103,21 @@ class ResumableTrainer(Trainer):
             self._changed = start.changed
             self._last_saved = -1
             return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
+
+    @contextmanager
+    def _resumable_without_memory(self) -> Iterator[None]:
+        """Context of a training: if memory runs out, the error says where to go on."""
+        try:
+            with explained(
+                lambda: f"step {self.state.global_step + 1}, in its update, a reward or a callback", self.args, UPDATE
+            ):
+                yield
+        except OutOfMemoryError as error:
+            last = find_last(self.run_folder.path, run=self.run_folder.run).folder
+            start = (
+                "There is no checkpoint yet." if last is None else f"Resume from {last}: resume_from_checkpoint=True."
+            )
+            raise OutOfMemoryError(f"{error} {start}") from error.__cause__
 
     def _checkpoint_bytes(self) -> int:
         """Bytes of the weights and, with Adam, of its two moments in float32; other files are small."""
@@ -160,8 +179,12 @@ class ResumableTrainer(Trainer):
         folder, step = Path(self._get_output_dir(trial)), self.state.global_step
         self._is_saving = True
         try:
-            super()._save_checkpoint(model, trial)
-            self._finish_state(folder)
+            with explained(lambda: f"writing {checkpoint_name(step)}", self.args, CHECKPOINT):
+                super()._save_checkpoint(model, trial)
+                self._finish_state(folder)
+        except OutOfMemoryError:
+            shutil.rmtree(staging_folder(folder), ignore_errors=True)
+            raise
         except (OSError, RuntimeError, SafetensorError) as error:
             raise self.run_folder.failure(error, folder, step) from error
         finally:
