@@ -100,7 +100,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         distributed.tell_deepspeed()
         name = type(self).__name__
         self._parallelism = distributed.set_up_parallelism(
-            args.parallelism_config, trainer=name, splits_rows=self._splits_rows
+            args.parallelism_config, trainer=name, splits_rows=self._splits_rows, longest_wait=args.ddp_timeout
         )
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
         model = self.load_policy(
