@@ -81,32 +81,29 @@ class Hub:
         self._pending.add_done_callback(lambda _: _remove(links))
 
     def _start(self, repository: str, folder: Path, message: str, **what: Any) -> None:
-        self._pending = self._api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            commit_message=message,
-            token=self._args.hub_token,
-            revision=self._args.hub_revision,
-            run_as_future=True,
-            **what,
-        )
-        self._pending.add_done_callback(lambda upload: _tell_failure(upload, repository, message))
+        upload: Future[Any] = self._upload(repository, folder, message, run_as_future=True, **what)
+        upload.add_done_callback(lambda upload: _tell_failure(upload, repository, message))
+        self._pending = upload
 
-    def push(self, repository: str, *, message: str | None, token: str | None, revision: str | None, now: bool) -> Any:
+    def push(self, repository: str, *, message: str | None, now: bool, **where: str | None) -> Any:
         """Upload the model in `output_dir`.
+
+        Args:
+            repository: Its name.
+            message: Of the commit.
+            now: Whether to wait until it is done.
+            where: `token` and `revision`, if they are others than those of the options.
 
         Returns:
             HuggingFace's description of the commit; with `now=False`, a future of it.
         """
-        return self._api.upload_folder(
-            repo_id=repository,
-            folder_path=self._args.output_dir,
-            commit_message=message,
-            token=token or self._args.hub_token,
-            revision=revision or self._args.hub_revision,
-            run_as_future=not now,
-            ignore_patterns=_NOT_MODEL,
-        )
+        others = {name: value for name, value in where.items() if value is not None}
+        folder = Path(self._args.output_dir)
+        return self._upload(repository, folder, message, run_as_future=not now, ignore_patterns=_NOT_MODEL, **others)
+
+    def _upload(self, repository: str, folder: Path, message: str | None, **what: Any) -> Any:
+        options = {"token": self._args.hub_token, "revision": self._args.hub_revision} | what
+        return self._api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message, **options)
 
     def command(self, repository: str) -> str:
         """The command that uploads the model in `output_dir`."""
