@@ -92,8 +92,8 @@ def test_the_repository_is_created_as_soon_as_the_hub_is_back(hub: StandIn, tmp_
     trainer = make_trainer("sft", tmp_path, save_steps=1, **PUSHING)
     hub.is_there = True
     trainer.train()
-    trainer.save_model()
     assert trainer.hub_model_id == "me/model"
+    trainer.save_model()
     assert [*hub.sent] == ["Training in progress, step 1", "Model save"]
 
 

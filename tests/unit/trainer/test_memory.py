@@ -113,5 +113,5 @@ def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
         raise RuntimeError("shapes do not match")
 
     trainer.loss = fail  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="shapes do not match"):
+    with pytest.raises(RuntimeError, match=r"^shapes do not match$"):
         trainer.train()
