@@ -63,6 +63,14 @@ class Hub:
         if self._pending is not None:
             wait([self._pending])
 
+    def create(self, repository: str, *, token: str | None, private: bool | None) -> str:
+        """Create a repository, if there is none of this name; returns its full name."""
+        private = self._args.hub_private_repo if private is None else private
+        created = self._api.create_repo(
+            repository, token=token or self._args.hub_token, private=private, exist_ok=True
+        )
+        return str(created.repo_id)
+
     def push_checkpoint(self, repository: str, checkpoint: Path, *, message: str) -> None:
         """Upload a checkpoint in the background, as `hub_strategy` says. If it fails, that is a warning.
 

@@ -53,6 +53,7 @@ class ResumableTrainer(Trainer):
     """
 
     args: BaseConfig
+    hub_model_id: str | None  # the repository's full name, once it is known to exist
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         self._hub = Hub(args)
@@ -238,14 +239,21 @@ class ResumableTrainer(Trainer):
         """The name of the repository, or the one that it will get."""
         return str(self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name)
 
+    def _create_repository(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository, if that has not been done yet."""
+        if self.hub_model_id is None:
+            self.hub_model_id = self._hub.create(self._repository(), token=token, private=private)
+
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """HuggingFace's hook, called by its constructor. If the Hub is out of reach, training begins without it.
 
         Raises:
             ConfigError: The Hub refuses to create the repository.
         """
+        if not self.is_world_process_zero():
+            return
         try:
-            super().init_hf_repo(token, private)
+            self._create_repository(token, private)
         except Exception as error:
             if is_refusal(error):
                 raise ConfigError(
@@ -270,8 +278,7 @@ class ResumableTrainer(Trainer):
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         try:
-            if self.hub_model_id is None:
-                super().init_hf_repo()
+            self._create_repository()
             message = f"Training in progress, step {self.state.global_step}"
             self._hub.push_checkpoint(self._repository(), checkpoint, message=message)
         except Exception as error:
@@ -303,8 +310,7 @@ class ResumableTrainer(Trainer):
             return None
         self._hub.wait()
         try:
-            if self.hub_model_id is None:
-                super().init_hf_repo(token, private)
+            self._create_repository(token, private)
             return self._hub.push(
                 self._repository(), message=commit_message, token=token, revision=revision, now=blocking
             )
