@@ -48,8 +48,8 @@ def without_secrets(text: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of other code in a message: its type and its text, safe to show."""
-    return printable(without_secrets(f"{type(error).__name__}: {error}"))
+    """An error of other code, for a message: its type and its text, in a line without a full stop and without secrets."""
+    return printable(without_secrets(" ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")))
 
 
 def masked(value: Any, name: str = "") -> Any:
