@@ -48,7 +48,7 @@ def without_secrets(text: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of other code, for a message: its type and its text, in a line without a full stop and without secrets."""
+    """An error of other code, for a message: its type and text in one line, without a full stop and secrets."""
     return printable(without_secrets(" ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,8 +39,9 @@ EVALUATION = ("per_device_eval_batch_size", *_LENGTHS)
 CHECKPOINT = ("save_only_model",)
 UPDATE = ("optim",)
 _MOST = 3  # options that are named
-# The value of other options than numbers and switches that needs less memory.
-_LEAN = {"cache_implementation": "'offloaded'", "optim": "one that keeps less for each weight"}
+_MOST_CHARACTERS = 200  # of the error, whose whole text is that of the cause
+# Options that are neither numbers nor switches: the values that need less memory, first the one to try.
+_LEAN = {"cache_implementation": ("offloaded",), "optim": ("adafactor", "sgd")}
 _ON_GPUS = ("activation_offloading", "cache_implementation")
 
 
@@ -69,9 +71,7 @@ def explained(work: Callable[[], str], args: TrainingArguments, options: Sequenc
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(
-            f"out of memory in {work()}: {_first_line(error)} {_remedies(args, options)}"
-        ) from error
+        raise OutOfMemoryError(f"out of memory in {work()}: {_beginning(error)}{_remedies(args, options)}") from error
 
 
 def size_of(batch: TokenBatch) -> str:
@@ -79,23 +79,25 @@ def size_of(batch: TokenBatch) -> str:
     return f"{batch.num_rows} rows and {batch.num_forward_tokens:,} tokens"
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0] or type(error).__name__
-    return text if text.endswith(".") else f"{text}."
+def _beginning(error: BaseException) -> str:
+    text = shorten(str(error).strip().partition("\n")[0], _MOST_CHARACTERS) or type(error).__name__
+    return text if text.endswith((".", "]")) else f"{text}."
 
 
 def _remedies(args: TrainingArguments, names: Sequence[str]) -> str:
     is_on_host = args.device.type == "cpu"
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     found = [_remedy(name, value) for name, value in given.items() if not (is_on_host and name in _ON_GPUS)]
-    return f"To need less there: {'; '.join([words for words in found if words][:_MOST])}."
+    words = "; ".join([remedy for remedy in found if remedy][:_MOST])
+    return f" To need less there: {words}." if words else ""
 
 
 def _remedy(name: str, value: Any) -> str:
     """What to do about an option; nothing if it has the value that needs least."""
-    now = f"(now {getattr(value, 'value', value)})"
+    value = getattr(value, "value", value)  # of an enumeration
+    now = f"(now {value})"
     if name in _LEAN:
-        return "" if repr(value) == _LEAN[name] else f"set {name}={_LEAN[name]} {now}"
+        return "" if value in _LEAN[name] else f"set {name}={_LEAN[name][0]!r} {now}"
     if isinstance(value, bool):
         return "" if value else f"set {name}=True {now}"
     return f"{'set' if value is None else 'lower'} {name} {now}"

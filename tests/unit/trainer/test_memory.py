@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl.errors import OutOfMemoryError
-from prefrl.trainer.base.memory import is_out_of_memory
+from prefrl.trainer.base.memory import explained, is_out_of_memory
 from tests.contract.cases import dataset_of, make_trainer
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB."
@@ -94,13 +95,19 @@ class Updating(TrainerCallback):
             of_device()
 
 
-def test_of_the_update_of_the_weights_and_training_goes_on_after_it(tmp_path: Path) -> None:
-    trainer = make_trainer("sft", tmp_path, callbacks=[Updating()], **SAVING)
-    with pytest.raises(
-        OutOfMemoryError, match=r"^out of memory in step 3, in its update, a reward or a callback: CUDA"
-    ) as raised:
+@pytest.mark.parametrize(
+    ("optim", "remedy"),
+    [("sgd", ""), ("adamw_torch", " To need less there: set optim='adafactor' (now adamw_torch).")],
+)
+def test_of_the_update_of_the_weights_and_training_goes_on_after_it(optim: str, remedy: str, tmp_path: Path) -> None:
+    trainer = make_trainer("sft", tmp_path, callbacks=[Updating()], **SAVING, optim=optim)
+    with pytest.raises(OutOfMemoryError) as raised:
         trainer.train()
-    assert "optim=one that keeps less for each weight (now sgd). Resume from" in str(raised.value)
+    checkpoint = tmp_path / "checkpoint-2"
+    assert str(raised.value) == (
+        f"out of memory in step 3, in its update, a reward or a callback: {CUDA}{remedy} Resume from {checkpoint}: "
+        "resume_from_checkpoint=True."
+    )
     trainer.remove_callback(Updating)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3
@@ -115,3 +122,12 @@ def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
     trainer.loss = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match=r"^shapes do not match$"):
         trainer.train()
+
+
+def test_a_long_error_is_shortened() -> None:
+    args: Any = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(OutOfMemoryError) as raised, explained(lambda: "a pass", args, ()):
+        raise torch.OutOfMemoryError("many words " * 100)
+    assert str(raised.value).startswith("out of memory in a pass: many words many words")
+    assert str(raised.value).endswith("words [...]")
+    assert len(str(raised.value)) < 230
