@@ -22,7 +22,7 @@ GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` is a folder, too.
-.PHONY: demo test tests test-floors check vllm bench bench-growth bench-server bench-soak gpu lint types imports unit demo-gain clean help
+.PHONY: demo test tests test-floors check vllm bench bench-growth bench-server bench-faults bench-soak gpu lint types imports unit demo-gain clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -32,6 +32,7 @@ help:
 	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
 	@echo "make bench   compare prefrl with TRL, in $(BENCH_VENV): about 9 minutes on 2 cores; QUICK=1: 2 minutes"
 	@echo "make bench-growth   measure how their cost grows with completions, lengths and vocabulary: about 5 minutes"
+	@echo "make bench-faults   let the same things go wrong in TRL and prefrl: about 4 minutes"
 	@echo "make bench-server   measure weight transfers, generation and generation modes with vLLM: about 20 minutes"
 	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"
 	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV) and the caches"
@@ -85,6 +86,9 @@ bench-soak: $(VENV)/.dev $(VLLM_VENV)/.ready
 bench-growth: $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks.growth
 
+bench-faults: $(BENCH_VENV)/.bench
+	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m benchmarks.faults
+
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, importlib.util as u; sys.exit(None if u.find_spec("torch") else "make gpu: $(GPU_PYTHON) has no torch; set GPU_PYTHON=/path/to/python")'
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
@@ -120,7 +124,7 @@ $(BENCH_VENV)/.bench: $(BENCH_VENV)/.torch pyproject.toml constraints.txt
 
 $(FLOORS_VENV)/.ready: $(FLOORS_VENV)/.torch pyproject.toml constraints-floors.txt
 	$(FLOORS_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints-floors.txt \
-		-e '.[peft,quantization,bco,math,plot,deepspeed]' pytest pytest-xdist hypothesis mypy grimp
+		-e '.[peft,quantization,bco,math,plot,deepspeed]' pytest pytest-timeout pytest-xdist hypothesis mypy grimp
 	@touch $@
 
 # vLLM looks up the version of the package `vllm` and learns from it that it was built for CPUs. The package of this build has

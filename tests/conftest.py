@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import tempfile
 from collections.abc import Generator
@@ -33,6 +34,9 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid-skips", action="store_true", help="a skipped test is a failed test")
+    if importlib.util.find_spec("pytest_timeout") is None:  # as above; pyproject.toml's options must still be known
+        for name in ("timeout", "timeout_method"):
+            parser.addini(name, "needs pytest-timeout")
 
 
 def pytest_collection_finish() -> None:

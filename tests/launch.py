@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[1]
+SECONDS_TO_END = 40.0  # torchrun gives its workers 30
 
 
 def launch(
@@ -33,13 +37,41 @@ def launch(
     command = [sys.executable, "-m"]
     if num_processes > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "-m"]
-    command += [module, *map(str, arguments)]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            _, errors = process.communicate(timeout=seconds)
-        finally:
-            process.terminate()  # torchrun ends its workers then, which it would leave behind if it were killed
-    assert process.returncode == 0, errors[-6000:]
+    run(
+        [*command, module, *map(str, arguments)],
+        seconds=seconds,
+        environment={"OMP_NUM_THREADS": "1"} | (environment or {}),
+    )
     return torch.load(result)
+
+
+def run(command: Sequence[str], *, seconds: int = 900, environment: dict[str, str] | None = None) -> str:
+    """What a command wrote to standard output. None of its processes outlives the call, however it ends.
+
+    Raises:
+        AssertionError: It failed, or was not done in time; the message is the end of what it wrote to standard error.
+    """
+    variables, pipe = os.environ | (environment or {}), subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+            problem = f"exit code {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {seconds} s"
+            _end(process)
+            output, errors = process.communicate(timeout=SECONDS_TO_END)
+        finally:  # also where the test itself is ended
+            _end(process)
+    assert not problem, f"{problem}: {errors[-6000:]}"
+    return output
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End it and what is left of its session."""
+    process.terminate()  # torchrun ends its workers then, which have sessions of their own
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS_TO_END)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

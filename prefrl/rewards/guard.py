@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TextIO
+
+import torch
 
 __all__ = ["DeadlineError", "can_interrupt", "end_process_after", "guarded", "leave_if_forked", "watched"]
 
@@ -37,7 +40,8 @@ def guarded(timeout: float | None) -> Iterator[None]:
     """Context in which rewards run.
 
     After a crash of native code, the traceback of all threads is on standard error. `os._exit(0)` raises SystemExit,
-    because a training that ends with code 0 counts as done.
+    because a training that ends with code 0 counts as done. Afterwards, the working directory, standard output and
+    error, torch's default dtype and whether it records gradients are what they were before.
 
     Args:
         timeout: See `end_process_after`, which may be called again inside; None: no limit.
@@ -55,11 +59,31 @@ def guarded(timeout: float | None) -> Iterator[None]:
 
     os._exit = refuse_success  # type: ignore[assignment]  # it may raise instead of leaving
     try:
-        yield
+        with _surroundings_kept():
+            yield
     finally:
         os._exit = leave
         if timeout is not None:
             faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _surroundings_kept() -> Iterator[None]:
+    folder = os.open(".", os.O_RDONLY)  # by descriptor, because it may have been removed
+    dtype, streams = torch.get_default_dtype(), (sys.stdout, sys.stderr)
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        os.fchdir(folder)
+        os.close(folder)
+        sys.stdout, sys.stderr = (_opened(stream, number) for number, stream in enumerate(streams, start=1))
+
+
+def _opened(stream: TextIO, descriptor: int) -> TextIO:
+    """The stream, or if it was closed, another one on its descriptor, which Python leaves open."""
+    return open(descriptor, "w", closefd=False) if stream is not None and stream.closed else stream
 
 
 def end_process_after(timeout: float) -> None:

@@ -67,10 +67,11 @@ def clean(run_folder: Path) -> None:
 
     No other process may write to the folder.
     """
-    for staged in _checkpoints_in(staging_folder(run_folder)).values():
+    staging = staging_folder(run_folder)
+    for staged in [] if staging.is_symlink() else _checkpoints_in(staging).values():
         if problem_of(staged) is None:
             _move_in_place(run_folder, staged)
-    shutil.rmtree(staging_folder(run_folder), ignore_errors=True)
+    _delete(staging)
     _delete_hidden(run_folder)
 
 
@@ -150,4 +151,11 @@ def _hide(run_folder: Path, checkpoint: Path) -> None:
 
 
 def _delete_hidden(run_folder: Path) -> None:
-    shutil.rmtree(run_folder / ".deleting", ignore_errors=True)
+    _delete(run_folder / ".deleting")
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder, or in its place a link, whose target stays."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +20,7 @@ from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
+from tests.launch import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -240,8 +240,7 @@ def run_on_two_processes(jobs: Sequence[Job]) -> list[torch.Tensor]:
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "tests.contract.worker", *texts]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run(command)
     return [torch.load(job.result) for job in jobs]
 
 

@@ -171,12 +171,14 @@ def test_precomputed_reference_refuses_data_that_it_has_not_seen(tmp_path: Path)
         trainer.evaluate(dataset_of("dpo", 3))
 
 
-@pytest.mark.parametrize("options", [{}, {"precompute_ref_log_probs": True}], ids=str)
-def test_resume_against_another_reference_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("dpo", {}), ("dpo", {"precompute_ref_log_probs": True}), ("grpo", {"beta": 0.1})], ids=str
+)
+def test_resume_against_another_reference_is_refused(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, **options}
-    make_trainer("dpo", tmp_path, **settings).train()
-    other = make_trainer("dpo", tmp_path, model=stopping_model(seed=3), **settings)
-    with pytest.raises(ConfigError, match="another reference"):
+    make_trainer(name, tmp_path, **settings).train()
+    other = make_trainer(name, tmp_path, model=stopping_model(seed=3), **settings)
+    with pytest.raises(ConfigError, match=r"another reference: .* Construct the trainer with the model"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer
 
-from prefrl.errors import ConfigError
-from prefrl.run.seal import seal
+from prefrl.errors import CheckpointError, ConfigError
+from prefrl.run.seal import manifest_of, seal
 from tests.contract.cases import make_trainer, model_of, ragged_reward, weights_of
 
 SAVED_AT = 3
@@ -61,6 +63,18 @@ def test_resumed_run_is_bit_exact(name: str, options: dict[str, Any], tmp_path: 
     assert any(not torch.equal(start[key], expected[key]) for key in start)
     for key, value in expected.items():
         assert torch.equal(value, actual[key]), key
+
+
+def test_resumed_run_with_dropout_and_packing_is_bit_exact(tmp_path: Path) -> None:
+    model_of("sft", attention_dropout=0.5).save_pretrained(tmp_path / "model")
+    settings = {**ADAM, "model": str(tmp_path / "model"), "packing": True, "max_length": 48, "max_steps": 4}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
+    whole = make_trainer("sft", tmp_path / "run", **settings)
+    whole.train()
+    resumed = make_trainer("sft", tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
 class NoGeneration:
@@ -116,6 +130,31 @@ def test_resume_from_a_model_alone_says_what_is_missing(name: str, tmp_path: Pat
     make_trainer(name, tmp_path, **settings, max_steps=1).train()
     with pytest.raises(ConfigError, match=r"a model without the training state \(from save_only_model=True.*model="):
         make_trainer(name, tmp_path, **settings, max_steps=2).train(resume_from_checkpoint=True)
+
+
+class Canary:
+    """Whoever unpickles it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
+def test_nothing_in_a_checkpoint_is_unpickled(name: str, tmp_path: Path) -> None:
+    settings = {**ADAM, "save_strategy": "steps", "save_steps": 1}
+    make_trainer("sft", tmp_path / "run", **settings, max_steps=1).train()
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    torch.save(Canary(tmp_path / "canary"), checkpoint / name)
+    run = manifest_of(checkpoint)
+    assert run is not None
+    seal(checkpoint, run=run.run, step=1, resumable=True)
+    resumed = make_trainer("sft", tmp_path / "run", **settings, max_steps=2)
+    with nullcontext() if name == "training_args.bin" else pytest.raises((CheckpointError, pickle.UnpicklingError)):
+        resumed.train(resume_from_checkpoint=True)
+    assert not (tmp_path / "canary").exists()
 
 
 def test_a_finished_training_that_is_resumed_makes_no_further_step(tmp_path: Path) -> None:

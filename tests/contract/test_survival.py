@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from prefrl.errors import CheckpointError, ConfigError
+from prefrl.errors import CheckpointError, ConfigError, RewardError
 from prefrl.run.checkpoints import find_last
 from prefrl.run.seal import problem_of
-from tests.contract.cases import make_trainer
+from tests.contract.cases import dataset_of, make_trainer, ragged_reward, weights_of
 from tests.contract.survival_worker import forked
+from tests.launch import run
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
@@ -30,9 +32,7 @@ def test_runs_that_are_killed_at_random_moments_end_with_the_weights_of_one_that
     kills = {"grpo": 30, "sft": 5, "dpo": 5, "ppo": 5}
     argv = [str(item) for pair in kills.items() for item in pair]
     command = [sys.executable, "-m", "tests.contract.survival_worker", str(tmp_path), *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = json.loads(run(command, seconds=600).splitlines()[-1])
     assert {result["name"]: result["kills"] for result in results} == kills
     for result in results:
         assert set(result["killed"]) == {result["whole"]}, result
@@ -248,15 +248,27 @@ def test_a_disk_without_room_for_a_checkpoint_is_an_error_before_the_first_step(
 
 
 class Signals(TrainerCallback):
-    """Sends this process a signal at the start of the second step."""
+    """Sends this process a signal at the start of a step, counted from 0."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, step: int = 1) -> None:
         self.number = number
+        self.step = step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """HuggingFace's hook."""
-        if state.global_step == 1:
+        if state.global_step == self.step:
             os.kill(os.getpid(), self.number)
+
+
+@contextmanager
+def usual_handler(number: int, handler: Any) -> Iterator[None]:
+    """Shells start jobs in the background with SIGINT ignored, and then it stays so."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(
@@ -267,15 +279,9 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
 ) -> None:
     trainer = make_trainer("sft", tmp_path, max_steps=4)
     trainer.add_callback(Signals(number))
-    # Shells start jobs in the background with SIGINT ignored, and then it stays so.
     handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-    before = signal.signal(number, handler)
-    try:
-        with pytest.raises(error) as caught:
-            trainer.train()
-        assert signal.getsignal(number) is handler
-    finally:
-        signal.signal(number, before)
+    with usual_handler(number, handler), pytest.raises(error) as caught:
+        trainer.train()
     assert getattr(caught.value, "code", None) == code
     assert "stopped after step 2 of 4. To go on, start the same training with resume_from_checkpoint=True" in (
         capsys.readouterr().err
@@ -306,6 +312,90 @@ def test_a_signal_ends_a_generation_at_once(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SystemExit):
         trainer.train()
     assert problem_of(tmp_path / "checkpoint-2") is None
+
+
+class SignalsAt(TrainerCallback):
+    """Sends this process a signal in step 2: while a reward runs, a checkpoint is saved or an evaluation ends."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def at(self, place: str, state: Any) -> None:
+        if place == self.place and state.global_step == (1 if place == "reward" else 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        self.at("save", state)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        self.at("evaluation", state)
+
+    def reward(self, completions: list[str], trainer_state: Any) -> list[float]:
+        """Signals in the middle of it."""
+        self.at("reward", trainer_state)
+        return ragged_reward(completions)
+
+
+def test_a_run_that_was_stopped_anywhere_goes_on_exactly(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": dataset_of("grpo", 2)}
+    ends = {}
+    for place in ("nowhere", "reward", "save", "evaluation"):
+        signals = SignalsAt(place)
+        make = partial(make_trainer, "grpo", tmp_path / place, **options, reward=signals.reward, callbacks=[signals])
+        trainer = make()
+        if place != "nowhere":
+            with usual_handler(signal.SIGTERM, signal.SIG_DFL), pytest.raises(SystemExit):
+                trainer.train()
+            signals.place = "nowhere"
+            trainer = make()
+        trainer.train(resume_from_checkpoint=True)
+        ends[place] = torch.cat([weight.flatten() for weight in weights_of(trainer.model).values()])
+    for place, end in ends.items():
+        assert torch.equal(end, ends["nowhere"]), place
+
+
+def test_a_trainer_that_was_interrupted_twice_goes_on_in_the_same_process(tmp_path: Path) -> None:
+    whole = make_trainer("sft", tmp_path / "whole", max_steps=4)
+    whole.train()
+    trainer = make_trainer("sft", tmp_path / "run", max_steps=4)
+    for step in (1, 2):
+        trainer.add_callback(signals := Signals(signal.SIGINT, step))
+        with usual_handler(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+            trainer.train(resume_from_checkpoint=True)
+        trainer.remove_callback(signals)
+    trainer.train(resume_from_checkpoint=True)
+    expected, actual = weights_of(whole.model), weights_of(trainer.model)
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+def test_an_error_of_a_reward_loses_no_step(save_strategy: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": save_strategy, "save_steps": 100, "max_steps": 4}
+    asked: list[int] = []
+
+    def failing(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        assert trainer_state.global_step < 2
+        return ragged_reward(completions, **columns)
+
+    def mended(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        asked.append(trainer_state.global_step)
+        return ragged_reward(completions, **columns)
+
+    with pytest.raises(RewardError, match="failing"):
+        make_trainer("grpo", tmp_path / "run", **options, reward=failing).train()
+    if save_strategy == "no":
+        assert find_last(tmp_path / "run", run=None).folder is None
+        return
+    resumed = make_trainer("grpo", tmp_path / "run", **options, reward=mended, allow_resume_changes=["rewards"])
+    resumed.train(resume_from_checkpoint=True)
+    assert asked == [2, 3]
+    whole = make_trainer("grpo", tmp_path / "whole", **options)
+    whole.train()
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
 # The journal.

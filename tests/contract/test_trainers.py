@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig
@@ -132,3 +134,22 @@ def test_nan_loss_is_logged_as_nan(name: str, tmp_path: Path) -> None:
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[0] != losses[0]
+
+
+def test_nothing_is_sent_or_opened_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Otherwise the Hub is not asked in tests, whatever the code does.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    seen: list[str] | None = []
+
+    def notes(event: str, arguments: tuple[Any, ...]) -> None:
+        if seen is not None and event in ("socket.connect", "socket.bind", "socket.getaddrinfo"):
+            seen.append(event)
+
+    sys.addaudithook(notes)  # for as long as this process lives
+    model_of("grpo").save_pretrained(tmp_path / "model")
+    options: dict[str, Any] = {"model": str(tmp_path / "model"), "save_strategy": "steps"}
+    trainer = make_trainer("grpo", tmp_path / "run", **options)
+    trainer.train()
+    trainer.save_model()
+    found, seen = seen, None
+    assert found == []

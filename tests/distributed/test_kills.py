@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.launch import run
 
 KILLS = {"ddp": 5, "zero3": 5}
 
@@ -13,9 +14,7 @@ KILLS = {"ddp": 5, "zero3": 5}
 def test_runs_of_two_processes_survive_the_kill_of_one(tmp_path: Path) -> None:
     argv = [str(item) for pair in KILLS.items() for item in pair]
     command = [sys.executable, "-m", "tests.distributed.kill_worker", str(tmp_path), *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = json.loads(run(command).splitlines()[-1])
     assert {result["backend"]: result["kills"] for result in results} == KILLS
     for result in results:
         assert set(result["killed"]) == {result["whole"]}, result

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.scripts.main import main
 from prefrl.trainer.online.trainer import OnlineTrainer
 from tests.contract.cases import ROOT, dataset_of, make_trainer, relative_difference, update_of
+from tests.launch import run
 from tests.vllm.server import Server
 
 pytestmark = pytest.mark.vllm
@@ -205,8 +204,7 @@ def test_two_processes_ask_for_their_own_completions(tmp_path: Path, server: Ser
     job = json.dumps({"model_dir": str(server.model_dir), "url": server.url, "result": str(result)})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "tests.vllm.worker", job]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run(command, seconds=300)
     assert relative_difference(torch.load(result), expected) < 1e-4
 
 

@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, HubError, OutOfMemoryError
+from prefrl.errors import ConfigError, HubError, OutOfMemoryError, RewardError
 from prefrl.models.adapters import is_peft_model
 from prefrl.printable import reason_of
 from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
@@ -148,6 +148,23 @@ class ResumableTrainer(Trainer):
                 )
             leave(code)
         return output
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Context of a wait for rewards in which nothing changes that is saved: an error of a reward loses no step.
+
+        A single process saves a checkpoint before the error goes on, unless there is one or `save_strategy` is "no".
+        After other errors, the journal is enough; and weights that cannot be sampled from must not push others out.
+        """
+        try:
+            yield
+        except RewardError:
+            step = self.state.global_step
+            is_saved = (self.run_folder.path / checkpoint_name(step)).exists()
+            if step and not is_saved and self.args.save_strategy != "no" and distributed.num_processes() == 1:
+                self._save_checkpoint(self.model, None)
+                self.run_folder.wait()
+            raise
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """HuggingFace's hook: loads what the backend saved."""

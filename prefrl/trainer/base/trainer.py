@@ -30,7 +30,7 @@ from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
-from prefrl.trainer.base.reference_file import load_reference, save_reference
+from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.run_identity import data_fingerprint, decisive_options, model_fingerprint
 from prefrl.trainer.base.scorer import Scorer
@@ -425,16 +425,28 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         }
 
     def _save_update_state(self, folder: Path) -> None:
-        """See `ResumableTrainer`; also writes the reference if it moves."""
+        """See `ResumableTrainer`; also writes the reference if it moves, or the fingerprint of its weights."""
         super()._save_update_state(folder)
+        if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
+            save_fingerprint(fingerprint, folder)
         if self._reference_moves and self.reference is not None:
             save_reference(self.reference, folder, writes=self.args.should_save)
 
     def _load_update_state(self, folder: Path) -> None:
-        """Read what `_save_update_state` wrote. All ranks must call it."""
+        """Read what `_save_update_state` wrote. All ranks must call it.
+
+        Raises:
+            ConfigError: The checkpoint was trained with a reference of other weights.
+        """
         super()._load_update_state(folder)
+        if (fingerprint := self._reference_fingerprint()) is not None:
+            check_fingerprint(fingerprint, folder)
         if self._reference_moves and self.reference is not None:
             load_reference(self.reference, folder)
+
+    def _reference_fingerprint(self) -> str | None:
+        """Fingerprint of the weights of a reference that does not move; None if there is none. All ranks call it."""
+        return None if self.reference is None or self._reference_moves else self.reference.fingerprint()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model, tokenizer and model card, so that `from_pretrained` can load them. All ranks must call it.

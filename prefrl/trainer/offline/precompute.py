@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import TokenBatch
 
-__all__ = ["REFERENCE_COLUMNS", "check_same_reference", "precompute_reference"]
+__all__ = ["REFERENCE_COLUMNS", "precompute_reference"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,24 +103,6 @@ def precompute_reference(
         logger.info("Reference log-probs are read from %s", path)
     columns = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=fingerprint)
     return datasets.concatenate_datasets([dataset, columns], axis=1, split=dataset.split)
-
-
-def check_same_reference(saved: str, now: str) -> None:
-    """Reject a resume with another reference than the one the checkpoint was trained with.
-
-    Args:
-        saved: Fingerprint of the reference's weights, from the checkpoint.
-        now: Fingerprint of this run's reference.
-
-    Raises:
-        ConfigError: The fingerprints differ.
-    """
-    if saved != now:
-        raise ConfigError(
-            f"the checkpoint was trained against another reference: the fingerprint of its weights is {saved}, this "
-            f"run's is {now}. Construct the trainer with the model (and ref_model, if there was one) that the run "
-            "started from, not with the checkpoint's."
-        )
 
 
 def _score(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from prefrl.registry import REGISTRY
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
-from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, check_same_reference, precompute_reference
+from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OfflineTrainer", "TrainerArguments"]
 
-_REFERENCE_FILE = "reference.json"
 _REWARD_MEAN_FILE = "reward_mean.json"
 
 
@@ -348,31 +346,20 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     # Checkpoints.
 
     def _save_update_state(self, folder: Path) -> None:
-        """See `BaseTrainer._save_update_state`; also writes the fingerprint of the reference and the reward mean."""
+        """See `BaseTrainer._save_update_state`; also writes the reward mean."""
         super()._save_update_state(folder)
-        if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
-            (folder / _REFERENCE_FILE).write_text(json.dumps({"weights": fingerprint}), encoding="utf-8")
         if self.reward_mean is not None:
             self.reward_mean.save(folder / _REWARD_MEAN_FILE, writes=self.args.should_save)
 
     def _load_update_state(self, folder: Path) -> None:
-        """See `BaseTrainer._load_update_state`.
-
-        Raises:
-            ConfigError: The checkpoint was trained with a reference of other weights.
-        """
+        """See `BaseTrainer._load_update_state`."""
         super()._load_update_state(folder)
-        path = folder / _REFERENCE_FILE
-        if path.exists() and (fingerprint := self._reference_fingerprint()) is not None:
-            check_same_reference(json.loads(path.read_text(encoding="utf-8"))["weights"], fingerprint)
         if self.reward_mean is not None:
             self.reward_mean.load(folder / _REWARD_MEAN_FILE)
 
     def _reference_fingerprint(self) -> str | None:
-        """Fingerprint of the weights of a fixed reference; None if there is none."""
-        if self.reference is None or self._reference_moves:
-            return self._precomputed_from
-        return self.reference.fingerprint()
+        """See `BaseTrainer`; log-probs that were precomputed stand for a reference, too."""
+        return super()._reference_fingerprint() or self._precomputed_from
 
 
 def numbered_apart(batches: list[Loaded]) -> list[Loaded]:

@@ -273,12 +273,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if left is not None:
             self.prompts.repeat(left[0])
             return left[0]
-        self._sync_generator()
-        # Nothing that is saved has changed yet, so a single process can be stopped meanwhile.
-        waiting = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
-        with waiting, self.account.phase("generation"):
-            collected = self.prompts.collect(self._request(), number)
-            self.account.move("reward", collected.reward_s)
+        with self._waiting():
+            self._sync_generator()
+            # Nothing that is saved has changed yet, so a single process can be stopped meanwhile.
+            stoppable = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
+            with stoppable, self.account.phase("generation"):
+                collected = self.prompts.collect(self._request(), number)
+                self.account.move("reward", collected.reward_s)
         return collected
 
     def _seal(self, number: int, parts: list[Collected]) -> None:

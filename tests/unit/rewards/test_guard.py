@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,6 +158,28 @@ def test_a_line_is_logged_when_a_reward_takes_long(
 
 def draw(completions: list[str]) -> list[float]:
     return [random.random() + 10 * np.random.rand() + 100 * float(torch.rand(()))]
+
+
+def test_what_a_reward_changes_around_it_is_changed_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    errors = sys.stderr
+
+    def reward(completions: list[str]) -> list[float]:
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        os.chdir("/")
+        sys.stdout.close()
+        sys.stderr = io.StringIO()
+        return [1.0]
+
+    assert score(reward).by_name == {"reward": [1.0]}
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert Path.cwd() == tmp_path
+    assert sys.stdout.fileno() == 1
+    assert sys.stderr is errors
+    os.fstat(1)  # it stays open when the stream goes
 
 
 def states() -> list[str]:

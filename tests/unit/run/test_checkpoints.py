@@ -11,7 +11,7 @@ import pytest
 
 from prefrl import distributed
 from prefrl.errors import CheckpointError, ConfigError
-from prefrl.run.checkpoints import find_last, publish, rotate, staging_folder
+from prefrl.run.checkpoints import clean, find_last, publish, rotate, staging_folder
 from prefrl.run.identity import Identity
 from prefrl.run.lock import only_writer, writer_token
 from prefrl.run.seal import MANIFEST, problem_of, seal
@@ -83,6 +83,23 @@ def test_rotation_goes_by_step_and_keeps_the_best_and_those_of_other_runs(tmp_pa
     os.utime(tmp_path / "checkpoint-6", (2e9, 2e9))  # the clock was set back since
     rotate(tmp_path, run="r", limit=2, best=str(tmp_path / "checkpoint-3"))
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-3", "checkpoint-12"}
+
+
+def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    save(elsewhere, 1)
+    (elsewhere / "mine").write_text("")
+    before = sorted(path.name for path in elsewhere.rglob("*"))
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (".saving", ".deleting"):
+        (run / name).symlink_to(elsewhere)
+    clean(run)
+    (run / "checkpoint-1").symlink_to(elsewhere)
+    save(run, 1)
+    assert [path.name for path in run.iterdir()] == ["checkpoint-1"]
+    assert not (run / "checkpoint-1").is_symlink()
+    assert sorted(path.name for path in elsewhere.rglob("*")) == before
 
 
 def test_one_process_at_a_time_writes(tmp_path: Path) -> None:
