@@ -1,7 +1,7 @@
 """Train GRPO on a real vLLM server for thousands of steps while something fails every few steps.
 
-    make bench-soak                                         2,000 steps, a fault every 20: an hour on 2 cores
-    python -m benchmarks.soak runs/soak --steps 200         less
+    make bench-soak                                    2,000 steps, a fault every 20: 35 minutes on 2 cores
+    python -m benchmarks.soak runs/soak --steps 200    fewer
 
 What fails is drawn at random from `FAULTS`. A run that ends is started again with the same command, as by a scheduler.
 The report says which faults struck, how each start of the trainer ended, and whether memory, open files and threads
