@@ -194,10 +194,10 @@ def test_messages_lose_the_keys_that_arrow_filled_with_none():
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     rows = dataset(
         {"messages": [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]},
-        {"messages": [{"role": "tool", "content": "", "name": "f"}]},
+        {"messages": [{"role": "assistant", "content": "f()"}, {"role": "tool", "content": "", "name": "f"}]},
     )
     assert read_messages(rows[0], "messages") == [*ASK, {"role": "assistant", "tool_calls": [call]}]
-    assert read_messages(rows[1], "messages") == [{"role": "tool", "content": "", "name": "f"}]
+    assert read_messages(rows[1], "messages")[1] == {"role": "tool", "content": "", "name": "f"}
 
 
 def test_from_value_messages_are_converted():
