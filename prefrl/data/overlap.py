@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -74,4 +75,4 @@ def _lists(column: pa.ChunkedArray) -> Iterator[NDArray[np.int32]]:
     """The lists of a column, without copies of their items."""
     lists = column.combine_chunks()
     offsets, items = lists.offsets.to_numpy(), lists.values.to_numpy()
-    return (items[start:stop] for start, stop in zip(offsets[:-1], offsets[1:], strict=True))
+    return (items[start:stop] for start, stop in pairwise(offsets))

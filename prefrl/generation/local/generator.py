@@ -15,7 +15,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
 from transformers import DynamicCache
 

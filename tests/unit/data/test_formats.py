@@ -182,12 +182,20 @@ def test_cell_that_a_row_of_a_stream_lacks_is_refused(read):
         ([{"role": "user", "content": ""}], ["message 0", "empty content"]),
         ([{"role": "user", "content": 5}], ["message 0", "content 5"]),
         ([*ASK, {"from": "gpt", "value": "4"}], ["message 1", "from/value", '"role"']),
+        ([{"role": "tool", "content": "4"}, *ASK], ["message 0 (role 'tool')", "answers no call", "first message"]),
+        ([*ASK, {"role": "tool", "content": "4"}], ["message 1 (role 'tool')", "answers no call", "role 'user'"]),
     ],
 )
 def test_bad_messages_are_refused_with_their_place(value, parts):
     with pytest.raises(DataError) as error:
         read_messages({"messages": value}, "messages")
     assert [part for part in [*parts, "column 'messages'"] if part not in str(error.value)] == []
+
+
+def test_results_of_tools_may_follow_each_other_and_turns_may_repeat():
+    roles = ["system", "user", "user", "assistant", "tool", "tool", "assistant", "assistant", "tool", "user"]
+    conversation = [{"role": role, "content": "a"} for role in roles]
+    assert read_messages({"messages": conversation}, "messages") == conversation
 
 
 def test_messages_lose_the_keys_that_arrow_filled_with_none():
