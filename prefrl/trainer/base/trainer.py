@@ -143,9 +143,12 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.add_callback(EndOfOptimizerPhase(self.account))
         self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
         if args.log_flops:
-            self.account.flops = StepFlops(self.policy, model_cost(self.policy))
-            with self.accelerator.autocast():  # now, so that the self-check is not counted as part of a step
-                verdict_of(self.policy)
+            self._count_flops()
+
+    def _count_flops(self) -> None:
+        self.account.flops = StepFlops(self.policy, model_cost(self.policy))
+        with self.accelerator.autocast():  # now, so that the self-check is not counted as part of a step
+            verdict_of(self.policy)
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
         """HuggingFace's hook, called before it creates its accelerator."""

@@ -81,6 +81,6 @@ def test_what_the_options_bound_or_the_model_does_not_limit_is_not_read() -> Non
 @pytest.mark.parametrize("algorithm", ["sft", "reward", "grpo"])
 def test_trainer_refuses_rows_beyond_the_models_table(algorithm: str, tmp_path: Path) -> None:
     make = tiny_reward_model if algorithm == "reward" else tiny_model
-    option = "max_completion_length" if algorithm == "grpo" else "max_length"
-    with pytest.raises(DataError, match=f"max_position_embeddings=24 .*Lower .*{option}"):
-        make_trainer(algorithm, tmp_path, model=make(architecture="gpt2", n_positions=24))
+    option = "max_completion_length" if algorithm == "grpo" else "max_length"  # no prompt alone has 30 tokens
+    with pytest.raises(DataError, match=f"max_position_embeddings=30 .*Lower .*{option}"):
+        make_trainer(algorithm, tmp_path, model=make(architecture="gpt2", n_positions=30))

@@ -113,6 +113,7 @@ BOS_TWICE = "starts with bos_token '<|bos|>' twice (first ids"
         ({"messages": [ASK, SAY]}, "{{ bos_token }}" + templates.LLAMA3, [BOS_TWICE]),
         ({"messages": [ASK, SAY | {"content": "yo<|im_end|>"}]}, templates.CHATML, ["ends with '<|im_end|>' twice"]),
         ({"messages": [ASK, SAY]}, templates.ENDS_TEXT, []),
+        ({"messages": [ASK, SAY | {"content": "yoo"}]}, templates.NO_END, ["ends with 'nt: yoo"]),
         ({"messages": [ASK, SAY]}, "{{ bos_token }}{{ bos_token }}" + templates.NO_END, [BOS_TWICE, "ends with "]),
     ],
 )
@@ -432,7 +433,7 @@ def test_completion_text_leaves_special_tokens_out():
 
 def test_prompt_that_starts_twice_is_warned_of(caplog):
     twice = "{{ bos_token }}" + templates.LLAMA3
-    prompts([{"prompt": [ASK]}], chat_tokenizer(templates.LLAMA3))
+    prompts([{"prompt": [ASK]}], chat_tokenizer(templates.CHATML))
     assert caplog.messages == []  # a prompt has no end that is learned
     prompts([{"prompt": [ASK]}], chat_tokenizer(twice))
     assert [BOS_TWICE in message for message in caplog.messages] == [True]
