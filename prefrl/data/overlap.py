@@ -57,7 +57,7 @@ def warn_of_shared_rows(training: Any, evaluation: Any, *, columns: Sequence[str
 
 def _sequences(dataset: datasets.Dataset, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Row number and a hash of the tokens of each row, or of each sequence of a packed row."""
-    names = [name for name in dataset.column_names if name in columns and name != _NOT_OF_THE_ROW]
+    names = [name for name in columns if name in dataset.column_names and name != _NOT_OF_THE_ROW]
     is_packed = "seq_lengths" in dataset.column_names
     selected = dataset.select_columns([*names, *(["seq_lengths"] if is_packed else [])]).with_format("arrow")
     first = 0

@@ -42,6 +42,8 @@ def test_rows_that_only_resemble_each_other_are_not_shared(caplog: pytest.LogCap
 
     training = Dataset.from_list([pair([1], [2, 3], [9])])
     assert warnings_of(training, Dataset.from_list([pair([1, 2], [3], [9]), pair([1], [2], [9])]), caplog) == []
+    swapped = Dataset.from_list([{"completion_ids": [2, 3], "prompt_ids": [1]}])  # another order of columns
+    assert "1 of 1 rows" in warnings_of(training, swapped, caplog)[0]
     # The completion of another prompt depends on the other rows of a dataset.
     assert "1 of 1 rows" in warnings_of(training, Dataset.from_list([pair([1], [2, 3], [8])]), caplog)[0]
 

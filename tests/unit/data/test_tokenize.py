@@ -57,6 +57,14 @@ def test_text_gets_an_end_token_and_a_loss_on_all_but_its_first_token():
     assert rows.column_names == ["input_ids", "trainable"]
 
 
+def test_end_token_that_also_pads_keeps_its_loss():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    assert trained_text(sft([{"prompt": "a", "completion": "b"}], tokenizer)[0], tokenizer) == ["b<|end|>"]
+    chat = sft([{"messages": [ASK, SAY]}], tokenizer, assistant_only_loss=True)[0]
+    assert trained_text(chat, tokenizer) == ["yo<|end|>"]
+
+
 def test_completion_has_the_loss_and_the_prompt_has_not():
     rows = sft([{"prompt": "2+2=", "completion": "4"}, {"prompt": "a", "completion": " bc"}])
     assert text_of(rows[0]["input_ids"]) == "2+2=4<|end|>"
