@@ -152,7 +152,7 @@ class RowEncoder:
         last = self.tokenizer.convert_ids_to_tokens(written[-1:])
         is_special = set(last) <= set(self.special_tokens)
         if is_special and len(written) > 1 and written[-1] == written[-2]:
-            yield (f"ends with {last[0]!r} twice (last ids {end}). Remove it from the data or from the chat template.")
+            yield f"ends with {last[0]!r} twice (last ids {end}). Remove it from the data or from the chat template."
         if learns_to_stop and self.is_conversational and not is_special:
             yield (
                 f"ends with {self.tokenizer.decode(end)!r} (last ids {end}) once the chat template is applied, "

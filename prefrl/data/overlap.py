@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
+from prefrl.data.packing import is_packed
 from prefrl.distributed import is_main
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ def warn_of_shared_rows(training: Any, evaluation: Any, *, columns: Sequence[str
 def _sequences(dataset: datasets.Dataset, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Row number and a hash of the tokens of each row, or of each sequence of a packed row."""
     names = [name for name in columns if name in dataset.column_names and name != _NOT_OF_THE_ROW]
-    is_packed = "seq_lengths" in dataset.column_names
-    selected = dataset.select_columns([*names, *(["seq_lengths"] if is_packed else [])]).with_format("arrow")
+    has_sequences = is_packed(dataset, columns)
+    selected = dataset.select_columns([*names, *(["seq_lengths"] if has_sequences else [])]).with_format("arrow")
     first = 0
     for table in selected.iter(_ROWS_AT_ONCE):
         tokens = zip(*(_lists(table[name]) for name in names), strict=True)
-        if is_packed:
+        if has_sequences:
             for row, ((packed,), lengths) in enumerate(zip(tokens, _lists(table["seq_lengths"]), strict=True), first):
                 yield from ((row, hash((ids.tobytes(),))) for ids in np.split(packed, np.cumsum(lengths)[:-1]))
         else:

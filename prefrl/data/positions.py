@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 
 from prefrl.data.formats import AnyDataset
+from prefrl.data.packing import is_packed
 from prefrl.data.rows import list_lengths
 from prefrl.distributed import is_main
 from prefrl.errors import DataError
@@ -48,7 +49,7 @@ def check_positions(
     if isinstance(dataset, datasets.IterableDataset):
         return dataset.map(_StreamedCheck(limit, bound, columns), with_indices=True)
     lengths = _longest({name: list_lengths(dataset, name) for name in columns if name in dataset.column_names})
-    if "seq_lengths" in dataset.column_names:
+    if is_packed(dataset, columns):
         lengths = np.array([max(sequences) for sequences in dataset["seq_lengths"]])
     too_long = np.flatnonzero(lengths + bound.sampled > limit.count)
     if len(too_long):

@@ -11,6 +11,9 @@ from datasets import Dataset
 from prefrl.data import overlap
 from prefrl.data.known_ids import ID_COLUMNS
 from prefrl.data.overlap import warn_of_shared_rows
+from prefrl.data.positions import check_positions
+from prefrl.models.positions import PositionLimit
+from prefrl.options.length_bound import LengthBound
 from tests.contract.cases import dataset_of, make_trainer
 
 
@@ -64,6 +67,15 @@ def test_packed_rows_are_compared_by_their_sequences(caplog: pytest.LogCaptureFi
     )
     (message,) = warnings_of(rows([1]), packed, caplog)
     assert message.startswith("1 of 3 rows of eval_dataset are also in train_dataset; the first is row 1 ")
+
+
+def test_other_columns_of_prompts_are_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = Dataset.from_list([{"prompt_ids": [1, 2], "input_ids": "a", "seq_lengths": "b"}])
+    columns = ("prompt_ids",)
+    warn_of_shared_rows(prompts, prompts, columns=columns)
+    assert "1 of 1 rows" in caplog.text
+    bound = LengthBound(None, "max_prompt_length")
+    assert check_positions(prompts, PositionLimit(2, is_table=True), bound, columns=columns) is prompts
 
 
 def test_streams_and_missing_datasets_are_not_read(caplog: pytest.LogCaptureFixture) -> None:
