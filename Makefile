@@ -22,7 +22,7 @@ GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` is a folder, too.
-.PHONY: demo test tests test-floors check vllm bench bench-growth bench-server gpu lint types imports unit demo-gain clean help
+.PHONY: demo test tests test-floors check vllm bench bench-growth bench-server bench-soak gpu lint types imports unit demo-gain clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -78,6 +78,9 @@ bench: $(BENCH_VENV)/.bench
 
 bench-server: $(VENV)/.dev $(VLLM_VENV)/.ready
 	OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m benchmarks.server
+
+bench-soak: $(VENV)/.dev $(VLLM_VENV)/.ready
+	OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m benchmarks.soak runs/soak
 
 bench-growth: $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks.growth

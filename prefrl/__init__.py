@@ -18,7 +18,9 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.errors import ConfigError as ConfigError
     from prefrl.errors import DataError as DataError
     from prefrl.errors import GenerationError as GenerationError
+    from prefrl.errors import HubError as HubError
     from prefrl.errors import NonFiniteError as NonFiniteError
+    from prefrl.errors import OutOfMemoryError as OutOfMemoryError
     from prefrl.errors import PrefrlError as PrefrlError
     from prefrl.errors import RewardError as RewardError
     from prefrl.errors import WeightSyncError as WeightSyncError

@@ -7,7 +7,9 @@ __all__ = [
     "ConfigError",
     "DataError",
     "GenerationError",
+    "HubError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "PrefrlError",
     "RewardError",
     "WeightSyncError",
@@ -49,4 +51,12 @@ class NonFiniteError(PrefrlError, RuntimeError):
 
 
 class CheckpointError(PrefrlError, RuntimeError):
-    """A checkpoint could not be written."""
+    """A checkpoint could not be written, or may not be read."""
+
+
+class HubError(PrefrlError, RuntimeError):
+    """The model could not be pushed to the Hub."""
+
+
+class OutOfMemoryError(PrefrlError, RuntimeError):
+    """The device or the host has too little memory for a pass, for generation or for a checkpoint."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MASK", "masked", "printable", "without_secrets"]
+__all__ = ["MASK", "masked", "printable", "reason_of", "without_secrets"]
 
 MASK = "***"
 # The `token` of a Hub is a secret, `pad_token` is not.
@@ -45,6 +45,11 @@ def without_secrets(text: str) -> str:
     """Text with `***` for logins in URLs, tokens of a known form, and quoted values of names such as `password`."""
     text = _NAMED.sub(rf"\1\2\3{MASK}\3", text)
     return _TOKEN.sub(MASK, _LOGIN.sub(MASK, text))
+
+
+def reason_of(error: BaseException) -> str:
+    """An error of other code, for a message: its type and text in one line, without a full stop and secrets."""
+    return printable(without_secrets(" ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")))
 
 
 def masked(value: Any, name: str = "") -> Any:

@@ -64,6 +64,7 @@ from prefrl.distributed.shards import (
     whole,
 )
 from prefrl.distributed.teams import exchange_in_team, sum_over_team
+from prefrl.distributed.unpickling import only_data
 
 __all__ = [
     "Reader",
@@ -109,6 +110,7 @@ __all__ = [
     "num_local_elements",
     "num_processes",
     "on_main",
+    "only_data",
     "place_in_team",
     "prepare_frozen",
     "rank",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from prefrl.distributed.processes import form_teams, num_processes, team_size
+from prefrl.distributed.processes import form_teams, limit_waits, num_processes, team_size
 from prefrl.errors import ConfigError
 
 _SAVE_MEMORY = (
@@ -17,13 +17,14 @@ _SAVE_MEMORY = (
 )
 
 
-def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool) -> Any:
-    """Check the requested parallelism and form the teams. All processes must call it.
+def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool, longest_wait: float) -> Any:
+    """Check the requested parallelism, limit waits and form the teams. All processes must call it.
 
     Args:
         given: `TrainingArguments.parallelism_config`; None: the one that `accelerate launch` read from a file, if any.
         trainer: Name of the trainer's class.
         splits_rows: Whether the trainer's processes can share rows.
+        longest_wait: Seconds; see `limit_waits`.
 
     Returns:
         The config for accelerate. accelerate would split rows in its own way, so it is only told that the processes of
@@ -32,6 +33,7 @@ def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool) -> Any:
     Raises:
         ConfigError: See `check_parallelism`.
     """
+    limit_waits(longest_wait)
     config = given
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         from accelerate.parallelism_config import ParallelismConfig

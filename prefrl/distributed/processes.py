@@ -10,6 +10,7 @@ import atexit
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar, cast
 
 import numpy as np
@@ -41,6 +42,18 @@ class _Teams:
 
 _ALONE = _Teams(1, None, None)
 _teams = _ALONE
+_longest_wait: timedelta | None = None  # None: torch's default
+
+
+def limit_waits(seconds: float) -> None:
+    """End waits for other processes after this time: in the group of all processes, and in teams formed from now on.
+
+    HuggingFace's trainer gives `ddp_timeout` to groups on GPUs only.
+    """
+    global _longest_wait
+    _longest_wait = timedelta(seconds=seconds)
+    if is_distributed() and "gloo" in dist.get_backend():
+        dist.distributed_c10d._set_pg_timeout(_longest_wait)
 
 
 def form_teams(size: int) -> None:
@@ -56,8 +69,9 @@ def form_teams(size: int) -> None:
         _teams = _ALONE
         return
     teams = [list(range(first, first + size)) for first in range(0, num_processes(), size)]
-    own, _ = dist.new_subgroups_by_enumeration(teams)  # type: ignore[no-untyped-call]
-    peers, _ = dist.new_subgroups_by_enumeration(list(zip(*teams, strict=True)))  # type: ignore[no-untyped-call]
+    own, _ = dist.new_subgroups_by_enumeration(teams, timeout=_longest_wait)  # type: ignore[no-untyped-call]
+    across = list(zip(*teams, strict=True))
+    peers, _ = dist.new_subgroups_by_enumeration(across, timeout=_longest_wait)  # type: ignore[no-untyped-call]
     _teams = _Teams(size, own, peers)
 
 

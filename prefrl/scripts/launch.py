@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
@@ -26,6 +25,7 @@ from prefrl.scripts.launch_run import run_together
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.processes import Program
 from prefrl.scripts.vllm_serve import ServeArguments, check_port, serve_command
+from prefrl.scripts.yaml_file import load_yaml
 
 __all__ = ["CONFIGS", "LaunchArguments", "main", "plan_server", "plan_training"]
 
@@ -276,10 +276,7 @@ def _config_file(name: str | None) -> Path | None:
 def _completed(options: LaunchArguments, config: Path) -> LaunchArguments:
     """The options, with unset ones filled in from an accelerate config."""
     where = f"accelerate_config={options.accelerate_config!r}"
-    try:
-        content = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: is not YAML: {error}") from error
+    content = load_yaml(config, where)
     if not isinstance(content, dict) or "distributed_type" not in content:
         raise ConfigError(f"{where}: has no distributed_type, as accelerate configs have")
     if content["distributed_type"] == "DEEPSPEED" and not is_installed("deepspeed"):

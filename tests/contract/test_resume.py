@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Trainer
 
 from prefrl.errors import ConfigError
 from prefrl.run.seal import seal
@@ -141,3 +145,34 @@ def test_the_balance_of_rewards_goes_on(balance: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, actual[key]) for key, value in expected.items())
     weights = [entry["reward_balance/num_letters"] for entry in whole.state.log_history if "loss" in entry]
     assert len(set(weights)) == 4
+
+
+def test_a_checkpoint_of_a_backend_is_read_as_data_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_trainer("sft", tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    seen: dict[str, str | None] = {}
+
+    def note(name: str) -> Any:
+        return lambda *_, **__: seen.update({name: os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")})
+
+    trainer = make_trainer("sft", tmp_path, max_steps=2)
+    monkeypatch.setattr(Trainer, "_load_optimizer_and_scheduler", note("resumed"))
+    trainer.train(resume_from_checkpoint=True)
+    trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+    monkeypatch.setattr(Trainer, "_load_best_model", note("best"))
+    trainer._load_best_model()
+    note("after")()
+    assert seen == {"resumed": "1", "best": "1", "after": None}
+
+
+def test_a_tied_head_is_not_reported_as_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer("sft", tmp_path, model=model_of("sft", tie_word_embeddings=True), max_steps=1, **options).train()
+    resumed = make_trainer("sft", tmp_path, model=model_of("sft", tie_word_embeddings=True), max_steps=2, **options)
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    resumed.train(resume_from_checkpoint=True)
+    assert "missing keys" not in caplog.text
+    weights = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    del weights["model.norm.weight"]
+    resumed._issue_warnings_after_load(resumed.model.load_state_dict(weights, strict=False))
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "missing keys in the checkpoint model loaded: ['model.norm.weight']" in caplog.text

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from prefrl import distributed
-from prefrl.distributed.processes import form_teams
+from prefrl.distributed.processes import form_teams, limit_waits
 
 NUM_PROCESSES = 4
+_LONGEST_WAIT = 1.0  # seconds
 CPU = torch.device("cpu")
 
 
@@ -56,6 +59,24 @@ def exchanged() -> dict[str, Any]:
     }
 
 
+def seconds_of_waits(folder: Path) -> list[float]:
+    """How long process 0 waits for the others, in the group of all and in its team, and what it is told."""
+    limit_waits(_LONGEST_WAIT)
+    form_teams(2)
+    distributed.wait_for_all()
+    waits = []
+    if distributed.is_main():
+        for collective in (distributed.max_over_ranks, distributed.team_totals):
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match="imed out"):
+                collective([1.0], CPU)
+            waits.append(time.monotonic() - started)
+        (folder / "waited").touch()
+    while not (folder / "waited").exists():
+        time.sleep(0.05)
+    return waits
+
+
 def main(process: int, path: Path) -> None:
     """Alone, then in teams, then alone again."""
     dist.init_process_group("gloo")
@@ -67,6 +88,10 @@ def main(process: int, path: Path) -> None:
     results["alone_again"] = seen(process)
     everything = distributed.gather_objects(results)
     if distributed.is_main():
+        torch.save(everything, path)
+    waits = seconds_of_waits(path.parent)
+    if waits:
+        everything[0]["waits"] = waits
         torch.save(everything, path)
 
 

@@ -66,3 +66,9 @@ def test_tokens_of_all_heads_become_all_tokens_of_some_heads(process: int, resul
 def test_the_sum_over_a_team_has_the_gradient_of_all_its_losses(process: int, results: list[dict[str, Any]]) -> None:
     assert results[process]["total"] == 3
     assert results[process]["gradient_of_number"] == 2
+
+
+def test_waits_for_other_processes_end_after_their_time(results: list[dict[str, Any]]) -> None:
+    waits = results[0]["waits"]
+    assert len(waits) == 2
+    assert all(0.5 < seconds < 30 for seconds in waits), waits

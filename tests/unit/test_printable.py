@@ -7,7 +7,7 @@ import time
 import pytest
 
 from prefrl.errors import ConfigError, GenerationError
-from prefrl.printable import masked, printable, without_secrets
+from prefrl.printable import masked, printable, reason_of, without_secrets
 
 HOSTILE = {
     "\x1b]52;c;ZXZpbA==\x07": r"\x1b]52;c;ZXZpbA==\x07",  # sets the clipboard
@@ -88,3 +88,8 @@ def test_secrets_in_options_are_masked_at_any_depth() -> None:
 def test_errors_quote_options_without_secrets_and_servers_without_commands() -> None:
     assert str(ConfigError("model_init_kwargs={'token': 'abc'}")) == "model_init_kwargs={'token': '***'}"
     assert str(GenerationError("it says \x1b[2J")) == r"it says \x1b[2J"
+
+
+def test_an_error_of_other_code_is_told_in_one_line_without_secrets() -> None:
+    error = ConnectionError("no route to\n  https://me:secret@host\x1b[2J.\n")
+    assert reason_of(error) == r"ConnectionError: no route to https://***@host\x1b[2J"

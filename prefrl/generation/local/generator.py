@@ -74,6 +74,7 @@ class LocalGenerator:
         offloads_cache: Whether the KV cache is kept in host memory, except for the layer that is being computed.
         autocast: Context of each forward pass: the mixed precision of training, which accelerate adds to the model
             only when training starts.
+        memory: Context of a generation, for which memory may not suffice; it is given words that describe it.
 
     Raises:
         ConfigError: `max_rows` is not positive.
@@ -89,6 +90,7 @@ class LocalGenerator:
         gathers: bool = True,
         offloads_cache: bool = False,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        memory: Callable[[Callable[[], str]], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"max_rows={max_rows}: must be at least 1")
@@ -99,6 +101,7 @@ class LocalGenerator:
         self._gathers = gathers
         self._offloads_cache = offloads_cache
         self._autocast = autocast
+        self._memory = memory
         self._version = 0
         self._arguments = frozenset(inspect.signature(type(self._base).forward).parameters)
         limit = position_limit(self._base)
@@ -135,7 +138,13 @@ class LocalGenerator:
         # FSDP2 reuses the memory of gathered weights for training, so they must not be inference tensors.
         no_grad = torch.no_grad() if is_sharded else torch.inference_mode()
         packs = pays and (self._gathers or not is_sharded)
+        num_rows, longest = len(prompts) * sampling.num_samples, max(map(len, prompts), default=0)
+        work = (
+            f"generation of {num_rows} completions, {min(num_rows, self._max_rows)} at a time, of up to "
+            f"{longest} + {sampling.max_tokens} tokens"
+        )
         with (
+            self._memory(lambda: work),
             self._whole_or_in_company(),
             no_grad,
             eval_mode(self._model),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from annotated_types import Ge, Gt, Lt
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
@@ -17,6 +18,7 @@ from prefrl.models.liger import liger_options
 from prefrl.optional import require
 from prefrl.options.fields import check_bounds, check_fields, check_no_effect, check_unset, opt, parse_json
 from prefrl.options.length_bound import LengthBound
+from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
 from prefrl.printable import masked
 from prefrl.trainer.base.flat_names import FlatName, fill_places
@@ -35,7 +37,7 @@ TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
 
 # What HuggingFace's options must be, which it does not check.
 _BOUNDS: dict[str, Any] = {
-    "num_train_epochs": Annotated[float, Gt(0)],
+    "num_train_epochs": Annotated[float, Gt(0), Lt(math.inf)],
     "per_device_train_batch_size": Annotated[int, Ge(1)],
     "per_device_eval_batch_size": Annotated[int, Ge(1)],
     "gradient_accumulation_steps": Annotated[int, Ge(1)],
@@ -45,7 +47,16 @@ _BOUNDS: dict[str, Any] = {
     "adam_beta1": Annotated[float, Ge(0), Lt(1)],
     "adam_beta2": Annotated[float, Ge(0), Lt(1)],
     "adam_epsilon": Annotated[float, Ge(0), Lt(math.inf)],
+    "warmup_steps": Annotated[float, Ge(0), Lt(math.inf)],
+    "seed": Annotated[int, Ge(0), Lt(2**32)],
+    "data_seed": Annotated[int, Ge(0), Lt(2**32)],
+    "dataloader_num_workers": Annotated[int, Ge(0)],
+    "eval_delay": Annotated[float, Ge(0), Lt(math.inf)],
+    "save_total_limit": Annotated[int, Ge(1)],
+    "ddp_timeout": Annotated[int, Ge(1)],
 }
+# What they must be with logging_strategy="steps" and so on.
+_INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
@@ -158,7 +169,10 @@ class BaseConfig(TrainingArguments):
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
         self._check_numbers()
         self._set_both_names()
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         self.validate()
 
     def __init_subclass__(cls) -> None:
@@ -182,11 +196,21 @@ class BaseConfig(TrainingArguments):
         """Check HuggingFace's numbers, before its __post_init__ and ours calculate with them."""
         for name, bounds in _BOUNDS.items():
             check_bounds(name, getattr(self, name), bounds)
+        for what in ("logging", "eval", "save"):
+            if getattr(self, f"{what}_strategy") == "steps":
+                check_bounds(f"{what}_steps", getattr(self, f"{what}_steps"), _INTERVAL)
         if self.max_steps < 1 and self.max_steps != -1:
             raise ConfigError(
                 f"max_steps={self.max_steps}: must be at least 1, or -1, which trains for num_train_epochs. To train "
                 "nothing, do not call train()."
             )
+
+    def _check_trackers(self) -> None:
+        for name in self.report_to:
+            if name not in INTEGRATION_TO_CALLBACK:
+                raise ConfigError(
+                    f"report_to={name!r}: unknown tracker. {nearest(str(name), INTEGRATION_TO_CALLBACK)}"
+                )
 
     def _set_both_names(self) -> None:
         """Give activation checkpointing one value under its name and its old one: HuggingFace's loop reads either."""
@@ -248,6 +272,7 @@ class BaseConfig(TrainingArguments):
                 f"neftune_noise_alpha={self.neftune_noise_alpha} is not supported: its noise is scaled by the length "
                 "of a padded row, and there are none here. Leave it None."
             )
+        self._check_trackers()
         self._validate_activations()
         self._validate_liger()
         check_ignored_options(self)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 import sys
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import HubStrategy
 
 from prefrl import distributed
+from prefrl.errors import ConfigError, HubError, OutOfMemoryError
 from prefrl.models.adapters import is_peft_model
-from prefrl.run.checkpoints import checkpoint_name, staging_folder
+from prefrl.printable import reason_of
+from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
 from prefrl.run.identity import Identity, write_identity
 from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
+from prefrl.trainer.base.hub import Hub, is_refusal
+from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.saving import RunFolder
+from prefrl.trainer.base.trackers import contain_trackers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +37,8 @@ if TYPE_CHECKING:
     from prefrl.trainer.base.config import BaseConfig
 
 __all__ = ["ResumableTrainer"]
+
+_log = logging.getLogger(__name__)
 
 # HuggingFace's names of Adam with two moments for each weight.
 _ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
@@ -41,9 +53,12 @@ class ResumableTrainer(Trainer):
     """
 
     args: BaseConfig
+    hub_model_id: str | None  # the repository's full name, once it is known to exist
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
+        self._hub = Hub(args)
         super().__init__(args=args, **arguments)
+        contain_trackers(self.callback_handler.callbacks)
         self.stop_request = StopRequest(args.max_train_time)
         self.run_folder = RunFolder(
             Path(args.output_dir),
@@ -79,7 +94,7 @@ class ResumableTrainer(Trainer):
             CheckpointError: A checkpoint cannot be written.
         """
         distributed.check_first_training(self.accelerator, self.model_wrapped)
-        with self.run_folder.open():
+        with self.run_folder.open(), self._resumable_without_memory():
             allowed = self.args.allow_resume_changes or []
             start = self.run_folder.start(resume_from_checkpoint, self._identity(), allowed=allowed)
             if self.args.save_strategy != "no":
@@ -89,6 +104,21 @@ class ResumableTrainer(Trainer):
             self._changed = start.changed
             self._last_saved = -1
             return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
+
+    @contextmanager
+    def _resumable_without_memory(self) -> Iterator[None]:
+        """Context of a training: if memory runs out, the error says where to go on."""
+        try:
+            with explained(
+                lambda: f"step {self.state.global_step + 1}, in its update, a reward or a callback", self.args, UPDATE
+            ):
+                yield
+        except OutOfMemoryError as error:
+            last = find_last(self.run_folder.path, run=self.run_folder.run).folder
+            start = (
+                "There is no checkpoint yet." if last is None else f"Resume from {last}: resume_from_checkpoint=True."
+            )
+            raise OutOfMemoryError(f"{error} {start}") from error.__cause__
 
     def _checkpoint_bytes(self) -> int:
         """Bytes of the weights and, with Adam, of its two moments in float32; other files are small."""
@@ -118,6 +148,21 @@ class ResumableTrainer(Trainer):
                 )
             leave(code)
         return output
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """HuggingFace's hook: loads what the backend saved."""
+        with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        with distributed.only_data(Path(str(self.state.best_model_checkpoint))):
+            super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """HuggingFace's hook. A weight is not missing if it is tied to one that is there."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called after the step and all its callbacks."""
@@ -150,8 +195,12 @@ class ResumableTrainer(Trainer):
         folder, step = Path(self._get_output_dir(trial)), self.state.global_step
         self._is_saving = True
         try:
-            super()._save_checkpoint(model, trial)
-            self._finish_state(folder)
+            with explained(lambda: f"writing {checkpoint_name(step)}", self.args, CHECKPOINT):
+                super()._save_checkpoint(model, trial)
+                self._finish_state(folder)
+        except OutOfMemoryError:
+            shutil.rmtree(staging_folder(folder), ignore_errors=True)
+            raise
         except (OSError, RuntimeError, SafetensorError) as error:
             raise self.run_folder.failure(error, folder, step) from error
         finally:
@@ -161,7 +210,7 @@ class ResumableTrainer(Trainer):
         self._last_saved = step
         if self.args.push_to_hub:
             self.run_folder.wait()
-            super()._push_from_checkpoint(str(final))
+            self._push_checkpoint(final)
 
     def _finish_state(self, folder: Path) -> None:
         """Write what a checkpoint says about the run, and where the best checkpoint will be."""
@@ -173,9 +222,6 @@ class ResumableTrainer(Trainer):
             staged = staging / checkpoint_name(step)
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
             write_identity(staged, self._identity())
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """HuggingFace's hook, called before the checkpoint is in its place; see `_save_checkpoint`."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -201,3 +247,92 @@ class ResumableTrainer(Trainer):
 
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote. All ranks must call it."""
+
+    # The Hub, on which a run does not depend.
+
+    def _repository(self) -> str:
+        """The name of the repository, or the one that it will get."""
+        return str(self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name)
+
+    def _create_repository(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository, if that has not been done yet."""
+        if self.hub_model_id is None:
+            self.hub_model_id = self._hub.create(self._repository(), token=token, private=private)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """HuggingFace's hook, called by its constructor. If the Hub is out of reach, training begins without it.
+
+        Raises:
+            ConfigError: The Hub refuses to create the repository.
+        """
+        if not self.is_world_process_zero():
+            return
+        try:
+            self._create_repository(token, private)
+        except Exception as error:
+            if is_refusal(error):
+                raise ConfigError(
+                    f"push_to_hub=True: the Hub refuses to create the repository {self._repository()!r}: "
+                    f"{reason_of(error)}. Check hub_model_id, and log in (hf auth login) or set hub_token; or set "
+                    "push_to_hub=False."
+                ) from error
+            _log.warning(
+                "push_to_hub=True: the repository %r cannot be created now; training goes on, and the next push tries "
+                "again: %s",
+                self._repository(),
+                reason_of(error),
+            )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """HuggingFace's hook, called before the checkpoint is in its place; see `_save_checkpoint`."""
+
+    def _push_checkpoint(self, checkpoint: Path) -> None:
+        """Upload a checkpoint in the background, as `hub_strategy` says. If it fails, that is a warning."""
+        is_waiting = self._hub.is_busy and not self.args.hub_always_push
+        if self.args.hub_strategy == HubStrategy.END or is_waiting or not self.is_world_process_zero():
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        try:
+            self._create_repository()
+            message = f"Training in progress, step {self.state.global_step}"
+            self._hub.push_checkpoint(self._repository(), checkpoint, message=message)
+        except Exception as error:
+            _log.warning("%s could not be pushed to the Hub; training goes on: %s", checkpoint.name, reason_of(error))
+
+    def _finish_current_push(self) -> None:
+        """HuggingFace's hook, called at the end of training."""
+        self._hub.wait()
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model to `output_dir` and upload it. All processes must call it; see HuggingFace's `push_to_hub`.
+
+        Checkpoints, prompts and completions are not uploaded. `kwargs`, of HuggingFace's model card, are ignored.
+
+        Raises:
+            HubError: It cannot be uploaded. It is saved.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self._hub.wait()
+        try:
+            self._create_repository(token, private)
+            return self._hub.push(
+                self._repository(), message=commit_message, token=token, revision=revision, now=blocking
+            )
+        except Exception as error:
+            name, state = self._repository(), self.state
+            complete = "Training is complete. " if 0 < state.max_steps <= state.global_step else ""
+            raise HubError(
+                f"{name} could not be pushed to the Hub: {reason_of(error)}. {complete}The model is saved in "
+                f"{self.args.output_dir}. To push it: {self._hub.command(name)}"
+            ) from error

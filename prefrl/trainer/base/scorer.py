@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +16,7 @@ from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import in_pieces
 from prefrl.models.reference import scores_in_pieces
 from prefrl.models.scoring import inside, packed, unpacked
+from prefrl.trainer.base.memory import SCORING, explained, size_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -190,10 +191,18 @@ class Scorer:
             scores, values = self.scores_and_values(policy, piece, critic, list(wanted.values()))
             return torch.stack([scores.logprobs, values, *(scores.wanted[name] for name in wanted.values())], 1)
 
-        with self.account.scoring("old_policy", batch), eval_mode(policy), self.accelerator.autocast():
+        with self._pass("old_policy", batch), eval_mode(policy), self.accelerator.autocast():
             columns = in_pieces(policy, score, batch.to(self.args.device), max_tokens=max_tokens).to(batch.device)
         names: list[ScoreNeed] = ["old_logprobs", "values", *wanted]
         return dict(zip(names, columns.unbind(1), strict=True))
+
+    @contextmanager
+    def _pass(self, kind: Literal["old_policy", "reference"], batch: TokenBatch) -> Iterator[None]:
+        """Context of a pass that scores a batch."""
+        model = "policy" if kind == "old_policy" else "reference"
+        work = explained(lambda: f"scoring a batch with {size_of(batch)} under the {model}", self.args, SCORING)
+        with work, self.account.scoring(kind, batch):
+            yield
 
     def of_reference(
         self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
@@ -201,7 +210,7 @@ class Scorer:
         """[N] scores under the reference, in passes of at most `max_tokens` tokens; None: the token budget."""
         assert self.reference is not None
         usable = nullcontext() if self.reference.own_model is not None else distributed.usable(self.policy())
-        with self.account.scoring("reference", batch), self.accelerator.autocast(), usable:
+        with self._pass("reference", batch), self.accelerator.autocast(), usable:
             scores = self.reference.scores(
                 batch.to(self.args.device),
                 temperature=self.args.scoring_temperature,
@@ -216,7 +225,7 @@ class Scorer:
         """[N] scores under the current policy, without dropout; see `of_reference`."""
         policy = self.policy()
         with (
-            self.account.scoring("old_policy", batch),
+            self._pass("old_policy", batch),
             eval_mode(policy),
             self.accelerator.autocast(),
             distributed.usable(policy),

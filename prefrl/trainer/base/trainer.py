@@ -30,6 +30,7 @@ from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.kernels import add_kernels
+from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
 from prefrl.trainer.base.reference_file import load_reference, save_reference
@@ -102,7 +103,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         distributed.tell_deepspeed()
         name = type(self).__name__
         self._parallelism = distributed.set_up_parallelism(
-            args.parallelism_config, trainer=name, splits_rows=self._splits_rows
+            args.parallelism_config, trainer=name, splits_rows=self._splits_rows, longest_wait=args.ddp_timeout
         )
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
         model = self.load_policy(
@@ -270,6 +271,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         distributed.announce_backward(self.accelerator, is_last=is_last)
         # HuggingFace's training_step runs compute_loss, which is timed as the forward phase, and the backward pass.
         with (
+            explained(lambda: f"the training pass of a micro-batch with {size_of(batch)}", self.args, TRAINING),
             self.account.passes("training", [batch]),
             self.account.phase("backward"),
             nullcontext() if is_last else distributed.no_sync(model),
@@ -377,7 +379,8 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
         model = self.policy if distributed.is_sharded(self.policy) else self.policy.to(self.args.device)
         num_rows = 0
-        with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model):
+        memory = explained(lambda: f"evaluation, after {num_rows} rows", self.args, EVALUATION)
+        with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model), memory:
             for item in dataloader:
                 merge(self.metrics["eval"], self.evaluation_step(model, item))
                 num_rows += self._rows_of(item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from prefrl.generation.vllm.requests import Guided
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.metrics import Max, Metric, Sum
 from prefrl.models.adapters import is_peft_model
+from prefrl.trainer.base.memory import GENERATION, explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,6 +63,7 @@ def make_generator(
             gathers=args.ds3_gather_for_generation,
             offloads_cache=args.cache_implementation == "offloaded",
             autocast=autocast,
+            memory=partial(explained, args=args, options=GENERATION),
         )
     method = sync_method(args, has_adapter=weights.has_adapter)
     if weights.is_quantized and method != "adapter":

@@ -79,12 +79,12 @@ def test_options_of_sequence_parallelism_without_effect_are_refused(options: dic
 
 def test_a_size_of_accelerates_file_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
-    assert set_up_parallelism(None, trainer="SFTTrainer", splits_rows=True) is None
+    assert set_up_parallelism(None, trainer="SFTTrainer", splits_rows=True, longest_wait=1800) is None
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     with pytest.raises(ConfigError, match=r"parallelism_config\.cp_size=4"):
-        set_up_parallelism(None, trainer="SFTTrainer", splits_rows=True)
+        set_up_parallelism(None, trainer="SFTTrainer", splits_rows=True, longest_wait=1800)
     given = ParallelismConfig(cp_size=1, dp_shard_size=2)
-    assert set_up_parallelism(given, trainer="SFTTrainer", splits_rows=True) is given
+    assert set_up_parallelism(given, trainer="SFTTrainer", splits_rows=True, longest_wait=1800) is given
 
 
 def test_a_model_whose_heads_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,17 @@ SFT_RULES = [
     pytest.param({"include_num_input_tokens_seen": "all"}, "Read num_tokens", id="tokens seen"),
     pytest.param({"max_steps": 0}, "max_steps=0: must be at least 1, or -1", id="no step"),
     pytest.param({"num_train_epochs": 0}, "num_train_epochs=0: must be a number > 0", id="no epoch"),
+    pytest.param({"warmup_steps": float("nan")}, "warmup_steps=nan: must be a number >= 0", id="warm-up"),
+    pytest.param({"seed": -1}, "seed=-1: must be a number >= 0 and < 4294967296", id="seed"),
+    pytest.param({"dataloader_num_workers": -1}, "dataloader_num_workers=-1: must be", id="loader's processes"),
+    pytest.param({"eval_delay": -1}, "eval_delay=-1: must be a number >= 0", id="delay of evaluation"),
+    pytest.param({"save_total_limit": 0}, "save_total_limit=0: must be a number >= 1", id="no checkpoint"),
+    pytest.param({"ddp_timeout": 0}, "ddp_timeout=0: must be a number >= 1", id="no time for others"),
+    pytest.param({"save_strategy": "steps", "save_steps": 0}, "save_steps=0: must be a number > 0", id="interval"),
+    pytest.param({"optim": "adam"}, "^adam is not a valid OptimizerNames", id="an error of HuggingFace"),
+    pytest.param(
+        {"report_to": ["wandbb"]}, "report_to='wandbb': unknown tracker. Did you mean 'wandb'", id="tracker's name"
+    ),
     pytest.param({"learning_rate": -1e-5}, "learning_rate=-1e-05: must be a number >= 0", id="learning rate"),
     pytest.param({"learning_rate": float("nan")}, "learning_rate=nan: must be a number", id="learning rate nan"),
     pytest.param({"weight_decay": float("inf")}, "weight_decay=inf: must be a number", id="weight decay"),

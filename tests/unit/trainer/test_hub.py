@@ -1,0 +1,135 @@
+"""A run does not depend on the Hub, and uploads the model alone."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import filter_repo_objects
+
+from prefrl.errors import ConfigError, HubError
+from prefrl.trainer.base.hub import is_refusal
+from tests.contract.cases import make_trainer
+
+SECRET = "hf_abcdefghijklmnopqrstuvwx"
+MODEL = {"README.md", "config.json", "generation_config.json", "model.safetensors", "training_args.json"}
+MODEL |= {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+PUSHING = {"push_to_hub": True, "hub_model_id": "me/model", "hub_token": SECRET, "save_strategy": "steps"}
+
+
+class StandIn:
+    """The Hub, which can be reached or not. Notes the files that it is sent, by message."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_there = True
+        self.tokens: set[str] = set()
+        self.sent: dict[str, set[str]] = {}
+        monkeypatch.setattr(HfApi, "create_repo", lambda _, name, **options: self.create_repo(name, **options))
+        monkeypatch.setattr(HfApi, "upload_folder", lambda _, **options: self.upload_folder(**options))
+
+    def create_repo(self, name: str, *, token: str, private: Any, exist_ok: bool) -> Any:
+        self.check(token)
+
+        class Url:
+            repo_id = name
+
+        return Url
+
+    def check(self, token: str) -> None:
+        self.tokens.add(token)
+        if not self.is_there:
+            raise ConnectionError(f"no route to https://user:{token}@hub")
+
+    def upload_folder(self, *, run_as_future: bool, **options: Any) -> Any:
+        upload: Future[Any] = Future()
+        try:
+            upload.set_result(self.upload(**options))
+        except ConnectionError as error:
+            upload.set_exception(error)
+        return upload if run_as_future else upload.result()
+
+    def upload(self, *, folder_path: Path, token: str, path_in_repo: str = "", **options: Any) -> None:
+        self.check(token)
+        patterns = {name: options[name] for name in ("allow_patterns", "ignore_patterns") if name in options}
+        files = [p.relative_to(folder_path).as_posix() for p in Path(folder_path).rglob("*") if p.is_file()]
+        self.sent[options["commit_message"]] = {
+            Path(path_in_repo, p).as_posix() for p in filter_repo_objects(files, **patterns)
+        }
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return StandIn(monkeypatch)
+
+
+def test_training_goes_on_without_the_hub_and_only_the_push_at_the_end_is_an_error(
+    hub: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.is_there = False
+    trainer = make_trainer("sft", tmp_path, max_steps=2, save_steps=1, **PUSHING)
+    assert "push_to_hub=True: the repository 'me/model' cannot be created now; training goes on" in caplog.text
+    caplog.clear()
+    trainer.train()
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [words.partition(" could")[0] for words in told] == ["checkpoint-1", "checkpoint-2"]
+    with pytest.raises(
+        HubError, match=r"Training is complete\. The model is saved in .*: hf upload me/model "
+    ) as raised:
+        trainer.save_model()
+    assert (tmp_path / "model.safetensors").is_file()
+    assert hub.tokens == {SECRET}
+    assert SECRET not in caplog.text + str(raised.value)
+
+
+def test_the_repository_is_created_as_soon_as_the_hub_is_back(hub: StandIn, tmp_path: Path) -> None:
+    hub.is_there = False
+    trainer = make_trainer("sft", tmp_path, save_steps=1, **PUSHING)
+    hub.is_there = True
+    trainer.train()
+    assert trainer.hub_model_id == "me/model"
+    trainer.save_model()
+    assert [*hub.sent] == ["Training in progress, step 1", "Model save"]
+
+
+def test_an_upload_in_the_background_that_fails_is_a_warning(
+    hub: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer("sft", tmp_path, save_steps=1, **PUSHING)
+    hub.is_there = False
+    trainer.train()
+    assert "'Training in progress, step 1' could not be pushed to me/model; training goes on: Connec" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_the_model_is_uploaded_without_what_it_was_trained_on(hub: StandIn, tmp_path: Path) -> None:
+    trainer = make_trainer("ppo", tmp_path, save_steps=1, hub_strategy="checkpoint", **PUSHING)
+    trainer.train()
+    (tmp_path / "vllm-server.log").touch()
+    trainer.push_to_hub()
+    assert hub.sent["Training in progress, step 1"] == MODEL
+    whole = {
+        path.relative_to(tmp_path / "checkpoint-1")
+        for path in (tmp_path / "checkpoint-1").rglob("*")
+        if path.is_file()
+    }
+    assert hub.sent["Training in progress, step 1, checkpoint"] == {f"last-checkpoint/{path}" for path in whole}
+    assert hub.sent["End of training"] - {"critic/value_head.safetensors"} == MODEL
+    assert not (tmp_path / ".pushing").exists()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_what_the_hub_refuses_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the Hub refuses to create the repository 'my model': HFValidationError"):
+        make_trainer("sft", tmp_path, **PUSHING | {"hub_model_id": "my model"})
+
+
+@pytest.mark.parametrize(("status", "is_final"), [(401, True), (403, True), (429, False), (503, False)])
+def test_a_server_that_is_busy_has_not_refused(status: int, is_final: bool) -> None:
+    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    assert is_refusal(HfHubHTTPError("the Hub's words", response=response)) == is_final
