@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from prefrl.data.chat import (
     special_tokens,
     trim_after_end_token,
 )
+from prefrl.data.ends import last_written
 from prefrl.data.formats import AnyDataset, Format, Message, read_tools
 from prefrl.errors import ConfigError, DataError
 
@@ -30,10 +31,12 @@ logger = logging.getLogger(__name__)
 Truncation = Literal["left", "right", "error"]
 
 # `datasets` caches the result of a map under its arguments and does not notice changes to the code of this package.
-# Increase this number when a row gives other tokens than before.
-_CACHE_VERSION = 2
-# How many rows are tried to find out how a conversation ends.
+# Increase this number when a row gives other tokens than before, or none.
+_CACHE_VERSION = 3
+# How many rows are tried to find out how rows begin and end.
 _ROWS_LOOKED_AT = 10
+# How many ids of the beginning or the end of a row a warning shows.
+_TOKENS_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -114,30 +117,48 @@ class RowEncoder:
                 "the tokenizer has no eos_token, without which the model cannot learn to stop. Set tokenizer.eos_token"
             )
 
-    def warn_without_end_token(
-        self, dataset: AnyDataset, encode_row: Callable[[Mapping[str, Any]], list[int]]
+    def warn_of_special_tokens(
+        self,
+        dataset: AnyDataset,
+        encode_row: Callable[[Mapping[str, Any]], list[int]],
+        *,
+        learns_to_stop: bool = True,
     ) -> None:
-        """Warn if conversations do not end with a special token, as plain text always does.
+        """Warn of a BOS or an end token that stands twice, and of conversations that do not end with a special token.
 
         Args:
             dataset: Its first row that can be encoded is checked.
             encode_row: Returns the tokens of a row without truncation.
+            learns_to_stop: Whether a model learns to write the end of these tokens.
         """
-        if not self.is_conversational:
-            return
-        for row in islice(dataset, _ROWS_LOOKED_AT):
+        for index, row in enumerate(islice(dataset, _ROWS_LOOKED_AT)):
             try:
                 token_ids = encode_row(row)
             except DataError:  # reported, with all rows like it, when the dataset is mapped
                 continue
-            end = self.tokenizer.decode(token_ids[-8:]).rstrip()
-            if not end.endswith(self.special_tokens):
-                logger.warning(
-                    "The chat template ends the assistant's turn with %r, which is not a special token, so the "
-                    "model does not learn to stop. Use a template that puts an end token after each turn.",
-                    end,
-                )
+            for problem in self._odd_tokens(token_ids, learns_to_stop):
+                logger.warning("Row %d of the dataset %s", index, problem)
             return
+
+    def _odd_tokens(self, token_ids: list[int], learns_to_stop: bool) -> Iterator[str]:
+        start, end = token_ids[:_TOKENS_SHOWN], token_ids[-_TOKENS_SHOWN:]
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and start[:2] == [bos, bos]:
+            yield (
+                f"starts with bos_token {self.tokenizer.bos_token!r} twice (first ids {start}). Remove it from the "
+                "data or from the chat template."
+            )
+        written = last_written(end, self.tokenizer)
+        last = self.tokenizer.convert_ids_to_tokens(written[-1:])
+        is_special = set(last) <= set(self.special_tokens)
+        if is_special and len(written) > 1 and written[-1] == written[-2]:
+            yield f"ends with {last[0]!r} twice (last ids {end}). Remove it from the data or from the chat template."
+        if learns_to_stop and self.is_conversational and not is_special:
+            yield (
+                f"ends with {self.tokenizer.decode(end)!r} (last ids {end}) once the chat template is applied, "
+                "and not with a special token, so the model does not learn to stop. Use a template that puts an end "
+                "token after each turn."
+            )
 
 
 def row_encoder(

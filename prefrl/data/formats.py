@@ -20,7 +20,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, Literal, TypeAlias
 
 import datasets
@@ -35,6 +35,7 @@ __all__ = [
     "Kind",
     "Message",
     "Style",
+    "check_answered",
     "check_not_reserved",
     "column_names",
     "convert_from_value",
@@ -201,7 +202,8 @@ def read_messages(row: Mapping[str, Any], column: str) -> list[Message]:
     """The messages of a cell, without the keys that Arrow filled with None.
 
     Raises:
-        DataError: The value is not a non-empty list of messages with an allowed role and a content.
+        DataError: The value is not a non-empty list of messages with an allowed role and a content, or a message of a
+            tool answers no call.
     """
     value = row.get(column)  # a row of a stream may lack it
     if isinstance(value, str):
@@ -211,7 +213,23 @@ def read_messages(row: Mapping[str, Any], column: str) -> list[Message]:
         )
     if not isinstance(value, list) or not value:
         raise DataError(f"column {column!r} is {value!r}: needs a non-empty list of messages")
-    return [_read_message(message, f"column {column!r}, message {turn}") for turn, message in enumerate(value)]
+    messages = [_read_message(message, f"column {column!r}, message {turn}") for turn, message in enumerate(value)]
+    _check_tool_turns(messages, column)
+    return messages
+
+
+def check_answered(messages: Sequence[Message], column: str) -> None:
+    """Refuse a conversation in which the assistant says nothing, where it is learned from.
+
+    Raises:
+        DataError: No message has the role of the assistant.
+    """
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise DataError(
+            f"column {column!r} has no message with role 'assistant' to learn from: the roles of its messages "
+            f"are {roles}. Add the answer, or drop the row"
+        )
 
 
 def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -362,6 +380,18 @@ def _check_content(message: Message, where: str) -> None:
         f"{where} (role {message['role']!r}) has {'no content' if content is None else 'empty content'}: "
         f"needs text; keys present: {sorted(message)}. Correct or drop the row"
     )
+
+
+def _check_tool_turns(messages: Sequence[Message], column: str) -> None:
+    """Calls may stand in an assistant's text, so only the order of the roles can tell."""
+    roles: list[str | None] = [None, *(message["role"] for message in messages)]
+    for turn, (before, role) in enumerate(pairwise(roles)):
+        if role == "tool" and before not in ("assistant", "tool"):
+            place = "is the first message" if before is None else f"follows a message with role {before!r}"
+            raise DataError(
+                f"column {column!r}, message {turn} (role 'tool') answers no call: it {place}. It must follow the "
+                "assistant's message with the call, or another message of a tool"
+            )
 
 
 def _without_none(value: Any) -> Any:

@@ -16,12 +16,17 @@ import pyarrow as pa
 from prefrl.data.formats import AnyDataset
 from prefrl.errors import ConfigError, DataError
 
-__all__ = ["PackingStrategy", "pack_bfd", "pack_dataset"]
+__all__ = ["PackingStrategy", "is_packed", "pack_bfd", "pack_dataset"]
 
 PackingStrategy = Literal["bfd", "wrapped"]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _WINDOW = 1000  # rows of a stream that are packed together
+
+
+def is_packed(dataset: datasets.Dataset, columns: Sequence[str]) -> bool:
+    """Whether the rows of a prepared dataset are packed, given its columns of ids; others belong to the user."""
+    return "seq_lengths" in dataset.column_names and "input_ids" in columns
 
 
 def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ from prefrl.data.convert import common_prompt, extract_prompt, unpair_preference
 from prefrl.data.encode import EncodedPair, RowEncoder, Truncation, check_limit, row_encoder
 from prefrl.data.formats import (
     AnyDataset,
+    check_answered,
     check_not_reserved,
     column_names,
     convert_from_value,
@@ -83,7 +84,7 @@ def prepare_preference_dataset(
     encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
     encode_row = _PreferenceRow(encoder, "prompt" in dataset_format.columns, max_length, truncation)
     encoder.check_end_of_text()
-    encoder.warn_without_end_token(dataset, encode_row.chosen_ids)
+    encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids)
     return map_rows(
         dataset, encode_row, _PREFERENCE, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
     )
@@ -123,6 +124,7 @@ def prepare_reward_dataset(
     encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
     encoder.check_end_of_text()
     encode_row = _RewardRow(encoder, "prompt" in dataset_format.columns, max_length, has_margin)
+    encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids, learns_to_stop=False)
     features = datasets.Features(_REWARD | ({"margin": datasets.Value("float64")} if has_margin else {}))
     return map_rows(
         dataset, encode_row, features, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
@@ -171,7 +173,7 @@ def prepare_unpaired_dataset(
     encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
     encoder.check_end_of_text()
     encode_row = _UnpairedRow(encoder, max_length, truncation)
-    encoder.warn_without_end_token(dataset, encode_row.token_ids)
+    encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
     rows = map_rows(
         dataset,
         encode_row,
@@ -255,6 +257,10 @@ class _RewardRow:
         _check_different(*sides.values())
         return sides | ({"margin": _read_margin(row)} if self.has_margin else {})
 
+    def chosen_ids(self, row: Mapping[str, Any]) -> list[int]:
+        """The chosen sequence."""
+        return self._sequence(row, "chosen")
+
     def _sequence(self, row: Mapping[str, Any], side: str) -> list[int]:
         if not self.encoder.is_conversational:
             prompt = read_text(row, "prompt") if self.has_prompt else ""
@@ -262,6 +268,7 @@ class _RewardRow:
         messages = read_messages(row, side)
         if self.has_prompt:
             messages = join_prompt(read_messages(row, "prompt"), messages)
+        check_answered(messages, side)
         return encode(self.encoder.template(row).render(messages), [], self.encoder.tokenizer).token_ids
 
 

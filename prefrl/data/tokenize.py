@@ -27,6 +27,7 @@ from prefrl.data.formats import (
     AnyDataset,
     Format,
     Message,
+    check_answered,
     check_not_reserved,
     convert_from_value,
     detect_format,
@@ -83,6 +84,8 @@ class _SFTRow:
         template = self.encoder.template(row)
         parts = [read_messages(row, column) for column in self.columns]
         prompt = parts[0] if len(parts) == 2 else None
+        if prompt is None:
+            check_answered(parts[0], self.columns[0])
         conversation = join_prompt(prompt, parts[1]) if prompt is not None else parts[0]
         text = template.render(conversation)
         return encode(text, self._spans(template, prompt, conversation, text), self.encoder.tokenizer)
@@ -108,12 +111,13 @@ class _PromptRow:
     truncation: Truncation
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        token_ids = self._encode(row)
+        token_ids = self.token_ids(row)
         if not token_ids:
             raise DataError(f"column {self.column!r}: the prompt {row[self.column]!r} has no tokens")
         return {"prompt_ids": token_ids[kept(len(token_ids), self.max_length, self.truncation)]}
 
-    def _encode(self, row: Mapping[str, Any]) -> list[int]:
+    def token_ids(self, row: Mapping[str, Any]) -> list[int]:
+        """The prompt's tokens without truncation."""
         if self.encoder.is_conversational:
             text = prompt_text(self.encoder.template(row), read_messages(row, self.column))
             return encode(text, [], self.encoder.tokenizer).token_ids
@@ -137,8 +141,8 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
     """Tokenize a language-modeling or prompt-completion dataset and mark the tokens that have a loss.
 
     EOS is appended to plain text unless it already ends with it; conversations end as the chat template ends them. The
-    columns `tools` and `chat_template_kwargs` of a row are passed to the template. A row without a token to train on
-    cannot be used.
+    columns `tools` and `chat_template_kwargs` of a row are passed to the template. A row without a token to train on,
+    or without a message of the assistant, cannot be used.
 
     Args:
         dataset: In one of these formats of `prefrl.data.formats`; a stream is tokenized while it is read.
@@ -172,7 +176,7 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
     )
     encode_row.encoder.check_end_of_text()
     dataset = convert_from_value(dataset, dataset_format)
-    encode_row.encoder.warn_without_end_token(dataset, encode_row.token_ids)
+    encode_row.encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
     features = datasets.Features(
         input_ids=datasets.List(datasets.Value("int32")), trainable=datasets.List(datasets.Value("bool"))
     )
@@ -225,6 +229,7 @@ def prepare_prompt_dataset(
         truncation,
     )
     dataset = convert_from_value(dataset, dataset_format)
+    encode_row.encoder.warn_of_special_tokens(dataset, encode_row.token_ids, learns_to_stop=False)
     rows = map_rows(
         dataset,
         encode_row,

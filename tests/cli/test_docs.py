@@ -139,7 +139,8 @@ def test_example_configs_say_how_they_are_run(path: Path) -> None:
 @pytest.mark.parametrize("path", WITHOUT_SERVER, ids=name)
 def test_example_configs_train(path: Path, workspace: Path, model_folder: Path) -> None:
     write_jsonl(workspace / "questions.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 8)
-    write_jsonl(workspace / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 8)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write_jsonl(workspace / "chats.jsonl", [{"messages": chat}] * 8)
     options = ["--model_name_or_path", str(model_folder), "--use_cpu", "--max_steps", "1", "--output_dir", "out"]
     assert main([path.stem, "--config", str(path), *options]) == 0
 

@@ -15,7 +15,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
@@ -27,6 +26,7 @@ from prefrl.generation.local.packed_linear import packed_linears
 from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.modes import eval_mode
+from prefrl.models.positions import position_limit
 from prefrl.types import Completion
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class LocalGenerator:
         self._memory = memory
         self._version = 0
         self._arguments = frozenset(inspect.signature(type(self._base).forward).parameters)
-        self._position_limit = _position_limit(self._base)
+        limit = position_limit(self._base)
+        self._num_positions = limit.count if limit is not None and limit.is_table else None
         self._check_architecture()
 
     def generate(
@@ -250,10 +251,10 @@ class LocalGenerator:
         for number, prompt in enumerate(prompts):
             if not prompt:
                 raise GenerationError(f"prompt {number} is empty: must have at least one token")
-            if self._position_limit is not None and len(prompt) + max_tokens > self._position_limit:
+            if self._num_positions is not None and len(prompt) + max_tokens > self._num_positions:
                 raise GenerationError(
                     f"prompt {number} has {len(prompt)} tokens and max_tokens={max_tokens}: together must be at most "
-                    f"{self._position_limit} for {type(self._base).__name__}, which has no more positions. Shorten "
+                    f"{self._num_positions} for {type(self._base).__name__}, which has no more positions. Shorten "
                     "the prompts (max_prompt_length) or the completions (max_completion_length)."
                 )
 
@@ -396,18 +397,6 @@ def _batches(
         batches[-1][prompt] = rows[prompt]
         num_rows += len(rows[prompt])
     return batches
-
-
-def _position_limit(model: PreTrainedModel) -> int | None:
-    """The number of positions of a model that looks up position embeddings in a table; None if it computes them."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is None:
-        return None
-    tokens = model.get_input_embeddings().weight
-    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not tokens]
-    tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
-    # OPT and similar models have two more rows, for padding.
-    return limit if any(limit <= len(table) <= limit + 2 for table in tables) else None
 
 
 def _no_cache_error(model: PreTrainedModel, reason: str) -> GenerationError:

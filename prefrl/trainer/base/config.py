@@ -17,6 +17,7 @@ from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
 from prefrl.options.fields import check_bounds, check_fields, check_no_effect, check_unset, opt, parse_json
+from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
 from prefrl.printable import masked
@@ -228,6 +229,11 @@ class BaseConfig(TrainingArguments):
     def scoring_temperature(self) -> float:
         """Temperature of the distribution whose log-probs enter the losses."""
         return 1.0
+
+    @property
+    def length_bound(self) -> LengthBound:
+        """What bounds the length of prepared rows."""
+        raise NotImplementedError
 
     def validate(self) -> None:
         """Reject invalid options before anything is loaded.

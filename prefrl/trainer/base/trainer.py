@@ -15,6 +15,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
 from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
+from prefrl.data.overlap import warn_of_shared_rows
+from prefrl.data.positions import check_positions
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.export import whole_state
@@ -23,6 +25,7 @@ from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
+from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.guarded import GuardedTrainer
@@ -118,6 +121,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
         self._num_embeddings = num_embeddings(model)
+        self._position_limit = position_limit(model)
         tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
         self.args = args
         super().__init__(
@@ -130,6 +134,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         distributed.check_backend(args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=name)
@@ -139,9 +144,12 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.add_callback(EndOfOptimizerPhase(self.account))
         self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
         if args.log_flops:
-            self.account.flops = StepFlops(self.policy, model_cost(self.policy))
-            with self.accelerator.autocast():  # now, so that the self-check is not counted as part of a step
-                verdict_of(self.policy)
+            self._count_flops()
+
+    def _count_flops(self) -> None:
+        self.account.flops = StepFlops(self.policy, model_cost(self.policy))
+        with self.accelerator.autocast():  # now, so that the self-check is not counted as part of a step
+            verdict_of(self.policy)
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
         """HuggingFace's hook, called before it creates its accelerator."""
@@ -331,7 +339,9 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         if isinstance(dataset, Mapping):
             return {name: self._prepared(part, tokenizer, training=training) for name, part in dataset.items()}
         prepared = self.prepare_dataset(dataset, tokenizer, training=training)
-        return check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=self._id_columns)
+        columns = self._id_columns
+        prepared = check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=columns)
+        return check_positions(prepared, self._position_limit, self.args.length_bound, columns=columns)
 
     def evaluate(
         self,

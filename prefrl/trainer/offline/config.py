@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from prefrl.options.fields import opt, parse_json
+from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 
 __all__ = ["OfflineConfig"]
@@ -34,3 +35,8 @@ class OfflineConfig(BaseConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         parse_json(self, "chat_template_kwargs")
+
+    @property
+    def length_bound(self) -> LengthBound:
+        """See `BaseConfig.length_bound`."""
+        return LengthBound(self.max_length, "max_length")

@@ -12,9 +12,11 @@ import torch
 
 from prefrl import distributed
 from prefrl.data.dealing import Dealing, dealing_of
+from prefrl.data.ends import warn_of_unknown_end
 from prefrl.data.samplers import EpochDataLoader, StepBatchSampler
 from prefrl.data.stream import StreamLoader
 from prefrl.errors import ConfigError
+from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.load import arguments_for_other
@@ -103,6 +105,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
                 "optimizer steps, max_steps > 0"
             )
         super().__init__(model, args, **given)
+        if self.policy.can_generate():
+            end_ids = end_token_ids(self.policy, self.processing_class)
+            warn_of_unknown_end(self.train_dataset, self.processing_class, end_ids=end_ids)
         if args.disable_dropout:
             disable_dropout(self.policy)
         self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean

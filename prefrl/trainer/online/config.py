@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.options.fields import check_no_effect, opt, parse_json
+from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 from prefrl.trainer.base.flat_names import FlatName
 from prefrl.trainer.base.kwargs_options import KwargsOption
@@ -206,6 +207,12 @@ class OnlineConfig(
     def scoring_temperature(self) -> float:
         """The sampling temperature: the distribution that is sampled from enters the losses."""
         return self.temperature
+
+    @property
+    def length_bound(self) -> LengthBound:
+        """See `BaseConfig.length_bound`."""
+        options = "max_prompt_length or max_completion_length"
+        return LengthBound(self.max_prompt_length, options, sampled=self.max_completion_length)
 
     @property
     def micro_batches_per_generation(self) -> int:

@@ -182,6 +182,8 @@ def test_cell_that_a_row_of_a_stream_lacks_is_refused(read):
         ([{"role": "user", "content": ""}], ["message 0", "empty content"]),
         ([{"role": "user", "content": 5}], ["message 0", "content 5"]),
         ([*ASK, {"from": "gpt", "value": "4"}], ["message 1", "from/value", '"role"']),
+        ([{"role": "tool", "content": "4"}, *ASK], ["message 0 (role 'tool')", "answers no call", "first message"]),
+        ([*ASK, {"role": "tool", "content": "4"}], ["message 1 (role 'tool')", "answers no call", "role 'user'"]),
     ],
 )
 def test_bad_messages_are_refused_with_their_place(value, parts):
@@ -190,14 +192,20 @@ def test_bad_messages_are_refused_with_their_place(value, parts):
     assert [part for part in [*parts, "column 'messages'"] if part not in str(error.value)] == []
 
 
+def test_results_of_tools_may_follow_each_other_and_turns_may_repeat():
+    roles = ["system", "user", "user", "assistant", "tool", "tool", "assistant", "assistant", "tool", "user"]
+    conversation = [{"role": role, "content": "a"} for role in roles]
+    assert read_messages({"messages": conversation}, "messages") == conversation
+
+
 def test_messages_lose_the_keys_that_arrow_filled_with_none():
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     rows = dataset(
         {"messages": [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]},
-        {"messages": [{"role": "tool", "content": "", "name": "f"}]},
+        {"messages": [{"role": "assistant", "content": "f()"}, {"role": "tool", "content": "", "name": "f"}]},
     )
     assert read_messages(rows[0], "messages") == [*ASK, {"role": "assistant", "tool_calls": [call]}]
-    assert read_messages(rows[1], "messages") == [{"role": "tool", "content": "", "name": "f"}]
+    assert read_messages(rows[1], "messages")[1] == {"role": "tool", "content": "", "name": "f"}
 
 
 def test_from_value_messages_are_converted():

@@ -273,6 +273,13 @@ def test_template_without_end_token_is_warned_of_once(prepare, template, count, 
     assert sum("does not learn to stop" in message for message in warnings()) == count
 
 
+@pytest.mark.parametrize("prepare", [pairs, reward, unpaired])
+def test_end_that_stands_twice_is_warned_of_once(prepare, warnings):
+    row = {**CHAT, "chosen": [bot("yo<|end|>")]}
+    prepare([row, {**row, "prompt": [user("b")]}])
+    assert ["ends with '<|end|>' twice (last ids" in message for message in warnings()] == [True]
+
+
 @pytest.mark.parametrize("row", [TEXT, CHAT, WHOLE_CHAT, {"chosen": "ab", "rejected": "ac"}])
 @pytest.mark.parametrize("prepare", [pairs, reward, unpaired])
 def test_stream_gives_the_rows_of_the_dataset(prepare, row):
@@ -316,6 +323,18 @@ def test_reward_model_reads_whole_sequences(row, expected):
     rows = reward([row])
     assert rows.column_names == ["chosen_ids", "rejected_ids"]
     assert texts(rows[0]) == expected
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_reward_model_needs_an_answer_on_each_side(side):
+    rows = [WHOLE_CHAT, {**WHOLE_CHAT, side: [user("hi"), user("ho")]}]
+    with pytest.raises(DataError, match=f"1 of 2 rows .*row 1: column '{side}' has no message with role 'assistant'"):
+        reward(rows)
+
+
+def test_reward_model_needs_no_end_token(warnings):
+    reward([CHAT], chat_tokenizer(templates.NO_END))
+    assert warnings() == []
 
 
 def test_conversation_is_rendered_for_the_reward_model_as_the_template_ends_it():

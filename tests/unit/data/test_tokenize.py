@@ -57,6 +57,14 @@ def test_text_gets_an_end_token_and_a_loss_on_all_but_its_first_token():
     assert rows.column_names == ["input_ids", "trainable"]
 
 
+def test_end_token_that_also_pads_keeps_its_loss():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    assert trained_text(sft([{"prompt": "a", "completion": "b"}], tokenizer)[0], tokenizer) == ["b<|end|>"]
+    chat = sft([{"messages": [ASK, SAY]}], tokenizer, assistant_only_loss=True)[0]
+    assert trained_text(chat, tokenizer) == ["yo<|end|>"]
+
+
 def test_completion_has_the_loss_and_the_prompt_has_not():
     rows = sft([{"prompt": "2+2=", "completion": "4"}, {"prompt": "a", "completion": " bc"}])
     assert text_of(rows[0]["input_ids"]) == "2+2=4<|end|>"
@@ -94,6 +102,39 @@ def test_template_without_end_token_is_warned_of_once(template, warnings, caplog
     with caplog.at_level(logging.WARNING, logger="prefrl"):
         sft([{"messages": [ASK, SAY]}] * 2, chat_tokenizer(template))
     assert ["does not learn to stop" in record.getMessage() for record in caplog.records] == [True] * warnings
+
+
+EOS_TWICE = "ends with '<|end|>' twice (last ids"
+BOS_TWICE = "starts with bos_token '<|bos|>' twice (first ids"
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "problems"),
+    [
+        ({"text": "ab<|end|>"}, templates.CHATML, []),
+        ({"text": "ab<|end|><|end|>"}, templates.CHATML, [EOS_TWICE]),
+        ({"text": "ab<|end|>\n"}, templates.CHATML, [EOS_TWICE]),
+        ({"text": "a<|end|>b"}, templates.CHATML, []),
+        ({"prompt": "a<|end|>", "completion": "b"}, templates.CHATML, []),
+        ({"text": "<|bos|><|bos|>ab"}, templates.CHATML, [BOS_TWICE]),
+        ({"messages": [ASK, SAY]}, templates.LLAMA3, []),
+        ({"messages": [ASK, SAY]}, "{{ bos_token }}" + templates.LLAMA3, [BOS_TWICE]),
+        ({"messages": [ASK, SAY | {"content": "yo<|im_end|>"}]}, templates.CHATML, ["ends with '<|im_end|>' twice"]),
+        ({"messages": [ASK, SAY]}, templates.ENDS_TEXT, []),
+        ({"messages": [ASK, SAY | {"content": "yoo"}]}, templates.NO_END, ["ends with 'nt: yoo"]),
+        ({"messages": [ASK, SAY]}, "{{ bos_token }}{{ bos_token }}" + templates.NO_END, [BOS_TWICE, "ends with "]),
+    ],
+)
+def test_special_token_that_stands_twice_is_warned_of_with_its_ids(row, template, problems, caplog):
+    tokenizer = chat_tokenizer(template)
+    prepared = sft([row] * 2, tokenizer)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [
+        message.startswith(f"Row 0 of the dataset {p}") for message, p in zip(messages, problems, strict=True)
+    ] == [True for _ in problems]
+    for message in messages:
+        ids = prepared[0]["input_ids"]
+        assert str(ids[:8] if "starts" in message else ids[-8:]) in message
 
 
 def test_whole_conversation_is_trained_by_default():
@@ -244,6 +285,7 @@ def test_stream_of_from_value_conversations_is_converted():
         ([{"text": "a"}, {"text": ""}], ["row 1", "'text'", "''"]),
         ([{"messages": [ASK, SAY]}, {"messages": [ASK, {"role": "bot", "content": "a"}]}], ["row 1", "'bot'"]),
         ([{"text": "a", "input_ids": [1]}], ["'input_ids' is reserved"]),
+        ([{"messages": [ASK, SAY]}, {"messages": [ASK]}], ["row 1", "'messages'", "'assistant'", "['user']"]),
     ],
 )
 def test_bad_row_is_named(rows, parts):
@@ -395,3 +437,11 @@ def test_completion_text_leaves_special_tokens_out():
     ids = tokenizer("#### 4<|end|>")["input_ids"]
     assert completion_text(tokenizer, ids, conversational=False) == "#### 4"
     assert completion_text(tokenizer, ids, conversational=True) == [{"role": "assistant", "content": "#### 4"}]
+
+
+def test_prompt_that_starts_twice_is_warned_of(caplog):
+    twice = "{{ bos_token }}" + templates.LLAMA3
+    prompts([{"prompt": [ASK]}], chat_tokenizer(templates.CHATML))
+    assert caplog.messages == []  # a prompt has no end that is learned
+    prompts([{"prompt": [ASK]}], chat_tokenizer(twice))
+    assert [BOS_TWICE in message for message in caplog.messages] == [True]
