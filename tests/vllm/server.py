@@ -129,6 +129,10 @@ class Server:
                 self.process.wait(timeout=STOP_SECONDS)
         self.kill()
 
+    def freeze(self) -> None:
+        """Stop all of its processes, which answer nothing from now on."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
     def kill(self) -> None:
         """End all of its processes at once, as a machine that fails does."""
         leftovers = shared_memory_of(self.process.pid)

@@ -20,7 +20,7 @@ class Server:
     distrust: str | None = None  # why the server gets no requests; None: it gets requests
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
     turn: asyncio.Future[Server | None]
     avoid: Collection[str] = field(default=())
@@ -51,7 +51,8 @@ class Balance:
         """Wait for a turn at a server; None if no server is trusted.
 
         Args:
-            avoid: URLs of servers to choose only if no other one is free.
+            avoid: URLs of servers to choose only if no other one is trusted. A server that fails fast is often free:
+                a prompt that it cannot do waits for another one.
         """
         waiting = _Waiting(asyncio.get_running_loop().create_future(), avoid)
         self._waiting.append(waiting)
@@ -79,19 +80,21 @@ class Balance:
             server.distrust, server.num_failures = None, 0
 
     def _hand_out(self) -> None:
-        while self._waiting:
-            trusted = [server for server in self.servers if server.distrust is None]
-            free = [server for server in trusted if server.under_way < self._max_under_way]
-            if trusted and not free:
+        trusted = [server for server in self.servers if server.distrust is None]
+        for waiting in tuple(self._waiting):
+            if trusted and not self._free(trusted):
                 return
-            waiting = self._waiting.popleft()
+            wanted = [server for server in trusted if server.url not in waiting.avoid] or trusted
+            free = self._free(wanted)
+            if wanted and not free:
+                continue
+            self._waiting.remove(waiting)
             if waiting.turn.done():  # cancelled
                 continue
-            best = min(free, key=lambda server: _cost(server, waiting.avoid), default=None)
+            best = min(free, key=lambda server: (server.num_failures > 0, server.under_way), default=None)
             if best is not None:
                 best.under_way += 1
             waiting.turn.set_result(best)
 
-
-def _cost(server: Server, avoid: Collection[str]) -> tuple[bool, bool, int]:
-    return server.url in avoid, server.num_failures > 0, server.under_way
+    def _free(self, servers: Sequence[Server]) -> list[Server]:
+        return [server for server in servers if server.under_way < self._max_under_way]

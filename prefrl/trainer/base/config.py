@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from annotated_types import Ge, Gt, Lt
 from transformers import TrainingArguments
@@ -35,6 +36,7 @@ TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
     "error": "error",
 }
 
+_DOCS = "docs/trainers lists the options."
 # What HuggingFace's options must be, which it does not check.
 _BOUNDS: dict[str, Any] = {
     "num_train_epochs": Annotated[float, Gt(0), Lt(math.inf)],
@@ -163,6 +165,17 @@ class BaseConfig(TrainingArguments):
     nan_patience: Annotated[int, Ge(1)] = opt(
         3, "With on_nan='skip': training ends with an error after this many skipped steps in a row."
     )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse unknown names with the nearest known one, which Python's own error does not give."""
+        known = inspect.signature(cls.__init__).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        unknown = [] if takes_any else [name for name in kwargs if name not in known]
+        if unknown:
+            name = unknown[0]
+            raise ConfigError(f"{cls.__name__} has no option {name!r}. {nearest(name, known, otherwise=_DOCS)}")
+        config: Self = super().__new__(cls)
+        return config
 
     def __post_init__(self, *flat_values: Any) -> None:
         fill_places(self, flat_values, self.flat_names)

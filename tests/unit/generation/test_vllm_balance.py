@@ -62,6 +62,20 @@ def test_a_server_to_avoid_is_taken_if_there_is_no_other() -> None:
     run(scenario)
 
 
+def test_a_prompt_waits_for_another_server_than_the_one_to_avoid_and_holds_up_nobody() -> None:
+    async def scenario(balance: Balance) -> None:
+        assert [(await take(balance)).url for _ in range(2)] == ["a", "b"]
+        avoiding, other = asyncio.create_task(take(balance, "a")), asyncio.create_task(take(balance))
+        await asyncio.sleep(0)
+        balance.give_back(balance.servers[0])
+        assert (await other).url == "a"
+        assert not avoiding.done()
+        balance.give_back(balance.servers[1])
+        assert (await avoiding).url == "b"
+
+    run(scenario, max_under_way=1)
+
+
 def test_nobody_waits_once_no_server_is_trusted() -> None:
     async def scenario(balance: Balance) -> None:
         await take(balance)

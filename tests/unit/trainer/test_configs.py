@@ -94,6 +94,8 @@ SFT_RULES = [
     ),
     pytest.param({"learning_rate": -1e-5}, "learning_rate=-1e-05: must be a number >= 0", id="learning rate"),
     pytest.param({"learning_rate": float("nan")}, "learning_rate=nan: must be a number", id="learning rate nan"),
+    pytest.param({"packin": True}, "SFTConfig has no option 'packin'. Did you mean 'packing'", id="unknown name"),
+    pytest.param({"q": 1}, "SFTConfig has no option 'q'. docs/trainers lists the options", id="name like no other"),
     pytest.param({"weight_decay": float("inf")}, "weight_decay=inf: must be a number", id="weight decay"),
     pytest.param({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: must be", id="no row"),
     pytest.param({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: must be", id="accumulation"),
