@@ -51,7 +51,7 @@ class ChatModel:
         base_url: URL of the API, with its version: `http://localhost:8000/v1`. Requests go to `/chat/completions`.
         model: Name of the model there.
         api_key_env: Environment variable with the key; None: no key is sent. The key itself is not kept.
-        sampling_params: More parameters of the request: `temperature`, `max_tokens`, `seed`, `response_format`, ...
+        sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
         max_concurrency: Requests at the same time.
@@ -78,7 +78,7 @@ class ChatModel:
         if own := sorted(set(self.sampling_params) & set(_OWN_PARAMETERS)):
             raise ConfigError(f"{who}sampling_params has {own}, which the grader sets. Leave them out")
         try:
-            json.dumps(dict(self.sampling_params))
+            json.dumps(dict(self.sampling_params), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{who}sampling_params={self.sampling_params!r}: is no JSON: {error}") from error
         for option, least in (("retries", 0), ("max_concurrency", 1)):

@@ -59,7 +59,9 @@ class _Conversation:
         """The messages with values for their fields."""
         contents = [template.fill(values) for template in self.templates]
         contents[-1] += self._ending
-        return [{"role": role, "content": content} for role, content in zip(self._roles, contents, strict=True)]
+        # Half of a surrogate pair, as a dataset may have, cannot be sent.
+        sent = [content.encode("utf-8", "replace").decode() for content in contents]
+        return [{"role": role, "content": content} for role, content in zip(self._roles, sent, strict=True)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -112,7 +114,7 @@ class LabelModel(_ModelGrader):
         labels: The labels with their values; or a list, with `passing_labels`.
         passing_labels: The labels of the list with value 1; the others are 0.
         api_key_env: Environment variable with the key; None: no key is sent. The key itself is not kept.
-        sampling_params: More parameters of the request: `temperature`, `max_tokens`, `seed`, `response_format`, ...
+        sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
         max_concurrency: Requests at the same time.
@@ -177,7 +179,7 @@ class ScoreModel(_ModelGrader):
         range: Lowest and highest score of the scale.
         pass_threshold: If given, the value is 1 from this score on, and 0 below; None: the value is the score.
         api_key_env: Environment variable with the key; None: no key is sent. The key itself is not kept.
-        sampling_params: More parameters of the request: `temperature`, `max_tokens`, `seed`, `response_format`, ...
+        sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
         max_concurrency: Requests at the same time.
@@ -236,7 +238,7 @@ class PairwiseModel(ChatModel):
             `{prompt}`, `{first}` and `{second}`.
         both_orders: Whether to ask in both orders, which takes twice the requests.
         api_key_env: Environment variable with the key; None: no key is sent. The key itself is not kept.
-        sampling_params: More parameters of the request: `temperature`, `max_tokens`, `seed`, `response_format`, ...
+        sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
         max_concurrency: Requests at the same time.

@@ -67,6 +67,7 @@ def test_completions_and_columns_are_data(serve: Serve) -> None:
     [body] = endpoint.bodies
     assert body["messages"][0] == {"role": "system", "content": "Judge {completion}."}
     assert body["messages"][1]["content"].startswith("{answer} {0} {{\n\n")
+    assert scored(label(endpoint), ["half a pair: \ud800"]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -254,6 +255,7 @@ def test_a_missing_key_ends_a_run_before_training(monkeypatch: pytest.MonkeyPatc
         ({"passing_labels": ["good"]}, "passing_labels has no effect"),
         ({"sampling_params": {"stream": True}}, "sampling_params has ['stream']"),
         ({"sampling_params": {"seed": object()}}, "is no JSON"),
+        ({"sampling_params": {"top_p": float("nan")}}, "is no JSON"),
         ({"retries": -1}, "retries=-1"),
         ({"timeout": 0}, "timeout=0"),
         ({"max_concurrency": True}, "max_concurrency=True"),
