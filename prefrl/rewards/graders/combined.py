@@ -115,8 +115,6 @@ class Combined(Grader):
         values: _Values = {name: [0.0] * count for name in self.graders}
         rows = list(range(count))  # that are still asked
         for runner in self._stages:
-            if not rows:
-                break
             scores = runner.score(
                 _picked(prompts, rows),
                 _picked(completions, rows),

@@ -77,6 +77,7 @@ def test_a_formula_has_the_value_worked_out_by_hand(text: str, value: float) -> 
         "(" * 300 + "x" + ")" * 300,
         "-" * 1990 + "x",
         "x" + "+x" * 999,
+        "max(x" + ", x" * 300 + ")",
         "x" * 2001,
         "z",
     ],

@@ -75,7 +75,7 @@ def test_completions_and_columns_are_data(serve: Serve) -> None:
     [
         ("bad", -1.0),
         ("good\nLabel: `Fair`!", 0.5),
-        ("<think>good</think>\n\n**BAD**\n\n", -1.0),
+        ("<think>good</think> **BAD**\n\n", -1.0),
         ("good or bad", None),
         ("good\nThat is all.", None),
         ("not good", None),
@@ -192,12 +192,15 @@ def test_a_request_and_a_batch_have_deadlines(serve: Serve) -> None:
     begin = time.monotonic()
     with pytest.raises(RewardError, match=r"reward_timeout=0\.2"):
         RewardRunner(label(slow), timeout=0.2).score(["p"], ["a"], [[1]], {})
-    judge = PairwiseModel(base_url=slow.url, model="m", input="{first} {second}")
+    late = serve(lambda question: "first", delay=0.4)
+    judge = PairwiseModel(base_url=late.url, model="m", input="{first} {second}", max_concurrency=1)
     with pytest.raises(RewardError, match=r"reward_timeout=0\.2"):
         RewardRunner(get_judge_reward(judge, num_generations=2), timeout=0.2).score(
             ["p"] * 2, ["a", "b"], [[1]] * 2, {}
         )
     assert time.monotonic() - begin < 10
+    time.sleep(0.5)
+    assert len(late.bodies) <= 1  # the second question is no longer asked
 
 
 # Cost.
@@ -223,7 +226,7 @@ def test_the_cache_forgets_what_was_used_longest_ago(serve: Serve, monkeypatch: 
 def test_requests_run_at_the_same_time_up_to_the_limit(serve: Serve) -> None:
     endpoint = serve(lambda question: "good", delay=0.1)
     scored(label(endpoint, max_concurrency=3), [str(i) for i in range(9)])
-    assert endpoint.most_at_once == 3
+    assert 2 <= endpoint.most_at_once <= 3
 
 
 # Parameters.
