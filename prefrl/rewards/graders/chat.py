@@ -54,7 +54,7 @@ class ChatModel:
         sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
-        max_concurrency: Requests at the same time.
+        max_concurrency: Requests of a process at the same time.
     """
 
     base_url: str

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from prefrl.errors import ConfigError, RewardError
 from prefrl.options.suggest import nearest
 from prefrl.rewards.base import RewardFunction
@@ -57,7 +59,7 @@ class Combined(Grader):
         for name, grader in self.graders.items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigError(f"{who}graders: {name!r}: a name must be an identifier, such as 'correct'")
-            if isinstance(grader, ModelReward) or not callable(grader):
+            if isinstance(grader, ModelReward | nn.Module) or not callable(grader):
                 raise ConfigError(
                     f"{who}graders: {name!r} is {grader!r:.100}: must be a function or a grader. Give a reward model "
                     "to the trainer as a reward of its own"

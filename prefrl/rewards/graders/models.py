@@ -117,7 +117,7 @@ class LabelModel(_ModelGrader):
         sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
-        max_concurrency: Requests at the same time.
+        max_concurrency: Requests of a process at the same time.
         name: The grader's name in logs.
     Raises:
         ConfigError: A parameter is not valid, or the environment variable is not set.
@@ -182,7 +182,7 @@ class ScoreModel(_ModelGrader):
         sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
-        max_concurrency: Requests at the same time.
+        max_concurrency: Requests of a process at the same time.
         name: The grader's name in logs.
     Raises:
         ConfigError: A parameter is not valid, or the environment variable is not set.
@@ -241,7 +241,7 @@ class PairwiseModel(ChatModel):
         sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
-        max_concurrency: Requests at the same time.
+        max_concurrency: Requests of a process at the same time.
         name: The judge's name in messages.
     Raises:
         ConfigError: A parameter is not valid, or the environment variable is not set.

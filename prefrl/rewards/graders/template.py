@@ -23,6 +23,7 @@ _NO_FIELDS = {
     "trainer_state": None,
     "log_metric": None,
     "log_extra": None,
+    "self": None,
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from prefrl.errors import ConfigError, RewardError
@@ -202,6 +203,7 @@ def test_errors_of_a_part_name_it() -> None:
         ({"graders": {}}, "at least one"),
         ({"graders": {"a b": numeric_reward}}, "'a b': a name must be an identifier"),
         ({"graders": {"a": "my/model"}}, "Give a reward model to the trainer"),
+        ({"graders": {"a": torch.nn.Linear(1, 1)}}, "Give a reward model to the trainer"),
         ({"formula": "a", "weights": {"a": 1, "b": 1}}, "formula and weights are both given"),
         ({"formula": "a"}, "does not use ['b']"),
         ({"weights": {"a": 1}}, "give one for each of ['a', 'b']"),

@@ -80,6 +80,7 @@ def test_a_runner_asks_for_the_columns_that_templates_read() -> None:
         (lambda: StringCheck("{answer!r}"), "{answer} is not a field"),
         (lambda: StringCheck("{class}"), "{class} is not a field"),
         (lambda: StringCheck("{completions}"), "Did you mean 'completion'"),
+        (lambda: StringCheck("{self}"), "{self} is not the value of a row"),
         (lambda: StringCheck("a", input="{answer}"), "does not contain {completion}"),
         (lambda: StringCheck("a", operation="ilike"), "operation='like' and ignore_case=True"),
         (lambda: StringCheck("a", operation="equal"), "operation='equal': is not one of"),
