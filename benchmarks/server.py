@@ -33,11 +33,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.http import Http
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.weights.sync import SyncMethod, WeightSync
+from prefrl.http import Http
 from prefrl.models.export import PolicyWeights
 from prefrl.scripts import demo
 from prefrl.trainer.grpo_config import GRPOConfig

@@ -1,7 +1,5 @@
 """Rewards: the protocol, the runner that calls them, and the built-in rewards."""
 
-from collections.abc import Mapping
-
 from prefrl.rewards.answers import numeric_reward
 from prefrl.rewards.base import RewardFunction, RewardSource
 from prefrl.rewards.format import (
@@ -11,19 +9,31 @@ from prefrl.rewards.format import (
     get_soft_overlong_punishment,
     think_format_reward,
 )
+from prefrl.rewards.graders.combined import Combined
+from prefrl.rewards.graders.models import LabelModel, PairwiseModel, ScoreModel
+from prefrl.rewards.graders.python import PythonGrader
+from prefrl.rewards.graders.texts import StringCheck, TextSimilarity
 from prefrl.rewards.judge import PairwiseJudge, get_judge_reward
 from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from prefrl.rewards.model import ModelReward
+from prefrl.rewards.named import REWARD_FUNCTIONS
 from prefrl.rewards.runner import RewardRunner, RewardScores
 
 __all__ = [
     "REWARD_FUNCTIONS",
+    "Combined",
+    "LabelModel",
     "ModelReward",
     "PairwiseJudge",
+    "PairwiseModel",
+    "PythonGrader",
     "RewardFunction",
     "RewardRunner",
     "RewardScores",
     "RewardSource",
+    "ScoreModel",
+    "StringCheck",
+    "TextSimilarity",
     "accuracy_reward",
     "format_reward",
     "get_cosine_scaled_reward",
@@ -35,13 +45,3 @@ __all__ = [
     "reasoning_accuracy_reward",
     "think_format_reward",
 ]
-
-# Rewards that the command line knows by name, because they need no arguments.
-REWARD_FUNCTIONS: Mapping[str, RewardFunction] = {
-    "numeric_reward": numeric_reward,
-    "accuracy_reward": accuracy_reward,
-    "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "format_reward": format_reward,
-    "think_format_reward": think_format_reward,
-    "repetition_penalty_reward": get_repetition_penalty_reward(),
-}

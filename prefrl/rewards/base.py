@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
 
-__all__ = ["RewardFunction", "RewardSource", "completion_text"]
+__all__ = ["RewardFunction", "RewardSource", "completion_text", "message_text"]
 
 
 class RewardFunction(Protocol):
@@ -39,7 +39,12 @@ def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
     if isinstance(completion, str):
         return completion
     said = [message for message in completion if message.get("role", "assistant") == "assistant"]
-    content = said[-1].get("content") if said else None
+    return message_text(said[-1]) if said else ""
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """The text of a message. If its content is a list of blocks, their texts; without content, nothing."""
+    content = message.get("content")
     if isinstance(content, list):
         return "".join(block.get("text") or "" for block in content)
     return content or ""

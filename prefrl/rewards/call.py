@@ -149,6 +149,7 @@ def result_of(call: Call, outcome: Outcome, *, timeout: float | None, batch: str
         batch: What it was called with, for the message.
     Raises:
         RewardError: It raised or took too long. Errors of prefrl are raised as they are.
+        DeadlineError: It has no limit of its own, but the reward that it is a part of took too long.
     """
     error = outcome.error
     if error is None:
@@ -156,6 +157,8 @@ def result_of(call: Call, outcome: Outcome, *, timeout: float | None, batch: str
     if isinstance(error, PrefrlError):
         raise error
     if isinstance(error, DeadlineError):
+        if timeout is None:  # the deadline is that of a reward which this one is a part of
+            raise error
         raise RewardError(
             f"reward {call.name!r} took more than reward_timeout={timeout} s for {batch}. Make it faster, or raise "
             "reward_timeout; None means no limit"

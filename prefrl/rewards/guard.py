@@ -156,7 +156,7 @@ def _watch(is_done: threading.Event, what: str, timeout: float | None, alarm: Ca
     if remaining > _SILENCE_S:
         if is_done.wait(_SILENCE_S):
             return
-        limit = "it has no time limit" if timeout is None else f"its limit is reward_timeout={timeout} s"
+        limit = "it has no time limit of its own" if timeout is None else f"its limit is reward_timeout={timeout} s"
         logger.warning("%s: no result for %.0f s; %s", what, _SILENCE_S, limit)
         remaining -= _SILENCE_S
     while alarm is not None and not is_done.wait(remaining):

@@ -28,7 +28,7 @@ from prefrl.rewards.randomness import own_randomness
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from prefrl.rewards.base import RewardSource
+    from prefrl.rewards.base import RewardFunction, RewardSource
 
 __all__ = ["RewardRunner", "RewardScores"]
 
@@ -66,7 +66,7 @@ class RewardRunner:
 
     Args:
         reward_funcs: One or several functions `f(prompts, completions, completion_ids, **columns)`, sync or async, and
-            sequence-classification models by name, folder or instance.
+            sequence-classification models by name, folder or instance. A mapping gives them names.
         weights: K weights; None: 1 each.
         timeout: Seconds for one function and one batch; None: no limit.
         on_error: What becomes of an error of a function. raise: it is raised. skip: the function's values for that
@@ -82,7 +82,7 @@ class RewardRunner:
 
     def __init__(
         self,
-        reward_funcs: RewardSource | list[RewardSource] | tuple[RewardSource, ...],
+        reward_funcs: RewardSource | list[RewardSource] | tuple[RewardSource, ...] | Mapping[str, RewardFunction],
         *,
         weights: Sequence[float] | None = None,
         timeout: float | None = 600.0,
@@ -91,7 +91,11 @@ class RewardRunner:
         columns: Collection[str] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        sources = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        sources: list[RewardSource]
+        if isinstance(reward_funcs, Mapping):
+            sources = list(reward_funcs.values())
+        else:
+            sources = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if not sources:
             raise ConfigError("reward_funcs=[]: at least one reward is needed")
         if timeout is not None and not timeout > 0:
@@ -103,7 +107,7 @@ class RewardRunner:
         self.weights = _weights(weights, len(sources))
         tokenizers = _tokenizers(processing_classes, [_is_model(source) for source in sources])
         functions = [_function(source, t, device) for source, t in zip(sources, tokenizers, strict=True)]
-        names = _unique(_name(function) for function in functions)
+        names = _unique(reward_funcs if isinstance(reward_funcs, Mapping) else map(_name, functions))
         self._rewards = [_inspected(name, function) for name, function in zip(names, functions, strict=True)]
         self._loop = EventLoopThread()
         if columns is not None:
@@ -113,6 +117,11 @@ class RewardRunner:
     def names(self) -> list[str]:
         """K names. A second reward of the same name is `name_2`."""
         return [reward.name for reward in self._rewards]
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Arguments that the rewards cannot do without."""
+        return frozenset[str]().union(*(reward.required for reward in self._rewards))
 
     @property
     def fingerprints(self) -> dict[str, str]:

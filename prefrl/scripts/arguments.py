@@ -155,7 +155,9 @@ class RewardArguments(ScriptArguments):
     """For algorithms that learn from rewards."""
 
     reward_funcs: list[str] | None = opt(
-        None, "Rewards, in the order of reward_weights: built-in names, or module:function for your own."
+        None,
+        "Rewards, in the order of reward_weights: built-in names, module:function for your own, or graders with their "
+        "parameters, such as string_check(reference='{answer}').",
     )
     reward_model_name_or_path: str | None = opt(
         None, "A sequence-classification model as one more reward, after those of reward_funcs."
@@ -165,7 +167,7 @@ class RewardArguments(ScriptArguments):
         super().__post_init__()
         if not self.reward_funcs and self.reward_model_name_or_path is None:
             raise ConfigError(
-                "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name or to "
+                "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
                 "module:function, or set reward_model_name_or_path."
             )
 

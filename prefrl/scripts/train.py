@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.options.suggest import nearest
 from prefrl.scripts.arguments import DatasetPart, RewardArguments, ScriptArguments
 from prefrl.scripts.parser import CommandParser
 
@@ -184,27 +182,8 @@ def load_part(
 
 
 def _rewards(script: RewardArguments) -> list[Any]:
-    rewards: list[Any] = [_reward(name) for name in script.reward_funcs or []]
+    named = importlib.import_module("prefrl.rewards.named")
+    rewards: list[Any] = [named.reward_by_name(name) for name in script.reward_funcs or []]
     if script.reward_model_name_or_path is not None:
         rewards.append(script.reward_model_name_or_path)
     return rewards
-
-
-def _reward(name: str) -> Callable[..., Any]:
-    builtin: Mapping[str, Callable[..., Any]] = importlib.import_module("prefrl.rewards").REWARD_FUNCTIONS
-    if name in builtin:
-        return builtin[name]
-    if ":" not in name:
-        remedy = nearest(name, builtin)
-        raise ConfigError(f"reward_funcs={name!r}: is neither a built-in reward nor module:function. {remedy}")
-    module_name, _, function = name.partition(":")
-    sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
-    try:
-        reward = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"reward_funcs={name!r}: cannot be imported: {error}") from error
-    finally:
-        sys.path.remove("")
-    if not callable(reward):
-        raise ConfigError(f"reward_funcs={name!r}: is a {type(reward).__name__}; a reward is a function")
-    return reward  # type: ignore[no-any-return]  # callable, checked above

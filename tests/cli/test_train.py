@@ -128,7 +128,14 @@ def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None
     row = dataclasses.replace(REGISTRY["grpo"], trainer=f"{__name__}:Recorder")
     argv = ["--model_name_or_path", "m", "--model_revision", "v2", "--dataset_name", "prompts.jsonl", *QUICK]
     argv += ["--model_init_kwargs", '{"dtype": "bfloat16"}', "--resume_from_checkpoint", "out/checkpoint-7"]
-    rewards = ["--reward_funcs", "numeric_reward", "my_rewards:short", "--reward_model_name_or_path", "judge"]
+    rewards = [
+        "--reward_funcs",
+        "numeric_reward",
+        "my_rewards:short",
+        "string_check(reference='7')",
+        "--reward_model_name_or_path",
+        "judge",
+    ]
     assert train.main(row, [*argv, *rewards]) == 0
     given = Recorder.given
     assert given["ended"]
@@ -139,7 +146,8 @@ def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None
     assert given["peft_config"] is None
     assert given["reward_funcs"][0] is numeric_reward
     assert given["reward_funcs"][1](["abc"]) == [-3.0]
-    assert given["reward_funcs"][2] == "judge"
+    assert given["reward_funcs"][2](completions=["7", "8"]) == [1.0, 0.0]
+    assert given["reward_funcs"][3] == "judge"
     assert (given["resume"], given["saved"]) == ("out/checkpoint-7", "out")
 
 

@@ -92,6 +92,7 @@ OPTIONAL = {
     "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
+    "rapidfuzz": ("prefrl/rewards/graders/texts.py",),
     "matplotlib": ("prefrl/scripts/",),
 }
 

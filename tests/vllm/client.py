@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from prefrl.generation.http import Http
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.weights.sync import WeightSync
+from prefrl.http import Http
 from tests.assets import tiny_tokenizer
 
 PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55, 56], [60], list(range(30, 70))]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from prefrl.generation.http import Http
+from prefrl.http import Http
 from tests.vllm.client import MakeGenerator, generators, policy
 from tests.vllm.server import MAX_LORA_RANK, Server, save_tiny_model
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from prefrl import distributed
-from prefrl.generation.http import Http, HttpError
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.weights import wire
 from prefrl.generation.weights.sync import WeightSync
+from prefrl.http import Http, HttpError
 from prefrl.models.export import PolicyWeights
 from tests.distributed.backends import enter, leave_training
 from tests.vllm.test_training import check_after_each_sync, logged, lora, online

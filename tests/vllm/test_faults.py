@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from prefrl.errors import GenerationError, WeightSyncError
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.http import Http
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.generation.server_info import INFO_PATH
+from prefrl.http import Http
 from prefrl.models.export import PolicyWeights
 from prefrl.types import Completion
 from tests.assets import tiny_tokenizer

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from prefrl.errors import ConfigError, WeightSyncError
-from prefrl.generation.http import Http, Refused
 from prefrl.generation.server_info import INFO_PATH, ServerInfo
 from prefrl.generation.weights.sync import UPDATING, SyncMethod, WeightSync
+from prefrl.http import Http, Refused
 from prefrl.models.export import PolicyWeights
 from tests.vllm.conftest import StartServer
 from tests.vllm.server import MAX_LORA_RANK, ROOT, Server, save_tiny_model
@@ -511,7 +511,7 @@ def test_weights_that_another_trainer_left_half_sent_do_not_matter(
 KILLED_TRAINER = """
     import os, sys
     import torch
-    from prefrl.generation.http import Http
+    from prefrl.http import Http
     from prefrl.generation.server_info import INFO_PATH, ServerInfo
     from prefrl.generation.weights.sync import WeightSync
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from prefrl.distributed import rank
 from prefrl.errors import GenerationError
-from prefrl.generation.http import HttpError, Overdue, Refused, Unreachable
 from prefrl.generation.vllm.balance import Balance, Server
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, is_healthy, weight_version
 from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
@@ -30,10 +29,11 @@ from prefrl.generation.vllm.requests import (
     completions_of,
     request_body,
 )
+from prefrl.http import HttpError, Overdue, Refused, Unreachable
 
 if TYPE_CHECKING:
-    from prefrl.generation.http import Http
     from prefrl.generation.vllm.fleet import Fleet
+    from prefrl.http import Http
     from prefrl.types import Completion
 
 __all__ = ["ServerAsker"]

@@ -16,9 +16,9 @@ from prefrl.generation.vllm.requests import Guided, Prompt, check_prompts, check
 
 if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams, WeightSource
-    from prefrl.generation.http import Http
     from prefrl.generation.vllm.handshake import Requirements
     from prefrl.generation.weights.sync import WeightSync
+    from prefrl.http import Http
     from prefrl.types import Completion
 
 __all__ = ["VLLMGenerator"]

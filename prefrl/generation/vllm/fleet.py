@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from prefrl.distributed import gather_objects
 from prefrl.errors import GenerationError, WeightSyncError
-from prefrl.generation.http import HttpError
 from prefrl.generation.vllm.handshake import handshake, is_healthy, weight_version
 from prefrl.generation.vllm.pending import raise_shared
 from prefrl.generation.vllm.requests import version_name
+from prefrl.http import HttpError
 
 if TYPE_CHECKING:
     from prefrl.generation.base import WeightSource
-    from prefrl.generation.http import Http
     from prefrl.generation.server_info import ServerInfo
     from prefrl.generation.vllm.handshake import Requirements
     from prefrl.generation.weights.sync import WeightSync
+    from prefrl.http import Http
 
 __all__ = ["Fleet", "VLLMStats"]
 

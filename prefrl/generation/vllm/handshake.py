@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from prefrl.errors import ConfigError, GenerationError
-from prefrl.generation.http import HttpError, Refused
 from prefrl.generation.server_info import INFO_PATH, ServerInfo, vocabulary_fingerprint
+from prefrl.http import HttpError, Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from prefrl.generation.http import Http
+    from prefrl.http import Http
 
 __all__ = ["PROBE_SECONDS", "Requirements", "check_url", "handshake", "is_healthy", "weight_version"]
 

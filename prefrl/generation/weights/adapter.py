@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
-from prefrl.generation.http import Refused
 from prefrl.generation.weights.files import FileSync
+from prefrl.http import Refused
 
 if TYPE_CHECKING:
     from prefrl.generation.base import WeightSource

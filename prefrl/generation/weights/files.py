@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
-from prefrl.generation.http import HttpError
 from prefrl.generation.weights import wire
+from prefrl.http import HttpError
 
 if TYPE_CHECKING:
     from prefrl.generation.weights.transfer import Server, Transfer

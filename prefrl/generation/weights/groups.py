@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from prefrl.generation.http import HttpError
 from prefrl.generation.weights import process_group, wire
+from prefrl.http import HttpError
 
 if TYPE_CHECKING:
     from prefrl.generation.weights.transfer import Server, Transfer

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from prefrl.errors import ConfigError, WeightSyncError
-from prefrl.generation.http import Http, HttpError, Refused, Unreachable
 from prefrl.generation.weights.adapter import AdapterSync
 from prefrl.generation.weights.files import FileSync, PrivateFolder
 from prefrl.generation.weights.groups import GroupSync
 from prefrl.generation.weights.transfer import Server, Transfer, Transport
+from prefrl.http import Http, HttpError, Refused, Unreachable
 
 if TYPE_CHECKING:
     from prefrl.generation.base import WeightSource

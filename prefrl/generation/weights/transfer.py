@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefrl.errors import WeightSyncError
-from prefrl.generation.http import HttpError, Refused
+from prefrl.http import HttpError, Refused
 
 if TYPE_CHECKING:
     from prefrl.generation.base import WeightSource
-    from prefrl.generation.http import Http
     from prefrl.generation.server_info import ServerInfo
     from prefrl.generation.weights import process_group
+    from prefrl.http import Http
 
 __all__ = ["Server", "Transfer", "Transport"]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
-from prefrl.generation.http import Http
 from prefrl.generation.local.generator import LocalGenerator, end_token_ids
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.fleet import VLLMStats
@@ -18,6 +17,7 @@ from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.vllm.key import KEY_VARIABLE, key_of_user
 from prefrl.generation.vllm.requests import Guided
 from prefrl.generation.weights.sync import WeightSync
+from prefrl.http import Http
 from prefrl.metrics import Max, Metric, Sum
 from prefrl.models.adapters import is_peft_model
 from prefrl.trainer.base.memory import GENERATION, explained

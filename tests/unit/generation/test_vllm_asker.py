@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.http import Overdue, Refused, Unreachable
 from prefrl.generation.vllm import asker as code
 from prefrl.generation.vllm.asker import ServerAsker
 from prefrl.generation.vllm.balance import Balance
 from prefrl.generation.vllm.fleet import VLLMStats
 from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
 from prefrl.generation.vllm.requests import Aborted, Prompt
+from prefrl.http import Overdue, Refused, Unreachable
 from tests.unit.generation.scripted import A, B, ScriptedHttp
 
 GENERATE = "/inference/v1/generate"

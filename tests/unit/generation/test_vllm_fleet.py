@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from prefrl.errors import GenerationError, WeightSyncError
-from prefrl.generation.http import Unreachable
 from prefrl.generation.server_info import INFO_PATH, ServerInfo
 from prefrl.generation.vllm import fleet as code
 from prefrl.generation.vllm.fleet import Fleet
 from prefrl.generation.vllm.handshake import Requirements
+from prefrl.http import Unreachable
 from tests.unit.generation.scripted import A, B, ScriptedHttp, info
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.generation.http import Http
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.handshake import Requirements, check_url
 from prefrl.generation.weights.sync import WeightSync
+from prefrl.http import Http
 from tests.assets import tiny_model, tiny_tokenizer
 
 

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from prefrl.errors import WeightSyncError
-from prefrl.generation.http import Overdue, Refused, Unreachable
 from prefrl.generation.weights import process_group, wire
 from prefrl.generation.weights.adapter import ADAPTER, AdapterSync
 from prefrl.generation.weights.files import FileSync, PrivateFolder
 from prefrl.generation.weights.groups import GroupSync
 from prefrl.generation.weights.sync import UPDATING, WeightSync
 from prefrl.generation.weights.transfer import Server, Transfer
+from prefrl.http import Overdue, Refused, Unreachable
 from tests.unit.generation.scripted import A, B, ScriptedHttp, info
 
 LOCAL = "http://127.0.0.1:1"

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from prefrl.generation.http import Http, Overdue, Refused, Unreachable
+from prefrl.http import Http, Overdue, Refused, Unreachable
 
 GRACE = 5.0  # for a machine that does other things too
 Handle = Callable[[BaseHTTPRequestHandler], None]

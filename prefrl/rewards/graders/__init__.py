@@ -1,0 +1,1 @@
+"""Graders: rewards that are configured by parameters instead of written in Python."""
