@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from prefrl.rewards.answers import numeric_reward
 from prefrl.rewards.base import RewardFunction, RewardSource
+from prefrl.rewards.code import get_code_reward
 from prefrl.rewards.format import (
     format_reward,
     get_length_reward,
@@ -15,17 +16,22 @@ from prefrl.rewards.judge import PairwiseJudge, get_judge_reward
 from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from prefrl.rewards.model import ModelReward
 from prefrl.rewards.runner import RewardRunner, RewardScores
+from prefrl.rewards.sandbox import LocalSandbox, RemoteSandbox, SandboxLimits
 
 __all__ = [
     "REWARD_FUNCTIONS",
+    "LocalSandbox",
     "ModelReward",
     "PairwiseJudge",
+    "RemoteSandbox",
     "RewardFunction",
     "RewardRunner",
     "RewardScores",
     "RewardSource",
+    "SandboxLimits",
     "accuracy_reward",
     "format_reward",
+    "get_code_reward",
     "get_cosine_scaled_reward",
     "get_judge_reward",
     "get_length_reward",
