@@ -15,6 +15,7 @@ import json
 import operator
 import os
 import resource
+import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -86,6 +87,8 @@ def _run_program(config: dict[str, Any], code: str) -> None:
     name = config["file"]
     with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(code)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and others would inherit it
+        signal.signal(ignored, signal.SIG_DFL)
     os.execv(config["interpreter"][0], [*config["interpreter"], name])
 
 
@@ -372,7 +375,7 @@ def _run_tests(link: _Link, code: str) -> dict[str, Any]:
     try:
         client.wait_until_loaded()
         # A completion's `all` or `abs` must not be the one that the tests use.
-        names = [name for name in sorted(_names(compiled)) if not hasattr(builtins, name)]
+        names = [name for name in sorted(_names(compiled)) if not hasattr(builtins, name) and name[:2] != "__"]
         space = {**client.globals(names), "__name__": "tests"}
         exec(compiled, space)
     except Unsendable as error:

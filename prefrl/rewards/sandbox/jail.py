@@ -43,6 +43,8 @@ def main() -> NoReturn:
     """End like the command: with its exit code, or with 128 and the number of the signal that ended it."""
     config = json.loads(sys.argv[1])
     _die_with_parent()
+    if os.getppid() != config["parent"]:  # it died before
+        os._exit(1)
     if config["how"] == "drop":
         _become(config["uid"])
         _exec(config)
@@ -110,8 +112,8 @@ def _make_root(config: dict[str, Any]) -> None:
     for path in config["binds"]:
         target = root + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        if os.path.islink(path):  # /bin -> usr/bin
-            os.symlink(os.readlink(path), target)
+        if os.path.islink(path):  # /bin -> /usr/bin
+            os.symlink(os.path.realpath(path), target)
             continue
         os.mkdir(target)
         _mount(path, target, None, _MS_BIND | _MS_REC)
@@ -151,7 +153,7 @@ def _as_process(config: dict[str, Any]) -> int:
     """Run the command as a child; whoever it leaves behind becomes a child of this process, and is killed."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     uid = config["uid"]
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(_kill_descendants(uid)))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(_kill_descendants()))
     num_others = 0 if uid is not None else _num_threads_of_user()
     if uid is not None:
         os.chown(config["folder"], uid, uid)
@@ -166,38 +168,35 @@ def _as_process(config: dict[str, Any]) -> int:
     while True:
         ended, status = os.wait()
         if ended == command:
-            _kill_descendants(uid)
+            _kill_descendants()
             return _code(status)
 
 
-def _kill_descendants(uid: int | None) -> int:
-    """Kill until none is left. Returns the exit code of a run that was ended."""
+def _kill_descendants() -> int:
+    """Kill until none is left. Returns the exit code of a run that was ended.
+
+    They are stopped first: a stopped process still counts for the limit of processes, into which a fork bomb then runs.
+    """
     ends = time.monotonic() + _CLEANING_S
+    stopped: set[int] = set()
     while time.monotonic() < ends:
-        for process in _descendants():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        if uid is not None:
-            _kill_user(uid)
+        found = set(_descendants())
+        _signal(found - stopped, signal.SIGSTOP)
+        if not found - stopped:
+            _signal(found, signal.SIGKILL)
+        stopped = found
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             break
-        time.sleep(0.005)
     return 128 + signal.SIGKILL
 
 
-def _kill_user(uid: int) -> None:
-    """Kill all processes of a user at once, so that none of them can start another meanwhile."""
-    killer = os.fork()
-    if killer == 0:
-        _become(uid)
+def _signal(processes: set[int], number: signal.Signals) -> None:
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        os._exit(0)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(killer, 0)
+            os.kill(process, number)
 
 
 def _descendants() -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -41,6 +42,8 @@ _SCRATCH_FILES = 4096
 _OWN_PROCESSES = 2
 # If we are root, a sandbox gets one of these user ids: root's processes have no limit. systemd leaves them free.
 _USER_IDS = range(60600, 61100)
+# Each sandbox gets the next one, so that no two at a time share one; other trainers begin elsewhere.
+_numbers = itertools.count(secrets.randbelow(len(_USER_IDS)))
 # Wait before a sandbox that did not start gets a second try.
 _RETRY_S = 0.5
 _VERDICT_BYTES = 2**16
@@ -181,7 +184,7 @@ class _Launcher:
         return Jailed(self._command(inside, folder), todo, status, inherited)
 
     def _command(self, inside: list[str], folder: str | None) -> list[str]:
-        uid = _USER_IDS[secrets.randbelow(len(_USER_IDS))] if os.getuid() == 0 else None
+        uid = _USER_IDS[next(_numbers) % len(_USER_IDS)] if os.getuid() == 0 else None
         how = self.how
         if how == "bwrap":
             inside = _bwrap_command(self.folders, self.limits, inside)
@@ -190,6 +193,7 @@ class _Launcher:
                 return inside
         config = {
             "how": how,
+            "parent": os.getpid(),
             "uid": uid,
             "binds": self.folders,
             "scratch_bytes": math.ceil(self.limits.scratch_mb * _MIB),
@@ -211,7 +215,7 @@ def _bwrap_command(folders: Sequence[str], limits: SandboxLimits, inside: Sequen
         command += ["--setenv", name, value]
     for folder in folders:
         is_link = os.path.islink(folder)
-        command += ["--symlink", os.readlink(folder), folder] if is_link else ["--ro-bind", folder, folder]
+        command += ["--symlink", os.path.realpath(folder), folder] if is_link else ["--ro-bind", folder, folder]
     command += ["--dev", "/dev", "--size", str(math.ceil(limits.scratch_mb * _MIB)), "--tmpfs", "/tmp"]
     return [*command, "--chdir", "/tmp", "--", *inside]
 
@@ -271,6 +275,7 @@ def _folders(python: str) -> tuple[str, ...]:
     found = subprocess.run([python, "-I", "-c", code], capture_output=True, check=True, timeout=60, env={})
     prefix, base_prefix, executable = json.loads(found.stdout)
     needed = [prefix, base_prefix, os.path.dirname(os.path.realpath(executable)), os.path.dirname(executable)]
+    needed += [os.path.realpath(folder) for folder in needed]
     system = [folder for folder in _SYSTEM if os.path.lexists(folder)]
     more = [folder for folder in sorted(set(needed)) if not _is_below(folder, system)]
     if "/" in more:

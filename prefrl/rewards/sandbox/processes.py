@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from prefrl.rewards.sandbox.base import SandboxError
@@ -20,6 +20,7 @@ __all__ = ["Jailed", "Output", "run"]
 _START_S = 60.0
 # Seconds in which a launcher that was asked to end has to end what it started. Then it is killed.
 _GRACE_S = 4.0
+_POLL_S = 0.002
 _CHUNK = 1 << 16
 
 
@@ -29,7 +30,7 @@ class Output:
 
     data: bytes
     ended_by: Literal["itself", "wall", "output"]
-    code: int | None = None  # None if it did not end by itself
+    code: int = 0  # exit code, or minus the number of a signal
 
 
 @dataclass(slots=True)
@@ -72,10 +73,10 @@ class Jailed:
         if not hasattr(self, "process"):
             return
         # The launcher first, because it also finds those that left its process group.
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(_GRACE_S)
+        if not self.has_ended(0.0):
+            os.kill(self.process.pid, signal.SIGTERM)
+            self.has_ended(_GRACE_S)
+        # Until it is waited for, no other process gets its number.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -83,6 +84,15 @@ class Jailed:
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+    def has_ended(self, seconds: float) -> bool:
+        """Wait until it has ended, or for so many seconds; it is still there for `end`."""
+        ends = time.monotonic() + seconds
+        while os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() >= ends:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def _close_inherited(self) -> None:
         while self.inherited:
@@ -113,12 +123,13 @@ def run(jailed: Sequence[Jailed], *, wall_s: float, output_bytes: int) -> Output
     try:
         for each in jailed:
             each.start()
-        return _communicate(jailed, wall_s, output_bytes)
+        output = _communicate(jailed, wall_s, output_bytes)
     except OSError as error:
         raise SandboxError(f"sandbox: cannot be started: {type(error).__name__}: {error}") from error
     finally:
         for each in jailed:
             each.end()
+    return replace(output, code=jailed[-1].process.returncode)
 
 
 def _communicate(jailed: Sequence[Jailed], wall_s: float, output_bytes: int) -> Output:
@@ -145,11 +156,8 @@ def _communicate(jailed: Sequence[Jailed], wall_s: float, output_bytes: int) -> 
                 return Output(bytes(data[:output_bytes]), "output")
             if time.monotonic() >= ends:
                 return _at_deadline(jailed, data)
-    try:
-        code = last.wait(max(ends - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        return Output(bytes(data), "wall")
-    return Output(bytes(data), "itself", code)
+    has_ended = jailed[-1].has_ended(max(ends - time.monotonic(), 0.0))
+    return Output(bytes(data), "itself" if has_ended else "wall")
 
 
 def _late(jailed: Sequence[Jailed]) -> list[Jailed]:
@@ -190,11 +198,8 @@ def _feed(each: Jailed, stdin: int) -> bool:
 
 def _read_status(each: Jailed) -> None:
     if os.read(each.status, 1) == b"":
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            each.process.wait(1.0)
-        raise SandboxError(
-            f"sandbox: ended with code {each.process.poll()} before the completion was run: {each.complaint()}"
-        )
+        each.has_ended(1.0)
+        raise SandboxError(f"sandbox: ended before the completion was run: {each.complaint()}")
     each.is_started = True
 
 

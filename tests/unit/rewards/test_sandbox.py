@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ import pytest
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards.sandbox import AssertionTest, InputOutputTest, LocalSandbox, SandboxLimits, Verdict, local
 from prefrl.rewards.sandbox.local import _working
+from prefrl.rewards.sandbox.processes import Output
 
 LIMITS = SandboxLimits(wall_s=20.0, cpu_s=1.0, memory_mb=256, processes=4, scratch_mb=2, output_bytes=2**16)
 QUICK = replace(LIMITS, wall_s=0.5)
@@ -82,6 +85,14 @@ def sleepers(seconds: str) -> list[str]:
     return found
 
 
+def test_namespaces_work_where_the_kernel_allows_them() -> None:
+    """Without this, tests of what is isolated would have nothing to test."""
+    command = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "true"]
+    with suppress(FileNotFoundError):
+        is_allowed = subprocess.run(command, check=False, capture_output=True, timeout=60).returncode == 0
+        assert not is_allowed or "namespaces" in [sandbox.isolation for sandbox in working()]
+
+
 # --- what a program may do
 
 
@@ -89,10 +100,10 @@ def test_a_program_reads_its_input_and_is_judged_by_its_output() -> None:
     double = "import sys\nfor line in sys.stdin:\n    print(int(line) * 2, end=' \\n')\nprint()"
     for sandbox in working():
         assert sandbox.check("python", double, InputOutputTest("1\n20\n", "2\n40\n")).passed
-        assert sandbox.check("python", double, InputOutputTest("1\n", "3\n")) == Verdict(False, "wrong output")
-        assert sandbox.check("bash", "read x; echo $((x + 1))", InputOutputTest("41\n", "42")).passed
         assert program(sandbox, "print('done'); raise SystemExit(3)") == Verdict(False, "exit code 3")
-        assert program(sandbox, "print('done')", "done\nand more").reason == "wrong output"
+    assert sandbox.check("python", double, InputOutputTest("1\n", "3\n")) == Verdict(False, "wrong output")
+    assert sandbox.check("bash", "read x; echo $((x + 1))", InputOutputTest("41\n", "42")).passed
+    assert program(sandbox, "print('done')", "done\nand more").reason == "wrong output"
 
 
 def test_long_input_that_is_not_read_and_long_input_that_is() -> None:
@@ -266,6 +277,8 @@ def test_tests_by_assertions_see_what_the_completion_does(code: str, test: str) 
     assert not asserted("def f(*args): return 'wrong'", test)
 
 
+# The text at its end is what completions look for.
+FOUR = "y = f(2)\nassert y == 4 and isinstance(y, int) and abs(y - 4) < 0.1 and not all([False]), 'tgsvnoyr'"
 HACKS = {
     "exit": "import os; os._exit(0)",
     "exit in the call": "import os\ndef f(x): os._exit(0)",
@@ -294,6 +307,7 @@ for n in range(3, 64):
         pass
 def f(x): return 0
 """,
+    "own dunder": "__builtins__['all'] = lambda x: False\n__name__ = 'x'\ndef f(x): return 0",
     "modules": "import sys, types\nfor n in ('json', 'operator', 'builtins'): sys.modules[n] = types.ModuleType(n)",
     "frames": """
 import sys
@@ -332,10 +346,20 @@ def f(x):
 
 @pytest.mark.parametrize("code", HACKS.values(), ids=HACKS)
 def test_no_completion_passes_by_harming_the_tests(code: str) -> None:
-    test = "y = f(2)\nassert y == 4 and isinstance(y, int) and abs(y - 4) < 0.1 and not all([False]), 'tgsvnoyr'"
-    for sandbox in isolating() or working():
-        assert not sandbox.check("python", code, AssertionTest(test)).passed
-    assert asserted("def f(x): return x + 2", test)  # it can be passed
+    assert not asserted(code, FOUR)
+
+
+def test_the_right_completion_passes_the_same_tests() -> None:
+    assert asserted("def f(x): return x + 2", FOUR)
+
+
+def test_a_verdict_without_the_nonce_counts_for_nothing() -> None:
+    class Forged:
+        def run_assertions(self, code: str, tests: str, nonce: str) -> Output:
+            return Output(json.dumps({"nonce": nonce[::-1], "passed": True, "num_uses": 1}).encode(), "itself")
+
+    verdict = local._asserted(Forged(), "", AssertionTest(""))  # type: ignore[arg-type]
+    assert verdict == Verdict(False, "the tests did not come to their end")
 
 
 def test_the_completion_and_the_tests_share_no_process_and_no_file() -> None:
@@ -375,9 +399,7 @@ def test_a_sandbox_that_does_not_start_says_nothing_about_the_completion(
     monkeypatch.setattr(local, "_RETRY_S", 0.0)
     before = sorted(os.listdir("/proc/self/fd"))
     for test in (InputOutputTest("", "done"), AssertionTest("assert f(1)")):
-        with pytest.raises(
-            RewardError, match="sandbox: ended with code 1 before the completion was run: OSError: no room"
-        ):
+        with pytest.raises(RewardError, match="sandbox: ended before the completion was run: OSError: no room"):
             sandbox.check("python", "print('done')", test)
         assert tries.read_text().startswith("xx")
         tries.unlink()
