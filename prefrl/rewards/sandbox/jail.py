@@ -175,7 +175,7 @@ def _as_process(config: dict[str, Any]) -> int:
 def _kill_descendants() -> int:
     """Kill until none is left. Returns the exit code of a run that was ended.
 
-    They are stopped first: a stopped process still counts for the limit of processes, into which a fork bomb then runs.
+    They are stopped first: stopped processes still count for the limit of processes, into which a fork bomb then runs.
     """
     ends = time.monotonic() + _CLEANING_S
     stopped: set[int] = set()

@@ -307,7 +307,6 @@ for n in range(3, 64):
         pass
 def f(x): return 0
 """,
-    "own dunder": "__builtins__['all'] = lambda x: False\n__name__ = 'x'\ndef f(x): return 0",
     "modules": "import sys, types\nfor n in ('json', 'operator', 'builtins'): sys.modules[n] = types.ModuleType(n)",
     "frames": """
 import sys
@@ -351,6 +350,12 @@ def test_no_completion_passes_by_harming_the_tests(code: str) -> None:
 
 def test_the_right_completion_passes_the_same_tests() -> None:
     assert asserted("def f(x): return x + 2", FOUR)
+
+
+def test_tests_use_the_functions_of_python_and_not_those_of_the_completion() -> None:
+    assert not asserted("def abs(x): return 0\ndef f(x): return 9", "assert abs(f(2) - 4) < 1")
+    code = "import builtins\nbuiltins.abs = lambda x: 0\ndef f(x): return 9"
+    assert not asserted(code, "__builtins__\nassert abs(f(2) - 4) < 1")
 
 
 def test_a_verdict_without_the_nonce_counts_for_nothing() -> None:
