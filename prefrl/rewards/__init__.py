@@ -2,6 +2,7 @@
 
 from prefrl.rewards.answers import numeric_reward
 from prefrl.rewards.base import RewardFunction, RewardSource
+from prefrl.rewards.code import get_code_reward
 from prefrl.rewards.format import (
     format_reward,
     get_length_reward,
@@ -18,24 +19,29 @@ from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reas
 from prefrl.rewards.model import ModelReward
 from prefrl.rewards.named import REWARD_FUNCTIONS
 from prefrl.rewards.runner import RewardRunner, RewardScores
+from prefrl.rewards.sandbox import LocalSandbox, RemoteSandbox, SandboxLimits
 
 __all__ = [
     "REWARD_FUNCTIONS",
     "Combined",
     "LabelModel",
+    "LocalSandbox",
     "ModelReward",
     "PairwiseJudge",
     "PairwiseModel",
     "PythonGrader",
+    "RemoteSandbox",
     "RewardFunction",
     "RewardRunner",
     "RewardScores",
     "RewardSource",
+    "SandboxLimits",
     "ScoreModel",
     "StringCheck",
     "TextSimilarity",
     "accuracy_reward",
     "format_reward",
+    "get_code_reward",
     "get_cosine_scaled_reward",
     "get_judge_reward",
     "get_length_reward",

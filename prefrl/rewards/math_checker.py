@@ -8,16 +8,15 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import RewardError
 from prefrl.optional import require
+from prefrl.rewards.batch import answer_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,13 +39,6 @@ class Verdict:
     answer: str | None = None
     is_correct: bool = False
     is_checked: bool = True  # False: a deadline passed, or the checker died
-
-
-@dataclass
-class _Batch:
-    todo: deque[tuple[int, str, str]]  # number, text and gold of questions that nobody has begun
-    verdicts: list[Verdict]
-    errors: list[Exception] = field(default_factory=list)
 
 
 class MathChecker:
@@ -75,22 +67,10 @@ class MathChecker:
             RewardError: A worker does not start.
             ImportError: math-verify is not installed.
         """
-        numbered = ((number, text, gold) for number, (text, gold) in enumerate(questions))
-        batch = _Batch(deque(numbered), [Verdict(None, is_checked=False)] * len(questions))
-        threads = [
-            threading.Thread(target=self._work, args=(batch,), name="math checker", daemon=True)
-            for _ in range(min(self.num_workers, len(questions)))
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            num_left = len(batch.todo)
-            batch.todo.clear()  # if the wait was interrupted, the workers end with what they are at
-        if batch.errors:
-            raise batch.errors[0]
+        answers = answer_all(
+            questions, self._worker, budget=self.budget, num_threads=self.num_workers, name="math checker"
+        )
+        num_left = sum(answer is None for answer in answers)
         if num_left:
             logger.warning(
                 "accuracy_reward: %d of %d completions were not checked within %s s and have no score",
@@ -98,26 +78,21 @@ class MathChecker:
                 len(questions),
                 self.budget,
             )
-        return batch.verdicts
+        return [Verdict(None, is_checked=False) if answer is None else answer for answer in answers]
 
     def close(self) -> None:
         """End the workers."""
         for worker in self._workers:
             worker.close()
 
-    def _work(self, batch: _Batch) -> None:
+    @contextmanager
+    def _worker(self) -> Iterator[Callable[[tuple[str, str]], Verdict]]:
         worker = self._take()
         try:
             worker.running()
-            ends = time.monotonic() + self.budget
-            while time.monotonic() < ends:
-                number, text, gold = batch.todo.popleft()
-                batch.verdicts[number] = worker.check(text, gold)
-        except IndexError:  # nothing to do
-            pass
-        except Exception as error:
-            batch.errors.append(error)
-        self._idle.append(worker)
+            yield lambda question: worker.check(*question)
+        finally:
+            self._idle.append(worker)
 
     def _take(self) -> _Worker:
         with self._lock:
