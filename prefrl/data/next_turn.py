@@ -265,13 +265,12 @@ def _other_end(template: ChatTemplate, after: str, closing: str, stop: str | Non
 
 
 def _marked(message: Message) -> Iterator[Message]:
-    """The message with a marker near its end: as an argument of its last call, or as its content."""
-    bare = _without_reasoning(message)
-    for arguments in ({"name": MARKER}, json.dumps({"name": MARKER})) if message.get("tool_calls") else ():
+    """The message with a marker near its end: as the argument of its last call, or as its content."""
+    if message.get("tool_calls"):
         *others, last = message["tool_calls"]
-        marked = _map_arguments(last, lambda _, new=arguments: new)
-        yield {**_with_content(bare, ""), "tool_calls": [*others, marked]}
-    yield _with_content(bare, MARKER)
+        marked = _map_arguments(last, _marked_arguments)
+        yield {**_with_content(message, ""), "tool_calls": [*others, marked]}
+    yield _with_content(message, MARKER)
 
 
 def _after_marker(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
@@ -353,10 +352,17 @@ def _with_text_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    as_text = [
-        _map_arguments(call, lambda given: given if isinstance(given, str) else json.dumps(given)) for call in calls
-    ]
+    as_text = [_map_arguments(call, _text_arguments) for call in calls]
     return {**message, "tool_calls": as_text}
+
+
+def _text_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _marked_arguments(arguments: Any) -> Any:
+    marked = {"name": MARKER}
+    return json.dumps(marked) if isinstance(arguments, str) else marked
 
 
 def _map_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> Mapping[str, Any]:
@@ -366,8 +372,6 @@ def _map_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> Map
 
 
 def _without_reasoning(message: Message) -> Message:
-    if message["role"] != "assistant":
-        return message
     return {name: value for name, value in message.items() if name not in REASONING_FIELDS}
 
 

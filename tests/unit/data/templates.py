@@ -55,7 +55,7 @@ TOOLS = (
 )
 # Tokens that end a turn are the next header, as GLM does; another one follows a call than an answer.
 HEADERS_END = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content if not m.tool_calls }}"
     "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
     " {{ k }}={{ v }}{% endfor %}</call>{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import decoders
 
 from prefrl.data.chat import ChatTemplate, special_tokens
 from prefrl.data.next_turn import Answer, next_context
@@ -109,6 +110,16 @@ CHATML_NEXT = "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
         (templates.HEADERS_END, say("yo"), "yo<|end|>", [ASK_MORE], "<|user|>and?<|assistant|>"),
         (templates.ONE_TURN, CALL, '<call>{"a": 2}<|eot|>', [RESULT], "<|tool|>5"),
         (templates.ONE_TURN, CALL, '<call>{"a": 2}<|eot|><|tool|>', [RESULT], "5"),
+        # White space stands before the end token where nothing follows, and no end token where something does.
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if loop.last and m.role == 'assistant' %}"
+            "\n\n<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+            say("yo"),
+            "yo<|end|>",
+            [ASK_MORE],
+            "<|user|>and?<|assistant|>",
+        ),
+        (templates.NO_END, say("yo"), "yo<|end|>", [ASK_MORE], "\nuser: and?\n"),
         # The generation prompt opens the thinking.
         (
             templates.OPENS_THINKING,
@@ -140,21 +151,57 @@ def test_text_behind_the_sampled_end_token_is_appended(jinja, message, sampled, 
         (templates.ONE_TURN, CALL, '<call>{"a": 2}', [RESULT], "<|eot|><|tool|>5"),
         # It could have been sampled before the limit was reached: nothing is cut.
         (templates.CHATML, say("yo<|im_end|>"), "yo<|im_end|>", [ASK_MORE], "<|im_end|>" + CHATML_NEXT),
+        # The template ends a turn with two tokens.
+        (
+            templates.CHATML.replace("<|im_end|>", "<|/header|><|im_end|>"),
+            say("yo"),
+            "yo",
+            [ASK_MORE],
+            ("<|im_end|>" + CHATML_NEXT).replace("<|im_end|>", "<|/header|><|im_end|>"),
+        ),
     ],
 )
 def test_answer_that_was_cut_off_is_ended_as_the_template_ends_it(jinja, message, sampled, new, expected):
     assert continuation(jinja, message, sampled, new, finish_reason="length") == expected
 
 
+# A guided completion may stop without an end token, and a policy without a word.
+@pytest.mark.parametrize("text", ["end", ""])
+def test_answer_that_stopped_without_an_end_token_is_ended_by_the_template(text):
+    assert continuation(templates.CHATML, say(text), text, [ASK_MORE]) == "<|im_end|>" + CHATML_NEXT
+
+
+def test_end_token_need_not_be_a_special_one():
+    template = chat_template(templates.CHATML.replace("<|im_end|>", "<stop>"))
+    template.tokenizer.add_tokens(["<stop>"])
+    last = answer(template, say("yo"), "yo<stop>")
+    messages = [ASK, say("yo"), ASK_MORE]
+    context = next_context(template, messages, seen=messages[:2], answers=[last], reasoning="keep")
+    assert text_of(template, context.token_ids) == "?yo<stop>" + CHATML_NEXT.replace("<|im_end|>", "<stop>")
+
+
+TEXT_ARGUMENTS = templates.CHATML.replace(
+    "{{ m.content }}", "{{ m.tool_calls[0].arguments + '' if m.tool_calls else m.content }}"
+)
+PARTS = templates.CHATML.replace("{{ m.content }}", "{{ m.content[0].text + '' }}")
+
+
 def test_calls_with_text_as_arguments_and_contents_of_parts_are_tried():
-    text_arguments = templates.CHATML.replace(
-        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.arguments + '' }}{% endfor %}"
-    )
     call = say("", tool_calls=[{"name": "add", "arguments": {"a": 2}}])
     expected = "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
-    assert continuation(text_arguments, call, '{"a": 2}<|im_end|>', [RESULT]) == expected
-    parts = templates.CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
-    assert continuation(parts, say("yo"), "yo<|im_end|>", [RESULT]) == expected
+    assert continuation(TEXT_ARGUMENTS, call, '{"a": 2}<|im_end|>', [RESULT]) == expected
+    assert continuation(PARTS, say("yo"), "yo<|im_end|>", [RESULT]) == expected
+
+
+def test_arguments_that_are_text_are_printed_as_they_are():
+    template = chat_template(TEXT_ARGUMENTS)
+    first, second = (say("", tool_calls=[{"name": "add", "arguments": given}]) for given in ('{"a":1}', {"a": 2}))
+    last = answer(template, second, '{"a": 2}<|im_end|>')
+    seen = [ASK, first, RESULT, second]
+    context = next_context(template, [BYE, *seen[1:], RESULT], seen=seen, answers=[last], reasoning="template")
+    text = text_of(template, context.token_ids)
+    assert '<|im_start|>assistant\n{"a":1}<|im_end|>' in text
+    assert '<|im_start|>assistant\n{"a": 2}<|im_end|>' in text
 
 
 @pytest.mark.parametrize("content", ["<|im_end|>", "prefrlNew", 'a "b"\n', ""])
@@ -216,6 +263,19 @@ def test_edited_answer_is_sent_as_text_and_dropped_answers_are_gone():
         assert (ids_of(template, "hello")[0] in context.token_ids) == is_canonical
 
 
+def test_answers_of_the_same_text_keep_their_own_ids():
+    template = chat_template(templates.CHATML)
+    seen, answers = two_turns(template, "hello", "hello")
+    hello, characters = ids_of(template, "hello"), ids_of_characters(template, "hello")
+    end = ids_of(template, "<|im_end|>")
+    first = Completion([*hello, *end], "stop", [0.0] * 2, [True] * 2, [0] * 2)
+    answers[0] = Answer(seen[1], Turn(answers[0].turn.sent_ids, first))
+    for conversation, is_first_kept in (([BYE, *seen[1:], BYE], True), ([*seen[2:], BYE], False)):
+        context = next_context(template, conversation, seen=seen, answers=answers, reasoning="template")
+        assert (hello[0] in context.token_ids) == is_first_kept
+        assert str(characters)[1:-1] in str(context.token_ids)
+
+
 def test_edit_that_changes_nothing_before_the_last_answer_extends_its_row():
     template = chat_template(templates.CHATML)
     seen, answers = two_turns(template, "hello", "hello!")
@@ -233,6 +293,8 @@ THOUGHT = "<think>x</think>yo"
         (templates.THINKING, "strip", False),
         (templates.THINKING, "keep", True),
         (templates.CHATML, "template", True),
+        # As the last message it would have an empty block of thinking in front.
+        (templates.TOOLS, "template", True),
     ],
 )
 def test_row_ends_where_the_template_takes_thinking_out_of_content(jinja, reasoning, extends):
@@ -329,14 +391,62 @@ def test_opening_that_the_prompt_gave_stays_in_front_of_the_sampled_ids():
     assert ids_of(template, "hello")[0] not in context.token_ids
 
 
+def test_message_behind_an_answer_may_depend_on_its_text():
+    initial = templates.CHATML.replace(
+        "{{ m.content }}", "{% if loop.previtem %}{{ loop.previtem.content[0] }}{% endif %}{{ m.content }}"
+    )
+    template = chat_template(initial)
+    messages = [ASK, say("yo"), ASK_MORE]
+    last = answer(template, say("yo"), "hyo<|im_end|>", sent=template.render([ASK], add_generation_prompt=True))
+    context = next_context(template, messages, seen=messages[:2], answers=[last], reasoning="template")
+    assert text_of(template, context.token_ids) == template.render(messages, add_generation_prompt=True)
+
+
+def test_space_at_the_start_of_an_answer_is_sent_once():
+    template = chat_template(templates.CHATML)
+    template.tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    last = answer(template, say(" hello"), " hello<|im_end|>")
+    messages = [BYE, say(" hello"), ASK_MORE]
+    context = next_context(template, messages, seen=[ASK, say(" hello")], answers=[last], reasoning="template")
+    assert text_of(template, context.token_ids) == template.render(messages, add_generation_prompt=True)
+    assert ids_of(template, "hello")[0] not in context.token_ids
+
+
+def test_calls_of_an_edited_conversation_are_rendered_as_they_are():
+    refuses = "{% if m.content and m.tool_calls %}{{ raise_exception('both') }}{% endif %}"
+    template = chat_template(templates.CALLS_END.replace("<|im_start|>", refuses + "<|im_start|>", 1))
+    call = {**CALL, "content": ""}
+    last = answer(template, call, 'add{"a": 2}<|eot|>')
+    messages = [BYE, call, RESULT]
+    context = next_context(template, messages, seen=[ASK, call], answers=[last], reasoning="template")
+    assert text_of(template, context.token_ids) == template.render(messages, add_generation_prompt=True)
+
+
 def test_template_that_rewrites_contents_decides_what_is_sent():
     template = chat_template(templates.SHOUTS)
     messages = [ASK, say("hello"), ASK_MORE]
     last = answer(template, say("hello"), "hello<|end|>")
     context = next_context(template, messages, seen=messages[:2], answers=[last], reasoning="template")
     assert "HELLO<|end|>" in text_of(template, context.token_ids)
+
+
+ECHOES = templates.CHATML.replace(
+    "{{ m.content }}", "{% if loop.previtem %}{{ loop.previtem.content }}{% endif %}{{ m.content }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("jinja", "message", "new"),
+    [
+        (templates.SHOUTS, say("hello"), ASK_MORE),
+        (ECHOES, say("hello"), ASK_MORE),
+        # The content stands behind the result, and the arguments nowhere.
+        (templates.ONE_TURN.replace("{{ c.function.arguments | tojson }}", ""), CALL, RESULT),
+    ],
+)
+def test_keep_needs_a_template_that_shows_what_follows_an_answer(jinja, message, new):
     with pytest.raises(DataError, match=r"cannot tell what follows message 1 \(role 'assistant'\) of 3"):
-        next_context(template, messages, seen=messages[:2], answers=[last], reasoning="keep")
+        continuation(jinja, message, "hello<|end|>", [new])
 
 
 DROPS_TOOLS = templates.CHATML.replace("in messages", "in messages if m.role != 'tool'")
@@ -348,6 +458,12 @@ DROPS_TOOLS = templates.CHATML.replace("in messages", "in messages if m.role != 
     [
         (DROPS_TOOLS, [RESULT], r"drops message 2 \(role 'tool'\) of 3: its content '5' is not in"),
         (DROPS_TOOLS, [ASK_MORE, RESULT], r"drops message 3 \(role 'tool'\) of 4"),
+        (
+            PARTS.replace("{{", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{", 1),
+            [RESULT],
+            r"failed at message 2 \(role 'tool'\) of 3: .*no tools",
+        ),
+        (DROPS_TOOLS, [ASK_MORE, say("yo"), RESULT], r"drops message 4 \(role 'tool'\) of 5"),
         (templates.STRICT, [RESULT], r"failed at message 2 \(role 'tool'\) of 3: .*alternate"),
         (templates.CHATML, [ASK_MORE, say("yo")], r"4 messages has nothing to answer"),
     ],
@@ -358,3 +474,10 @@ def test_message_that_cannot_be_rendered_is_named(jinja, new, message, reasoning
     last = answer(template, seen[1], "yo<|im_end|>")
     with pytest.raises(DataError, match=message):
         next_context(template, [*seen, *new], seen=seen, answers=[last], reasoning=reasoning)
+
+
+def test_edit_that_leaves_nothing_is_refused():
+    template = chat_template(templates.CHATML)
+    last = answer(template, say("yo"), "yo<|im_end|>")
+    with pytest.raises(DataError, match="0 messages has nothing to answer"):
+        next_context(template, [], seen=[ASK, say("yo")], answers=[last], reasoning="template")
