@@ -293,8 +293,6 @@ THOUGHT = "<think>x</think>yo"
         (templates.THINKING, "strip", False),
         (templates.THINKING, "keep", True),
         (templates.CHATML, "template", True),
-        # As the last message it would have an empty block of thinking in front.
-        (templates.TOOLS, "template", True),
     ],
 )
 def test_row_ends_where_the_template_takes_thinking_out_of_content(jinja, reasoning, extends):
@@ -308,6 +306,11 @@ def test_row_ends_where_the_template_takes_thinking_out_of_content(jinja, reason
     assert ("<think>" in text) == extends
     if not extends:
         assert text == template.render(messages, add_generation_prompt=True)
+
+
+def test_prompt_that_was_cut_stays_cut_where_the_template_prints_what_was_sampled():
+    # As the last message the answer would have an empty block of thinking in front.
+    assert continuation(templates.TOOLS, say("yo"), "yo<|im_end|>", [ASK_MORE], reasoning="template") == CHATML_NEXT
 
 
 @pytest.mark.parametrize(("reasoning", "extends"), [("template", True), ("keep", True), ("strip", False)])
