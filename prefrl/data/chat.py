@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prefrl.data.formats import Message
 
 __all__ = [
+    "MARKER",
     "ChatTemplate",
     "EncodedText",
     "Span",
@@ -28,12 +29,14 @@ __all__ = [
     "completion_start",
     "encode",
     "join_prompt",
+    "last_special",
     "prompt_text",
     "special_tokens",
     "trim_after_end_token",
 ]
 
-_MARKER = "prefrlTurnContentMarker"
+# Stands for a text where the place of the text in a rendering is looked for.
+MARKER = "prefrlTurnContentMarker"
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,12 @@ def trim_after_end_token(span: Span, text: str, special_tokens: tuple[str, ...])
     return Span(span.start, span.start + len(stripped)) if stripped.endswith(special_tokens) else span
 
 
+def last_special(text: str, special_tokens: tuple[str, ...]) -> Span | None:
+    """The special token that stops last in a text; None if there is none."""
+    spans = [Span(text.rfind(token), text.rfind(token) + len(token)) for token in special_tokens if token in text]
+    return max(spans, key=lambda span: span.stop, default=None)
+
+
 def encode(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> EncodedText:
     """Tokenize a text once, without adding special tokens, and mark the tokens of some spans.
 
@@ -250,7 +259,7 @@ def _turn_start(template: ChatTemplate, conversation: Sequence[Message], turn: i
     opening = template.try_render(conversation[:turn], add_generation_prompt=True)
     if opening is not None and text.startswith(opening):
         return len(opening)
-    before, found, _ = _render_marked(template, conversation, turn).partition(_MARKER)
+    before, found, _ = _render_marked(template, conversation, turn).partition(MARKER)
     return len(before) if found and text.startswith(before) else None
 
 
@@ -259,11 +268,14 @@ def _turn_stop(template: ChatTemplate, conversation: Sequence[Message], turn: in
     through = template.try_render(conversation[: turn + 1])
     if through is not None and text.startswith(through):
         return len(through)
-    _, found, after = _render_marked(template, conversation, turn).rpartition(_MARKER)
+    _, found, after = _render_marked(template, conversation, turn).rpartition(MARKER)
     if found and text.endswith(after):
-        alone = _render_marked(template, conversation[: turn + 1], turn).rpartition(_MARKER)[2]
+        alone = _render_marked(template, conversation[: turn + 1], turn).rpartition(MARKER)[2]
+        # What follows the content whether or not the conversation goes on. It may include characters that the next
+        # header happens to share with an end-of-text token, such as `<|` of `<|user|>` and `<|endoftext|>`.
         ending = after[: common_length(after, alone)]
-        return len(text) - len(after) + _end_of_turn(ending, template.special_tokens)
+        end = last_special(ending, template.special_tokens)
+        return len(text) - len(after) + (end.stop if end else len(ending))
     start = _turn_start(template, conversation, turn, text)
     if through is None or start is None:
         return None
@@ -278,7 +290,7 @@ def _render_marked(template: ChatTemplate, conversation: Sequence[Message], turn
     """The conversation with a marker as the text of one turn; empty if the template refuses it."""
     message = conversation[turn]
     texts = [name for name in ("content", *REASONING_FIELDS) if isinstance(message.get(name), str)]
-    marked = {**message, **dict.fromkeys(texts or ["content"], _MARKER)}
+    marked = {**message, **dict.fromkeys(texts or ["content"], MARKER)}
     return template.try_render([*conversation[:turn], marked, *conversation[turn + 1 :]]) or ""
 
 
@@ -286,16 +298,6 @@ def _overlap(first: str, second: str) -> int:
     """The length of the longest text that `first` ends with and `second` starts with."""
     starts = range(max(0, len(first) - len(second)), len(first))
     return next((len(first) - start for start in starts if second.startswith(first[start:])), 0)
-
-
-def _end_of_turn(ending: str, special_tokens: tuple[str, ...]) -> int:
-    """The length of a turn's end token.
-
-    `ending` is what follows the turn's content whether or not the conversation goes on. It may include characters that
-    the next header happens to share with an end-of-text token, such as `<|` of `<|user|>` and `<|endoftext|>`.
-    """
-    ends = [ending.rfind(token) + len(token) for token in special_tokens if token in ending]
-    return max(ends, default=len(ending))
 
 
 def _not_found_message(template: ChatTemplate, conversation: Sequence[Message], turn: int) -> str:

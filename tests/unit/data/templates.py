@@ -53,6 +53,35 @@ TOOLS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think>\n{% endif %}{% endif %}"
 )
+# Tokens that end a turn are the next header, as GLM does; another one follows a call than an answer.
+HEADERS_END = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content if not m.tool_calls }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
+    " {{ k }}={{ v }}{% endfor %}</call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# A call ends with a token of its own, and an answer with another one where nothing follows, as GPT-OSS does.
+CALLS_END = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: "
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}<|eot|>"
+    "{% elif loop.last and m.role == 'assistant' and not add_generation_prompt %}{{ m.content }}<|end|>"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+# The result of a tool goes on in the turn that called it, before the content of that turn, as Gemma 4 does.
+ONE_TURN = (
+    "{% for m in messages if m.role != 'tool' %}<|header|>{{ m.role }}\n"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}<|eot|>{% endfor %}"
+    "{% if m.tool_calls %}{% for t in messages if t.role == 'tool' %}<|tool|>{{ t.content }}{% endfor %}{% endif %}"
+    "{{ m.content }}{% if not m.tool_calls %}<|/header|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|header|>assistant\n{% endif %}"
+)
+# Thinking has a field of its own, and stays in every turn.
+KEEPS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SHOUTS = (  # neither a prefix nor the content survives in a longer conversation
     "{% for m in messages %}<|{{ m.role }}|>"
