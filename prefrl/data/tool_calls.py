@@ -126,7 +126,8 @@ class ToolCallReader:
 
         Args:
             text: The sampled tokens, decoded with special tokens. The token that ends the turn may be missing.
-            prompt: What was sent to the sampler. Only its end is looked at, which may open the model's thinking.
+            prompt: What was sent to the sampler. Only its last 256 characters are looked at: they may open the model's
+                thinking, which the text then goes on with.
 
         Raises:
             ConfigError: `tool_parser` is a function and returned something that is not a message.

@@ -23,10 +23,10 @@ _ALL_TEXT = {"content": "text", "repeats": True, "join": "\n"}
 
 def known_formats() -> dict[str, ResponseFormat]:
     """All formats by name: those of transformers, under the names of their model types, then those that it lacks."""
-    # Loaded late, because it imports torch. It is not a public name: without it, fewer formats are known.
-    from transformers.cli.serving import utils
-
-    of_transformers = getattr(utils, "_RESPONSE_TEMPLATE_FALLBACKS", {})
+    try:  # late, because it imports torch; not a public name: where it is missing, fewer formats are known
+        from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as of_transformers
+    except ImportError:
+        of_transformers = {}
     return {name: template for names, template in of_transformers.items() for name in names} | _OWN
 
 

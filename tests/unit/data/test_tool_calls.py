@@ -12,7 +12,7 @@ from prefrl.data.tool_formats import known_formats
 from prefrl.data.tool_schemas import tool_schemas
 from prefrl.errors import ConfigError
 from tests.unit.data import templates
-from tests.unit.data.tool_templates import DEEPSEEK_NEW, FORMATS, HARMONY, HERMES, template, tool_template
+from tests.unit.data.tool_templates import DEEPSEEK_NEW, FORMATS, HARMONY, HERMES, deepseek, template, tool_template
 
 
 def add(a: int, b: int = 1) -> int:
@@ -40,6 +40,7 @@ def note(text: str, share: float, urgent: bool, tags: list[str], place: dict[str
 TOOLS = tool_schemas([add, note])
 NOTE = {"text": "007", "share": 1.5, "urgent": False, "tags": ["a, b", "c"], "place": {"x": 3}}
 ADD = {"a": 1, "b": -2}
+JSON_BLOCK = '```json\n{"a": 1}\n```'
 ASK = {"role": "user", "content": "hi"}
 
 
@@ -184,6 +185,30 @@ def test_what_is_wrong_with_a_call_is_said(name, response, problem):
     turn = tool_call_reader(tool_template(FORMATS[name]), TOOLS).read("Hm. " + response, prompt="")
     assert [problem in str(call.problem) for call in turn.calls] == [True]
     assert turn.text.startswith("Hm.")
+
+
+@pytest.mark.parametrize(
+    ("name", "response"),
+    [
+        ("qwen2", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}'),
+        ("deepseek_v3", deepseek("<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>add\n") + JSON_BLOCK),
+        ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}'),
+        ("mistral_args", '[TOOL_CALLS]add[CALL_ID]ab12[ARGS] {"a": 1}'),
+        ("gpt_oss", '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'),
+        ("lfm2", "<|tool_call_start|>add(a=1)"),
+    ],
+)
+def test_calls_that_models_write_otherwise_than_their_templates(name, response):
+    reader = tool_call_reader(tool_template(FORMATS[name]), TOOLS)
+    assert reader.read(response, prompt="") == ParsedTurn("", (ToolCall("add", {"a": 1}),))
+
+
+def test_values_of_json_in_calls_of_python():
+    reader = tool_call_reader(tool_template(FORMATS["lfm2"]), TOOLS)
+    call = 'note(text=\'\', share=-1, urgent=true, tags=["a"], place={"x": null})'
+    (call,) = reader.read(f"<|tool_call_start|>[{call}]<|tool_call_end|>", prompt="").calls
+    assert call.arguments == {"text": "", "share": -1, "urgent": True, "tags": ["a"], "place": {"x": None}}
+    assert call.problem == """Tool 'note': 'place'["x"] must be an integer, not null."""
 
 
 def test_a_good_call_beside_one_that_cannot_be_run():
