@@ -317,18 +317,16 @@ def _proof_turn(
         function = {"name": _TOOL, "arguments": json.dumps(arguments) if as_text else arguments}
         # Some templates refuse ids that do not have nine letters and digits.
         answer[CALLS].append({"type": "function", "id": f"prefrl{number:03}", "function": function})
-    answers = [answer] if text else [answer, {**answer, "content": None}]
     prompt = template.try_render(ask, add_generation_prompt=True) or ""
-    for one in answers:
-        whole = template.try_render([*ask, one]) or ""
-        shared = whole[: common_length(prompt, whole)]
-        if shared != prompt:  # the response starts within the prompt's end, but not within a tag
-            shared = _OPEN_TAG.sub("", shared)
-        response = whole[len(shared) :]
-        shown = (_TOOL, _FIRST, text, *([_SECOND] if len(calls) > 1 else []))
-        if all(part in response for part in shown):
-            return _ProofTurn(shared, response, text, tuple(ToolCall(_TOOL, given) for given in calls))
-    return None
+    whole = template.try_render([*ask, answer]) or ""
+    shared = whole[: common_length(prompt, whole)]
+    if shared != prompt:  # the response starts within the prompt's end, but not within a tag
+        shared = _OPEN_TAG.sub("", shared)
+    response = whole[len(shared) :]
+    shown = (_TOOL, _FIRST, text, *([_SECOND] if len(calls) > 1 else []))
+    if not all(part in response for part in shown):
+        return None
+    return _ProofTurn(shared, response, text, tuple(ToolCall(_TOOL, given) for given in calls))
 
 
 def _openings(template: ChatTemplate, turns: Sequence[_ProofTurn]) -> tuple[str, ...]:

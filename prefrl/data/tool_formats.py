@@ -18,7 +18,6 @@ ResponseFormat = Mapping[str, Any]  # a response template
 CALLS, REASONING, TEXT = "tool_calls", "reasoning_content", "content"
 
 _NAME_AND_CONTENT = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-_ALL_TEXT = {"content": "text", "repeats": True, "join": "\n"}
 
 
 def known_formats() -> dict[str, ResponseFormat]:
@@ -35,7 +34,7 @@ def _format(calls: Mapping[str, Any], **others: Mapping[str, Any]) -> ResponseFo
     fields = {
         REASONING: {"open": "<think>", "close": "</think>", "content": "text"},
         CALLS: {"repeats": True, "content": "json", "transform": _NAME_AND_CONTENT, **calls},
-        TEXT: _ALL_TEXT,
+        TEXT: {"content": "text"},
         **others,
     }
     # An anchor is needed, but only what a prompt leaves open is parsed: see `prefrl.data.tool_calls`.
@@ -112,7 +111,7 @@ _OWN: dict[str, ResponseFormat] = {
             },
         },
         reasoning_content={"open": "to=self<|message|>", "close": "<|eom|>", "content": "text"},
-        content={**_ALL_TEXT, "open": "to=user<|message|>", "close": ["<|eom|>", "<|eot|>"]},
+        content={"content": "text", "open": "to=user<|message|>", "close": ["<|eom|>", "<|eot|>"]},
     ),
     # A list of calls as Python writes them: <|tool_call_start|>[add(a=1), add(a=2)]<|tool_call_end|>
     "lfm2": _format(
@@ -129,7 +128,7 @@ _OWN: dict[str, ResponseFormat] = {
         },
         reasoning_content={"open": "<|channel|>analysis<|message|>", "close": "<|end|>", "content": "text"},
         content={
-            **_ALL_TEXT,
+            "content": "text",
             "open": ["<|channel|>final<|message|>", "<|channel|>commentary<|message|>"],
             "close": ["<|end|>", "<|return|>"],
         },

@@ -94,6 +94,23 @@ def test_text_outside_all_channels_is_not_lost():
     assert tool_call_reader(tool_template(HARMONY), TOOLS).read("3 > 2", prompt="") == ParsedTurn("3 > 2", ())
 
 
+def test_tags_of_turns_without_calls_start_no_call():
+    turn = ParsedTurn("3 <|start|> 2", ())
+    assert tool_call_reader(tool_template(HARMONY), TOOLS).read("3 <|start|> 2", prompt="") == turn
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"),
+        ("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"),
+    ],
+    ids=["contents are lists of parts", "thinking that finished turns do not have"],
+)
+def test_templates_that_render_calls_in_another_way(old, new):
+    assert tool_call_reader(tool_template(HERMES.replace(old, new)), TOOLS).name == "qwen2"
+
+
 def test_all_text_around_calls_is_kept():
     reader = tool_call_reader(tool_template(HERMES), TOOLS)
     call = hermes('{"name": "add", "arguments": {"a": 1}}')
@@ -211,6 +228,14 @@ def test_values_of_json_in_calls_of_python():
     assert call.problem == """Tool 'note': 'place'["x"] must be an integer, not null."""
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen2"])
+def test_thinking_that_a_prompt_tells_of_is_not_open(name):
+    reader = tool_call_reader(tool_template(FORMATS[name]), TOOLS)
+    prompt = "<|im_start|>user\nWrite <think> first.<|im_end|>\n<|im_start|>assistant\n"
+    assert reader.read("So:", prompt=prompt) == ParsedTurn("So:", ())
+    assert reader.read("So:", prompt=prompt + "<think>\n") == ParsedTurn("", (), "So:")
+
+
 def test_a_good_call_beside_one_that_cannot_be_run():
     calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]
     response = "\n".join(hermes(json.dumps(call)) for call in calls)
@@ -255,6 +280,19 @@ OWN_TEMPLATE = {
         },
     },
 }
+
+
+def changed(response_template, field, **changes):
+    fields = response_template["fields"]
+    return {**response_template, "fields": {**fields, field: {**fields[field], **changes}}}
+
+
+_QWEN = known_formats()["qwen3_5"]
+_ARGUMENTS = {
+    **_QWEN["fields"]["tool_calls"]["content_args"],
+    "value_parser": {"name": "json", "args": {"allow_non_json": True}},
+}
+GUESSES_TYPES = changed(_QWEN, "tool_calls", content_args=_ARGUMENTS)  # reads the text 75001 as a number
 OWN = template("CALL {{ f.name }} {{ f.arguments | tojson }} DONE")
 
 
@@ -265,6 +303,12 @@ def test_response_template_of_the_tokenizer_comes_first():
     reader = tool_call_reader(chat, TOOLS)
     assert reader.name == "tokenizer.response_template"
     assert reader.read(response, prompt=prompt).calls == (ToolCall("note", NOTE),)
+
+
+def test_response_template_of_the_tokenizer_comes_before_an_equal_one():
+    chat = tool_template(HERMES)
+    chat.tokenizer.response_template = dict(known_formats()["qwen2"])
+    assert tool_call_reader(chat, TOOLS).name == "tokenizer.response_template"
 
 
 @pytest.mark.parametrize("own", [OWN_TEMPLATE, {"fields": {"content": {"content": "text"}}}])
@@ -288,6 +332,9 @@ def test_given_format_is_used_if_it_passes(jinja, given):
         (OWN, None, "no known format reads the tool calls that .* Set tool_parser to .*as:\nCALL prefrl_probe"),
         (HERMES, "llama3", "tool_parser='llama3' does not read the tool calls that .*as:\n<tool_call>"),
         (HERMES, OWN_TEMPLATE, "tool_parser=a response template does not read the tool calls"),
+        (OWN, changed(OWN_TEMPLATE, "tool_calls", repeats=False), "a response template does not read"),
+        (OWN, changed(OWN_TEMPLATE, "content", open="TEXT"), "a response template does not read"),
+        (FORMATS["qwen3_5"], GUESSES_TYPES, "a response template does not read"),
         (HERMES, "lama3", "tool_parser='lama3' is no known format. Did you mean 'llama3'?"),
         (HERMES, {"fields": {}}, "tool_parser is not a response template with the field 'tool_calls'"),
         (HERMES, 3, "tool_parser=3: must be None, the name of a format, a response template"),
