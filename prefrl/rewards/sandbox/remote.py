@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prefrl.errors import ConfigError
-from prefrl.generation.http import Http, HttpError, Overdue, Unreachable
+from prefrl.http import Http, HttpError, Overdue, Unreachable
 from prefrl.rewards.sandbox.base import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
 
 __all__ = ["RemoteSandbox"]
