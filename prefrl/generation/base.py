@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 from prefrl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from pathlib import Path
 
     from torch import Tensor
 
     from prefrl.types import Completion
 
-__all__ = ["Generator", "LogprobsMode", "OnDemand", "Pending", "SamplingParams", "WeightSource"]
+__all__ = [
+    "Conversations",
+    "Generator",
+    "Home",
+    "LogprobsMode",
+    "OnDemand",
+    "Pending",
+    "SamplingParams",
+    "TurnSampler",
+    "WeightSource",
+]
 
 # "sampled": log-probs of the distribution that was sampled from; "raw": untruncated, at temperature 1.
 LogprobsMode = Literal["sampled", "raw"]
@@ -124,6 +135,59 @@ class OnDemand:
         """No-op: nothing is running."""
 
 
+@dataclass(slots=True)
+class Home:
+    """Where the turns of a conversation are sampled: its server has the history in its cache."""
+
+    url: str | None = None  # None: no server has answered yet
+
+
+class Conversations(Protocol):
+    """Conversations that go on by themselves, and ask a `TurnSampler` for their next turns."""
+
+    def has_news(self) -> bool:
+        """Whether some have ended that the caller of `serve` wants to know of."""
+        ...
+
+    def is_over(self) -> bool:
+        """Whether all have ended."""
+        ...
+
+    def is_waiting(self) -> bool:
+        """Whether all that go on are waiting for an answer, or for one of these to end."""
+        ...
+
+
+class TurnSampler(Protocol):
+    """Samples turns of conversations, each as soon as it is asked for."""
+
+    def ask(self, prompt: Sequence[int], *, max_tokens: int, seed: int, home: Home) -> Future[Completion]:
+        """Request one completion. May be called from any thread.
+
+        Args:
+            prompt: The ids to continue.
+            max_tokens: The most tokens of the completion.
+            seed: It depends only on the weights, the prompt, the sampling parameters and this.
+            home: Of the conversation.
+        """
+        ...
+
+    def notify(self) -> None:
+        """Say that a conversation has ended or failed. May be called from any thread."""
+        ...
+
+    def serve(self, conversations: Conversations) -> None:
+        """Answer requests until the conversations have news or are over; called by the main thread.
+
+        If weights are partitioned, or on servers, the end of the conversations is collective: all processes must serve
+        until they are over.
+
+        Raises:
+            GenerationError: A completion could not be generated.
+        """
+        ...
+
+
 class Generator(Protocol):
     """Samples completions of prompts, in this process or on a server."""
 
@@ -131,6 +195,18 @@ class Generator(Protocol):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
     ) -> list[list[Completion]]:
         """[P][G] completions. Sample g of prompt p depends only on (weights, prompts[p], sampling, seeds[p], g)."""
+        ...
+
+    @property
+    def context_limit(self) -> int | None:
+        """The most tokens of a prompt and its completion together; None: no limit."""
+        ...
+
+    def turns(self, sampling: SamplingParams) -> TurnSampler:
+        """Sample the turns of conversations with these parameters and the current weights.
+
+        `num_samples` and `max_tokens` are those of each request.
+        """
         ...
 
     def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:

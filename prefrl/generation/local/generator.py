@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from prefrl.generation.base import OnDemand
 from prefrl.generation.local.cache import keep_rows, rows_of_cache
 from prefrl.generation.local.packed_linear import packed_linears
 from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
+from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.modes import eval_mode
 from prefrl.models.positions import position_limit
@@ -109,7 +110,12 @@ class LocalGenerator:
         self._check_architecture()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Sample `sampling.num_samples` completions of each prompt.
 
@@ -120,20 +126,23 @@ class LocalGenerator:
             prompts: [P] token ids.
             sampling: The sampling parameters.
             seeds: [P] random seeds, one for each prompt.
+            limits: [P] the most tokens of each prompt's completions; None: `sampling.max_tokens`.
 
         Returns:
             [P][G] completions; a stop token is the last token of its completion.
 
         Raises:
-            ValueError: The numbers of prompts and seeds differ.
+            ValueError: The numbers of prompts, seeds and limits differ.
             GenerationError: A prompt is empty or too long for the model, or the model's logits are not finite.
         """
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
-        self._check_prompts(prompts, sampling.max_tokens)
+        limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
+        self._check_prompts(prompts, limits)
         completions: dict[_Row, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
-        pays = sampling.max_tokens >= _STEPS_THAT_PAY_FOR_PACKING
+        most_tokens = max(limits, default=0)
+        pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
         is_sharded = distributed.is_sharded(self._model)
         # FSDP2 reuses the memory of gathered weights for training, so they must not be inference tensors.
         no_grad = torch.no_grad() if is_sharded else torch.inference_mode()
@@ -141,7 +150,7 @@ class LocalGenerator:
         num_rows, longest = len(prompts) * sampling.num_samples, max(map(len, prompts), default=0)
         work = (
             f"generation of {num_rows} completions, {min(num_rows, self._max_rows)} at a time, of up to "
-            f"{longest} + {sampling.max_tokens} tokens"
+            f"{longest} + {most_tokens} tokens"
         )
         with (
             self._memory(lambda: work),
@@ -155,7 +164,7 @@ class LocalGenerator:
                 rows = [(number, row) for number, group in enumerate(batch.values()) for row in group]
                 for start in range(0, len(rows), self._max_rows):
                     live = rows[start : start + self._max_rows]
-                    wave = _Wave(prefill, live, sampling, seeds, offloads_cache=self._offloads_cache)
+                    wave = _Wave(prefill, live, seeds, limits, offloads_cache=self._offloads_cache)
                     self._decode(wave, TokenSampler(sampling), stop_ids)
                     completions |= wave.completions(self._version)
         return [
@@ -175,6 +184,19 @@ class LocalGenerator:
     def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
         """See `generate`, which runs when the completions are read."""
         return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
+
+    def turns(self, sampling: SamplingParams) -> LocalTurns:
+        """See `prefrl.generation.base.Generator`."""
+        one = replace(sampling, num_samples=1)
+
+        def generate(wave: Sequence[TurnRequest]) -> list[Completion]:
+            prompts, seeds = [request.prompt for request in wave], [request.seed for request in wave]
+            limits = [request.max_tokens for request in wave]
+            return [completions[0] for completions in self.generate(prompts, one, seeds=seeds, limits=limits)]
+
+        together = distributed.world_size() > 1 and distributed.is_sharded(self._model)
+        device = self._base.device
+        return LocalTurns(generate, (lambda n: int(distributed.sum_over_ranks([n], device)[0])) if together else None)
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """Record the version of the weights. They are the model's own, so nothing is read from `weights`."""
@@ -196,8 +218,8 @@ class LocalGenerator:
                 raise self._logits_error(wave.live_rows[is_valid.index(0)], step)
             wave.record(step, draw)
             has_stopped = [token in stop_ids for token in drawn]
-            kept = wave.leave(has_stopped)
-            if not kept or step + 1 == wave.max_tokens:
+            kept = wave.leave(has_stopped, step + 1)
+            if not kept:
                 return
             tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[kept]
             logits = self._forward(tokens[:, None], wave.cache, wave.positions(step), wave.mask(step))
@@ -247,8 +269,13 @@ class LocalGenerator:
             kind = type(self._model.active_peft_config).__name__
             raise _no_cache_error(self._base, f"its adapter ({kind}) puts tokens of its own before the prompt")
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        for number, prompt in enumerate(prompts):
+    @property
+    def context_limit(self) -> int | None:
+        """See `Generator`."""
+        return self._num_positions
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+        for number, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
             if not prompt:
                 raise GenerationError(f"prompt {number} is empty: must have at least one token")
             if self._num_positions is not None and len(prompt) + max_tokens > self._num_positions:
@@ -273,12 +300,13 @@ class _Wave:
         self,
         prefill: _Prefill,
         rows: list[tuple[int, _Row]],
-        sampling: SamplingParams,
         seeds: Sequence[int],
+        limits: Sequence[int],
         *,
         offloads_cache: bool,
     ) -> None:
-        self.max_tokens = sampling.max_tokens
+        self._limits = [limits[row.request] for _, row in rows]
+        self.max_tokens = max(self._limits)
         self._device, self._width = prefill.ids.device, prefill.ids.shape[1]
         self._rows = [row for _, row in rows]
         self._reasons: list[FinishReason] = ["length"] * len(rows)
@@ -287,7 +315,11 @@ class _Wave:
         # State of the live rows, in the order of the cache.
         self._live = list(range(len(rows)))
         prompts = torch.tensor([number for number, _ in rows], device=self._device)
-        uniforms = [uniform_numbers(seeds[row.request], row.sample, self.max_tokens) for row in self._rows]
+        # As many numbers as the row's own limit, so that they do not depend on the other rows.
+        uniforms = [
+            pad(uniform_numbers(seeds[row.request], row.sample, limit), (0, self.max_tokens - limit))
+            for row, limit in zip(self._rows, self._limits, strict=True)
+        ]
         self._uniforms = torch.stack(uniforms).to(self._device)  # [R, T]
         self._history = pad(prefill.ids[prompts], (0, self.max_tokens))  # [R, W + T]
         columns = torch.arange(self._width + self.max_tokens, device=self._device)
@@ -324,12 +356,20 @@ class _Wave:
         self._draws.append(draw)
         self._drawn_for.append(self._live)
 
-    def leave(self, has_stopped: list[bool]) -> list[int]:
-        """Remove stopped rows; returns the positions of the live rows that stay, in their new order."""
+    def leave(self, has_stopped: list[bool], num_drawn: int) -> list[int]:
+        """Remove rows that have stopped or reached their limit.
+
+        Args:
+            has_stopped: Which live rows have.
+            num_drawn: Number of tokens of each live row.
+        Returns:
+            The positions of the live rows that stay, in their new order.
+        """
         for row, is_last in zip(self._live, has_stopped, strict=True):
             if is_last:
                 self._reasons[row] = "stop"
-        kept = _fill_gaps(has_stopped)
+        is_done = [s or self._limits[row] == num_drawn for row, s in zip(self._live, has_stopped, strict=True)]
+        kept = _fill_gaps(is_done)
         if kept and len(kept) < len(has_stopped):
             chosen = torch.tensor(kept, device=self._device)
             self._live = [self._live[place] for place in kept]

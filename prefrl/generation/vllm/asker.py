@@ -74,9 +74,17 @@ class ServerAsker:
         self._request_timeout = request_timeout
         self._guided = guided
 
-    def submit(self, prompts: Sequence[Prompt], report: Callable[[Outcome], None]) -> Future[None]:
-        """Request the completions of prompts on the request thread; each outcome is reported there, exactly once."""
-        return self._http.submit(self._ask_all(prompts, report, self._fleet.version))
+    def submit(
+        self, prompts: Sequence[Prompt], report: Callable[[Outcome], None], *, checks: bool = True
+    ) -> Future[None]:
+        """Request the completions of prompts on the request thread; each outcome is reported there, exactly once.
+
+        Args:
+            prompts: The prompts.
+            report: Gets the outcomes.
+            checks: Whether to ask the servers for their weights first, so that none with others is asked at all.
+        """
+        return self._http.submit(self._ask_all(prompts, report, self._fleet.version if checks else None))
 
     @property
     def longest_silence(self) -> float:
@@ -89,8 +97,11 @@ class ServerAsker:
         self._fleet.recover()
         self._balance.trust_all()
 
-    async def _ask_all(self, prompts: Sequence[Prompt], report: Callable[[Outcome], None], version: str) -> None:
-        await asyncio.gather(*(self._check_version(server, version) for server in self._balance.servers))
+    async def _ask_all(
+        self, prompts: Sequence[Prompt], report: Callable[[Outcome], None], version: str | None
+    ) -> None:
+        if version is not None:
+            await asyncio.gather(*(self._check_version(server, version) for server in self._balance.servers))
         await asyncio.gather(*(self._ask_and_report(prompt, report) for prompt in prompts))
 
     async def _check_version(self, server: Server, version: str) -> None:
@@ -117,7 +128,7 @@ class ServerAsker:
         tried: set[str] = set()
         outcome: Outcome = Lost(prompt, "not requested")
         for attempt in range(_MAX_TRIES):
-            server = await self._balance.take(avoid=tried)
+            server = await self._balance.take(avoid=tried, home=prompt.home.url)
             if server is None:
                 return Lost(prompt, self._balance.reasons)
             deadline = deadline or clock() + 2 * (self._request_timeout + _BACKOFF_SECONDS)
@@ -125,7 +136,9 @@ class ServerAsker:
             self._fleet.stats.retries += attempt > 0
             try:
                 timeout = min(self._request_timeout, deadline - clock())
-                return Done(prompt, await self._ask_once(server, prompt, timeout))
+                completions = await self._ask_once(server, prompt, timeout)
+                prompt.home.url = server.url
+                return Done(prompt, completions)
             except OtherWeights as error:
                 self._balance.distrust(server, f"{server.url}: {error}")
                 outcome = Lost(prompt, self._balance.reasons)

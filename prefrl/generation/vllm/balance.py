@@ -24,6 +24,7 @@ class Server:
 class _Waiting:
     turn: asyncio.Future[Server | None]
     avoid: Collection[str] = field(default=())
+    home: str | None = None
 
 
 class Balance:
@@ -47,14 +48,15 @@ class Balance:
         """Why servers get no requests."""
         return "; ".join(server.distrust for server in self.servers if server.distrust is not None)
 
-    async def take(self, *, avoid: Collection[str]) -> Server | None:
+    async def take(self, *, avoid: Collection[str], home: str | None = None) -> Server | None:
         """Wait for a turn at a server; None if no server is trusted.
 
         Args:
             avoid: URLs of servers to choose only if no other one is trusted. A server that fails fast is often free:
                 a prompt that it cannot do waits for another one.
+            home: URL of the server that has the history in its cache: waited for, unless it is avoided or not trusted.
         """
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), avoid)
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), avoid, home)
         self._waiting.append(waiting)
         self._hand_out()
         try:
@@ -85,6 +87,7 @@ class Balance:
             if trusted and not self._free(trusted):
                 return
             wanted = [server for server in trusted if server.url not in waiting.avoid] or trusted
+            wanted = [server for server in wanted if server.url == waiting.home] or wanted
             free = self._free(wanted)
             if wanted and not free:
                 continue

@@ -13,6 +13,7 @@ from prefrl.generation.vllm.fleet import Fleet, VLLMStats
 from prefrl.generation.vllm.handshake import check_url
 from prefrl.generation.vllm.pending import VLLMPending
 from prefrl.generation.vllm.requests import Guided, Prompt, check_prompts, check_sampling
+from prefrl.generation.vllm.turns import VLLMTurns
 
 if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams, WeightSource
@@ -117,15 +118,33 @@ class VLLMGenerator:
         """
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
-        if not self.fleet.has_weights:
-            raise GenerationError("the vLLM servers do not have weights of this run yet: call sync before generating")
-        check_sampling(sampling, self._guided)
-        check_prompts(prompts, sampling.max_tokens, min(info.max_model_len for info in self.fleet.infos.values()))
+        self._check(sampling)
+        check_prompts(prompts, sampling.max_tokens, self.context_limit)
         asked = [
             Prompt(number, prompt, seed, sampling, self.fleet.step)
             for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         return VLLMPending(self._asker, asked)
+
+    @property
+    def context_limit(self) -> int:
+        """See `prefrl.generation.base.Generator`; known after the first `sync`."""
+        return min(info.max_model_len for info in self.fleet.infos.values())
+
+    def turns(self, sampling: SamplingParams) -> VLLMTurns:
+        """See `prefrl.generation.base.Generator`.
+
+        Raises:
+            ConfigError: The servers cannot sample with these parameters.
+            GenerationError: No weights have been sent yet.
+        """
+        self._check(sampling)
+        return VLLMTurns(self._asker, sampling, step=lambda: self.fleet.step)
+
+    def _check(self, sampling: SamplingParams) -> None:
+        if not self.fleet.has_weights:
+            raise GenerationError("the vLLM servers do not have weights of this run yet: call sync before generating")
+        check_sampling(sampling, self._guided)
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """Make all servers generate with these weights from now on. Servers that have this version are left alone.

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from prefrl.generation.vllm.requests import Prompt
     from prefrl.types import Completion
 
-__all__ = ["Asker", "Done", "Failed", "Lost", "Outcome", "VLLMPending", "raise_shared"]
+__all__ = ["MAX_RECOVERIES", "Asker", "Done", "Failed", "Lost", "Outcome", "VLLMPending", "raise_shared"]
 
-_MAX_RECOVERIES = 3
+MAX_RECOVERIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,16 @@ Outcome = Done | Lost | Failed
 class Asker(Protocol):
     """Sends requests to servers, and waits for servers that are gone."""
 
-    def submit(self, prompts: Sequence[Prompt], report: Callable[[Outcome], None]) -> Future[None]:
-        """Request the completions of prompts; `report` gets one outcome for each prompt."""
+    def submit(
+        self, prompts: Sequence[Prompt], report: Callable[[Outcome], None], *, checks: bool = True
+    ) -> Future[None]:
+        """Request the completions of prompts.
+
+        Args:
+            prompts: The prompts.
+            report: Gets one outcome for each prompt.
+            checks: Whether to ask the servers for their weights first, so that none with others is asked at all.
+        """
         ...
 
     @property
@@ -93,7 +101,7 @@ class VLLMPending:
             GenerationError: A prompt failed on some process, or a server did not come back in time.
             WeightSyncError: A server came back, but did not load the weights.
         """
-        for recovery in range(_MAX_RECOVERIES + 1):
+        for recovery in range(MAX_RECOVERIES + 1):
             lost: list[Lost] = []
             failure: Exception | None = None
             try:
@@ -111,7 +119,7 @@ class VLLMPending:
             reasons = [reason for reasons in gather_objects([one.reason for one in lost]) for reason in reasons]
             if not reasons:
                 return
-            if recovery == _MAX_RECOVERIES:
+            if recovery == MAX_RECOVERIES:
                 raise GenerationError(
                     f"{len(reasons)} prompts were lost {recovery + 1} times, although the servers came back each "
                     f"time. One of the reasons: {reasons[0]}"

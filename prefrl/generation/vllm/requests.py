@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
 from prefrl.errors import ConfigError, GenerationError
+from prefrl.generation.base import Home
 from prefrl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Prompt:
     seed: int
     sampling: SamplingParams
     step: int  # optimizer step of the weights that the servers had at the call
+    home: Home = field(default_factory=Home)  # of the conversation that it belongs to
 
 
 @dataclass(frozen=True, slots=True)

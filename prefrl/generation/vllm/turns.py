@@ -1,0 +1,106 @@
+"""Turns of conversations, sampled by vLLM servers: one request for each turn, sent as soon as it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from prefrl.distributed import gather_objects
+from prefrl.errors import GenerationError
+from prefrl.generation.vllm.pending import MAX_RECOVERIES, Asker, Done, Lost, Outcome, raise_shared
+from prefrl.generation.vllm.requests import Prompt
+
+if TYPE_CHECKING:
+    from prefrl.generation.base import Conversations, Home, SamplingParams
+    from prefrl.types import Completion
+
+__all__ = ["VLLMTurns"]
+
+
+class VLLMTurns:
+    """A `prefrl.generation.base.TurnSampler` whose requests run on the request thread of the servers' client.
+
+    Requests that are lost with a server are sent again once no conversation can go on without them and the servers are
+    back. Their seeds stay, so the same completions come back.
+
+    Args:
+        asker: Sends the requests.
+        sampling: How all completions are sampled, but for their number and length.
+        step: Returns the optimizer step of the servers' weights.
+    """
+
+    def __init__(self, asker: Asker, sampling: SamplingParams, *, step: Callable[[], int]) -> None:
+        self._asker = asker
+        self._sampling = replace(sampling, num_samples=1)
+        self._step = step
+        self._lock = threading.Lock()  # for all that follows
+        self._answers: dict[int, Future[Completion]] = {}  # by number of the request
+        self._lost: list[Lost] = []
+        self._num_asked = 0
+        self._failure: Exception | None = None
+        self._event = threading.Event()
+
+    def ask(self, prompt: Sequence[int], *, max_tokens: int, seed: int, home: Home) -> Future[Completion]:
+        """See `TurnSampler`."""
+        answer: Future[Completion] = Future()
+        with self._lock:
+            number = self._num_asked
+            self._num_asked += 1
+            self._answers[number] = answer
+        sampling = replace(self._sampling, max_tokens=max_tokens)
+        self._asker.submit(
+            [Prompt(number, prompt, seed, sampling, self._step(), home)], self._note, checks=number == 0
+        )
+        return answer
+
+    def notify(self) -> None:
+        """See `TurnSampler`."""
+        self._event.set()
+
+    def serve(self, conversations: Conversations) -> None:
+        """See `TurnSampler`."""
+        num_recoveries = 0
+        while not conversations.has_news():
+            self._event.clear()
+            if conversations.has_news():
+                return
+            if self._failure is None and not conversations.is_over() and not self._is_stuck(conversations):
+                self._event.wait()
+                continue
+            raise_shared(self._failure)
+            with self._lock:
+                lost, self._lost = self._lost, []
+            reasons = [reason for reasons in gather_objects([one.reason for one in lost]) for reason in reasons]
+            if not reasons:
+                return
+            if num_recoveries == MAX_RECOVERIES:
+                raise GenerationError(
+                    f"{len(reasons)} turns were lost {num_recoveries + 1} times, although the servers came back each "
+                    f"time. One of the reasons: {reasons[0]}"
+                )
+            num_recoveries += 1
+            self._asker.recover()
+            self._asker.submit([one.prompt for one in lost], self._note)
+
+    def _is_stuck(self, conversations: Conversations) -> bool:
+        """Whether no conversation can go on before the servers are back."""
+        with self._lock:
+            return bool(self._lost) and len(self._lost) == len(self._answers) and conversations.is_waiting()
+
+    def _note(self, outcome: Outcome) -> None:
+        """Called on the request thread."""
+        if isinstance(outcome, Done):
+            with self._lock:
+                answer = self._answers.pop(outcome.prompt.number)
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(outcome.completions[0])
+            return
+        with self._lock:
+            if isinstance(outcome, Lost):
+                self._lost.append(outcome)
+            else:
+                self._failure = self._failure or outcome.error
+        self._event.set()
