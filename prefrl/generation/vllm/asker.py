@@ -128,7 +128,7 @@ class ServerAsker:
         tried: set[str] = set()
         outcome: Outcome = Lost(prompt, "not requested")
         for attempt in range(_MAX_TRIES):
-            server = await self._balance.take(avoid=tried, home=prompt.home.url)
+            server = await self._balance.take(avoid=tried, home=prompt.home.url if prompt.home else None)
             if server is None:
                 return Lost(prompt, self._balance.reasons)
             deadline = deadline or clock() + 2 * (self._request_timeout + _BACKOFF_SECONDS)
@@ -137,7 +137,8 @@ class ServerAsker:
             try:
                 timeout = min(self._request_timeout, deadline - clock())
                 completions = await self._ask_once(server, prompt, timeout)
-                prompt.home.url = server.url
+                if prompt.home is not None:
+                    prompt.home.url = server.url
                 return Done(prompt, completions)
             except OtherWeights as error:
                 self._balance.distrust(server, f"{server.url}: {error}")

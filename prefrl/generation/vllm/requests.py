@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from prefrl.errors import ConfigError, GenerationError
-from prefrl.generation.base import Home
 from prefrl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
-    from prefrl.generation.base import SamplingParams
+    from prefrl.generation.base import Home, SamplingParams
 
 __all__ = ["Aborted", "BadAnswer", "Expected", "Guided", "OtherWeights", "Prompt", "completions_of", "request_body"]
 __all__ += ["answer_limit", "check_prompts", "check_sampling", "version_name"]
@@ -93,7 +92,7 @@ class Prompt:
     seed: int
     sampling: SamplingParams
     step: int  # optimizer step of the weights that the servers had at the call
-    home: Home = field(default_factory=Home)  # of the conversation that it belongs to
+    home: Home | None = None  # of the conversation that it belongs to; None: of none
 
 
 @dataclass(frozen=True, slots=True)
