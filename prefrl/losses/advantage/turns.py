@@ -23,10 +23,10 @@ def turn_advantages(rewards: Tensor, episode_index: Tensor, groups: Tensor, *, d
 
         A_it = R_it - sum_j R_jt / (n - 1),  R_it = sum_{s >= t} discount^(s - t) r_is
 
-    and R_jt = 0 where episode j is over before turn t. So the baseline depends on the turn and on the other episodes,
-    not on when episode i stops, and the gradient is unbiased where the policy decides when to stop. This needs
-    discount = 1. Rewards that are centered at each turn before they are summed have no such baseline: an episode that
-    goes on has one more mean subtracted.
+    and R_jt = 0 where episode j is over before turn t. The baseline depends on the turn and on the other episodes, not
+    on when episode i stops. So with discount = 1 the gradient of the expected sum of rewards is unbiased, also where
+    the policy decides when to stop. Rewards that are centered at each turn and then summed are biased there: an
+    episode that goes on has one more mean subtracted.
 
     Episodes of one turn get the advantages of `rloo`. Where all returns from a turn on are equal, and in an episode
     that is alone in its group, the advantage is exactly 0. An episode with a NaN reward, or without turns, has no
