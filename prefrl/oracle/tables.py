@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
+from prefrl.losses.advantage.turns import turn_advantages
 from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
 from prefrl.losses.kl.full import full_kl
 from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
@@ -31,6 +32,7 @@ from prefrl.oracle.recipe import (
     token_advantages,
     whiten,
 )
+from prefrl.oracle.turns import centered_turns, credit_of_turns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,6 +175,19 @@ def _advantage_cells(problem: Problem, recipe: Recipe, *, stacked: bool) -> tupl
     return _bias(on_policy), *_three(on_policy), _bias(off_policy)
 
 
+def turn_lines() -> Iterator[Line]:
+    """Advantages of turns with REINFORCE, on-policy: each token is a turn with a reward of its own."""
+    credits = {
+        "`rloo`, the reward of the episode at all of its turns": _advantages("rloo"),
+        "`turn_advantages`": credit_of_turns(functools.partial(turn_advantages, discount=1.0)),
+        "`turn_advantages`, `discount=0.9`": credit_of_turns(functools.partial(turn_advantages, discount=0.9)),
+        "rewards centered at each turn, then summed": credit_of_turns(centered_turns),
+    }
+    for name, credit in credits.items():
+        found = _agree(one_prompt(), Recipe(reinforce_loss, credit))
+        yield Line(name, (_bias(found), *_three(found)))
+
+
 def policy_lines() -> Iterator[Line]:
     """Policy losses with the reward as advantage, for samples of an old policy at growing distances."""
     named: dict[Any, list[LossType]] = {}
@@ -301,6 +316,7 @@ TABLES: dict[str, TableOfLines] = {
     "advantages": TableOfLines(
         ("advantage", "bias", "scale", "bent", "noise", "bias off-policy, weighted"), advantage_lines
     ),
+    "turns": TableOfLines(("advantage", "bias", "scale", "bent", "noise"), turn_lines),
     "policy": TableOfLines(
         ("loss", "level", *(f"bias, {step}" for step in STEPS), "cosine, large step", "noise, large step"),
         policy_lines,

@@ -21,6 +21,7 @@ __all__ = [
     "ScoredRows",
     "ScoredTokens",
     "centered",
+    "check_finite",
     "group_count",
     "group_std",
     "group_sum",
@@ -81,7 +82,7 @@ class ScoredRows:
             shapes = {"rewards": self.rewards, "weights": self.weights, **per_row}
             named = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in shapes.items())
             raise ValueError(f"{named}: need to be [B, K], [K] and [B]")
-        _check_finite(self.rewards)
+        check_finite(self.rewards)
 
     def totals(self) -> Tensor:
         """[B] float64, see `row_totals`."""
@@ -119,10 +120,15 @@ class ScoredTokens:
             raise ValueError(f"groups {tuple(self.groups.shape)}: needs one entry for each of {self.num_rows} rows")
         if (self.row_index.diff() < 0).any():
             raise ValueError("row_index decreases: rows need to be laid end to end in order")
-        _check_finite(self.rewards)
+        check_finite(self.rewards)
 
 
-def _check_finite(rewards: Tensor) -> None:
+def check_finite(rewards: Tensor) -> None:
+    """Reject infinite rewards.
+
+    Raises:
+        ValueError: A reward is infinite.
+    """
     if torch.isinf(rewards).any():
         raise ValueError("rewards contain an infinite value: each needs to be finite, or NaN for no reward")
 

@@ -32,6 +32,7 @@ __all__ = [
     "gae",
     "optimal_token_baseline",
     "reinforce_plus_plus",
+    "to_go",
 ]
 
 # exp(2 * 30) times any realistic number of tokens is finite in float32.
@@ -79,7 +80,7 @@ def gae(scored: ScoredTokens, params: GaeParams) -> Advantages:
     steps = _steps(scored)
     values = steps.read(scored.values)
     delta = steps.rewards + params.gamma * _later_in_row(values, steps.row, 1) - values
-    advantages = _to_go(delta, steps.row, discount=params.gamma * params.lam).masked_fill(steps.rewards.isnan(), 0.0)
+    advantages = to_go(delta, steps.row, discount=params.gamma * params.lam).masked_fill(steps.rewards.isnan(), 0.0)
     return _result(scored, steps, advantages, returns=advantages + values)
 
 
@@ -96,7 +97,7 @@ def reinforce_plus_plus(scored: ScoredTokens, params: DiscountParams) -> Advanta
     Source: Hu et al. 2025, arXiv 2501.03262
     """
     steps = _steps(scored)
-    return _result(scored, steps, _to_go(steps.rewards, steps.row, discount=params.gamma))
+    return _result(scored, steps, to_go(steps.rewards, steps.row, discount=params.gamma))
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,14 @@ def optimal_token_baseline(scored: ScoredTokens, params: BaselineParams) -> Adva
     energy = torch.expm1(logprobs).square() + others
     if scored.log_ratio is not None:
         energy = energy * (2 * steps.read(scored.log_ratio).clamp(max=_MAX_LOG_RATIO)).exp()
-    to_go = _to_go(steps.rewards, steps.row, discount=1.0)
+    returns = to_go(steps.rewards, steps.row, discount=1.0)
     # A running sum is a sum to go over the reversed tokens.
-    energy_so_far = _to_go(energy.flip(0), steps.row.flip(0), discount=1.0).flip(0)
-    step = torch.arange(len(to_go), device=to_go.device) - torch.searchsorted(steps.row, steps.row)
+    energy_so_far = to_go(energy.flip(0), steps.row.flip(0), discount=1.0).flip(0)
+    step = torch.arange(len(returns), device=returns.device) - torch.searchsorted(steps.row, steps.row)
     same_step = numbered(numbered(scored.groups)[steps.row] * len(step) + step)
-    advantages = centered(to_go, same_step, energy_so_far)
+    advantages = centered(returns, same_step, energy_so_far)
     if params.zero_tail:
-        advantages = torch.where(group_count(to_go, same_step)[same_step] == 1, to_go, advantages)
+        advantages = torch.where(group_count(returns, same_step)[same_step] == 1, returns, advantages)
     return _result(scored, steps, advantages)
 
 
@@ -181,10 +182,15 @@ def _steps(scored: ScoredTokens) -> _Steps:
     )
 
 
-def _to_go(values: Tensor, row: Tensor, *, discount: float) -> Tensor:
+def to_go(values: Tensor, row: Tensor, *, discount: float) -> Tensor:
     """[M] sum_k discount^k values_t+k over the steps from t to the end of the row.
 
     Each round doubles the number of steps that a sum spans, so rows of T steps take log2(T) rounds.
+
+    Args:
+        values: [M] of the steps of all rows, laid end to end.
+        row: [M] int64, row of each step.
+        discount: Factor for each step that a value is later.
     """
     longest = int(torch.bincount(row).max()) if len(row) else 0
     sums, reach = values, 1
