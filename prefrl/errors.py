@@ -6,6 +6,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "EpisodeError",
     "GenerationError",
     "HubError",
     "NonFiniteError",
@@ -40,6 +41,10 @@ class RewardError(PrefrlError, RuntimeError):
 
 class GenerationError(PrefrlError, RuntimeError):
     """No completions could be generated."""
+
+
+class EpisodeError(PrefrlError, RuntimeError):
+    """A tool or an environment failed, or returned something that cannot be shown to the model."""
 
 
 class WeightSyncError(PrefrlError, RuntimeError):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion",
+    "Episode",
     "FinishReason",
     "IdleBatch",
     "LabeledBatch",
@@ -33,11 +34,18 @@ __all__ = [
     "ReferencedBatch",
     "Rollout",
     "SampledBatch",
+    "StopReason",
     "TokenBatch",
     "Turn",
 ]
 
 FinishReason = Literal["stop", "length", "abort"]
+# Why an episode ended: the model called no tool and got no answer; max_turns or max_tool_calling_iterations;
+# max_completion_length; the model's or the server's longest context; a tool or the environment said that it is over;
+# a limit was reached right after a call that could not be read; episode_timeout; the environment failed.
+StopReason = Literal[
+    "stop", "max_turns", "max_tokens", "context", "tool_done", "parse_error", "timeout", "environment_error"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,20 @@ class Turn:
 
 
 @dataclass(slots=True)
+class Episode:
+    """What tools and the environment did in a rollout."""
+
+    kind: str  # name of the environment's class; "tools" without one
+    stop_reason: StopReason
+    turn_rewards: list[float]  # of the environment's observations, one for each turn
+    num_calls: int = 0
+    num_failed_calls: int = 0  # that could not be read or run
+    reward: float | None = None  # of the environment, with those of the turns; None: it has none
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of `reward` that have names
+    environment: Any = None  # until the rollout is scored
+
+
+@dataclass(slots=True)
 class Rollout:
     """What the policy did with one prompt, the dataset row that the prompt comes from, and its rewards."""
 
@@ -76,6 +98,7 @@ class Rollout:
     reward: float = float("nan")
     advantage: float = float("nan")
     greedy_reward: float = float("nan")  # total of the greedy completion of the same prompt, if there is one
+    episode: Episode | None = None  # what tools and the environment did; None: there are none
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -99,8 +122,15 @@ class Rollout:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the last completion ended."""
+        """Why the last completion ended; "length" also if an episode was cut off at a limit of tokens or time."""
+        if self.episode is not None and self.episode.stop_reason in ("max_tokens", "context", "timeout"):
+            return "length"
         return self.turns[-1].completion.finish_reason
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the environment failed, so that there is nothing to learn from."""
+        return self.episode is not None and self.episode.stop_reason == "environment_error"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

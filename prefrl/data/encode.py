@@ -56,6 +56,9 @@ class RowEncoder:
     prefix_ids: tuple[int, ...]  # what the tokenizer puts before a plain text: BOS or nothing
     special_tokens: tuple[str, ...]
     chat_template_kwargs: Mapping[str, Any]
+    # Schemas of the tools of all rows, by the value of the column `environment`; None: they do not depend on it. If
+    # there are none, the tools are those in the column `tools`.
+    tools: Mapping[str | None, Sequence[Mapping[str, Any]]] | None = None
     cache_version: int = _CACHE_VERSION
 
     def document(self, text: str, *, start: int = 0) -> EncodedText:
@@ -100,11 +103,24 @@ class RowEncoder:
         """The chat template with the tools and arguments of a row.
 
         Raises:
-            DataError: The row's tools cannot be read.
+            DataError: The row's tools cannot be read, or it names an environment that does not exist.
         """
         own = row.get("chat_template_kwargs") or {}
         kwargs = {**self.chat_template_kwargs, **{name: value for name, value in own.items() if value is not None}}
-        return ChatTemplate(self.tokenizer, self.special_tokens, tools=read_tools(row), kwargs=kwargs)
+        return ChatTemplate(self.tokenizer, self.special_tokens, tools=self._tools(row), kwargs=kwargs)
+
+    def _tools(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+        if self.tools is None:
+            return read_tools(row)
+        if None in self.tools:
+            return self.tools[None]
+        name = row.get("environment")
+        if name not in self.tools:
+            raise DataError(
+                f"column 'environment' is {name!r}: must be one of those in environment_factory, "
+                f"{sorted(map(str, self.tools))}"
+            )
+        return self.tools[name]
 
     def check_end_of_text(self) -> None:
         """Refuse plain text for a tokenizer without EOS.
@@ -162,9 +178,12 @@ class RowEncoder:
 
 
 def row_encoder(
-    dataset_format: Format, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
+    dataset_format: Format,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    tools: Mapping[str | None, Sequence[Mapping[str, Any]]] | None = None,
 ) -> RowEncoder:
-    """The encoder for rows of a format.
+    """The encoder for rows of a format; see `RowEncoder` for the arguments.
 
     Raises:
         DataError: The rows are conversations and the tokenizer has no chat template.
@@ -181,6 +200,7 @@ def row_encoder(
         prefix_ids=_prefix_ids(tokenizer),
         special_tokens=special_tokens(tokenizer),
         chat_template_kwargs=dict(chat_template_kwargs or {}),
+        tools=tools,
     )
 
 

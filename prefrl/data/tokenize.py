@@ -191,6 +191,7 @@ def prepare_prompt_dataset(
     truncation: Truncation = "left",
     filter_overlong: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Mapping[str | None, Sequence[Mapping[str, Any]]] | None = None,
     num_proc: int | None = None,
 ) -> datasets.Dataset:
     """Tokenize the column `prompt` as generation reads it.
@@ -205,6 +206,7 @@ def prepare_prompt_dataset(
         truncation: The side of longer prompts that is cut off, or "error".
         filter_overlong: Drop longer prompts with a warning instead of truncating them.
         chat_template_kwargs: For the template of all rows; a row's own column of that name takes precedence.
+        tools: Schemas of the tools that the model may call, see `RowEncoder`; None: there are no episodes.
         num_proc: Number of processes that tokenize.
     Returns:
         All columns, and `prompt_ids: list[int]`.
@@ -222,8 +224,10 @@ def prepare_prompt_dataset(
     check_limit(max_prompt_length)
     dataset_format = detect_format(dataset, ("prompt_only",))
     check_not_reserved(dataset, PROMPT_COLUMNS)
+    if tools is not None:
+        _check_episodes(dataset, dataset_format)
     encode_row = _PromptRow(
-        row_encoder(dataset_format, tokenizer, chat_template_kwargs),
+        row_encoder(dataset_format, tokenizer, chat_template_kwargs, tools),
         dataset_format.columns[0],
         None if filter_overlong else max_prompt_length,
         truncation,
@@ -248,6 +252,19 @@ def prepare_prompt_dataset(
         if len(prompt_ids) > max_prompt_length
     }
     return drop_rows(rows, problems, remedy="Raise max_prompt_length, or set filter_overlong=False to truncate them")
+
+
+def _check_episodes(dataset: datasets.Dataset, dataset_format: Format) -> None:
+    if dataset_format.style != "conversational":
+        raise DataError(
+            "column 'prompt' holds text: with tools or environment_factory, prompts are lists of messages, such as "
+            '[{"role": "user", "content": "..."}]'
+        )
+    if "tools" in dataset.column_names:
+        raise DataError(
+            "column 'tools': which tools there are is told by the trainer's arguments tools and environment_factory. "
+            "Remove the column"
+        )
 
 
 def completion_text(

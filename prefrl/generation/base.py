@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, get_args
 
 from prefrl.errors import ConfigError
 
@@ -28,6 +28,8 @@ __all__ = [
     "TurnSampler",
     "WeightSource",
 ]
+
+Sample = TypeVar("Sample")
 
 # "sampled": log-probs of the distribution that was sampled from; "raw": untruncated, at temperature 1.
 LogprobsMode = Literal["sampled", "raw"]
@@ -109,11 +111,11 @@ class WeightSource(Protocol):
         ...
 
 
-class Pending(Protocol):
-    """Completions that were requested."""
+class Pending(Protocol[Sample]):
+    """Completions, or rollouts of them, that were requested."""
 
-    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
-        """The number and completions of each prompt, once for every prompt, as they become ready."""
+    def as_completed(self) -> Iterator[tuple[int, list[Sample]]]:
+        """The number and samples of each prompt, once for every prompt, as they become ready."""
         ...
 
     def cancel(self) -> None:
@@ -209,7 +211,9 @@ class Generator(Protocol):
         """
         ...
 
-    def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
+    def start(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+    ) -> Pending[Completion]:
         """Like `generate`, but without waiting for the completions."""
         ...
 

@@ -64,7 +64,7 @@ class EventLoopThread:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, coroutine: Coroutine[Any, Any, list[Outcome]]) -> concurrent.futures.Future[list[Outcome]]:
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
         """Run a coroutine in the loop."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()

@@ -16,7 +16,7 @@ __all__ = ["reward_fingerprint"]
 
 
 def reward_fingerprint(function: Callable[..., Any]) -> str:
-    """A hash of a function's source, or of the class of another callable; for a model, its name.
+    """A hash of the source of a function or a class, or of the class of another callable; for a model, its name.
 
     Parameters of graders that decide their values are part of it. What the function calls is not.
     """
@@ -26,7 +26,7 @@ def reward_fingerprint(function: Callable[..., Any]) -> str:
         function = function.func
     if isinstance(function, Grader):
         return _hashed(json.dumps([type(function).__name__, function.settings()], default=reward_fingerprint))
-    target = function if inspect.isroutine(function) else type(function)
+    target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     try:
         text = inspect.getsource(target)
     except (OSError, TypeError):  # defined in a shell

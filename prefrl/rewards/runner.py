@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from prefrl.rewards.base import RewardFunction, RewardSource
+    from prefrl.types import Episode
 
 __all__ = ["RewardRunner", "RewardScores"]
 
@@ -39,6 +40,7 @@ _MOST_FAILURES = 10
 
 # What rewards get besides the columns of the dataset.
 _STANDARD = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+_ENVIRONMENTS = "environments"
 # Columns that rewards get under another name, or not at all.
 _HIDDEN = ("prompt", "prompt_ids")
 
@@ -74,6 +76,8 @@ class RewardRunner:
         processing_classes: Tokenizers of reward models: one for all of them, or K entries with None for functions and
             for models that bring their own.
         columns: Columns of the dataset, if they are already known.
+        environments: Classes of environments that have rewards of their own, by name. Each is one more reward, of
+            weight 1, after the others. None: there are no environments, so rewards cannot ask for them.
         device: Where reward models are put; None: they stay where they are.
     Raises:
         ConfigError: No rewards, one that cannot work, or weights, timeout or tokenizers that do not match.
@@ -89,22 +93,28 @@ class RewardRunner:
         on_error: Literal["raise", "skip"] = "raise",
         processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         columns: Collection[str] | None = None,
+        environments: Mapping[str, type] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         sources: list[RewardSource]
+        self._environments = dict(environments or {})
+        self._standard = _STANDARD if environments is None else (*_STANDARD, _ENVIRONMENTS)
         if isinstance(reward_funcs, Mapping):
             sources = list(reward_funcs.values())
         else:
             sources = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        if not sources:
-            raise ConfigError("reward_funcs=[]: at least one reward is needed")
+        if not sources and not self._environments:
+            raise ConfigError(
+                "reward_funcs=[]: at least one reward is needed, or an environment_factory whose environments have "
+                "get_reward"
+            )
         if timeout is not None and not timeout > 0:
             raise ConfigError(f"reward_timeout={timeout}: needs to be > 0 seconds, or None for no limit")
         self.timeout = timeout
         self._skips_errors = on_error == "skip"
         self._failures: Counter[str] = Counter()  # batches one after another in which a reward failed
         self._warned: set[str] = set()  # of errors of these rewards
-        self.weights = _weights(weights, len(sources))
+        self.weights = _weights(weights, len(sources)) + [1.0] * len(self._environments)
         tokenizers = _tokenizers(processing_classes, [_is_model(source) for source in sources])
         functions = [_function(source, t, device) for source, t in zip(sources, tokenizers, strict=True)]
         names = _unique(reward_funcs if isinstance(reward_funcs, Mapping) else map(_name, functions))
@@ -116,7 +126,7 @@ class RewardRunner:
     @property
     def names(self) -> list[str]:
         """K names. A second reward of the same name is `name_2`."""
-        return [reward.name for reward in self._rewards]
+        return _unique([*(reward.name for reward in self._rewards), *self._environments])
 
     @property
     def required(self) -> frozenset[str]:
@@ -126,7 +136,8 @@ class RewardRunner:
     @property
     def fingerprints(self) -> dict[str, str]:
         """K hashes by name; see `reward_fingerprint`."""
-        return {reward.name: reward_fingerprint(reward.function) for reward in self._rewards}
+        functions = [*(reward.function for reward in self._rewards), *self._environments.values()]
+        return {name: reward_fingerprint(f) for name, f in zip(self.names, functions, strict=True)}
 
     @property
     def models(self) -> list[ModelReward]:
@@ -139,17 +150,17 @@ class RewardRunner:
         Raises:
             ConfigError: A column is missing, or has the name of another argument of rewards.
         """
-        hidden = sorted(set(columns) & set(_STANDARD))
+        hidden = sorted(set(columns) & set(self._standard))
         if hidden:
             raise ConfigError(
                 f"dataset columns {hidden}: these names are reserved for other arguments of rewards. Rename the "
                 "columns"
             )
-        known = [*columns, *_STANDARD]
+        known = [*columns, *self._standard]
         for reward in self._rewards:
             for name in sorted(reward.required):
                 if name not in known or name in _HIDDEN:
-                    raise ConfigError(_missing(reward.name, name, columns))
+                    raise ConfigError(_missing(reward.name, name, columns, self._standard))
 
     def score(
         self,
@@ -158,6 +169,7 @@ class RewardRunner:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         *,
+        episodes: Sequence[Episode] | None = None,
         trainer_state: object = None,
         seed: int | None = None,
     ) -> RewardScores:
@@ -168,6 +180,7 @@ class RewardRunner:
             completions: B texts or lists of messages.
             completion_ids: B lists of token ids.
             columns: B values for each column of the dataset.
+            episodes: B episodes; None: there are no tools and environments.
             trainer_state: Passed to the functions whose signature names it.
             seed: Seeds the global random generators for the functions; their states are restored afterwards. None:
                 functions use the generators as they are.
@@ -189,6 +202,8 @@ class RewardRunner:
             # Each function gets its own lists, so that changes to them do not affect the next one.
             available: dict[str, Any] = {name: list(values) for name, values in given.items() if name not in _HIDDEN}
             available |= {"trainer_state": trainer_state, "log_metric": log.metric, "log_extra": log.extra}
+            if _ENVIRONMENTS in self._standard:
+                available[_ENVIRONMENTS] = [episode.environment for episode in episodes or ()]
             accepted = reward.accepted
             arguments = {name: v for name, v in available.items() if accepted is None or name in accepted}
             calls.append(Call(reward.name, reward.function, arguments, reward.is_async))
@@ -198,7 +213,9 @@ class RewardRunner:
         failed = {
             f"rewards/{name}/failed": float(self._failures[name] > 0) for name in self.names if self._skips_errors
         }
-        return RewardScores(dict(zip(self.names, values, strict=True)), log.means() | failed, log.columns)
+        values += [[one.reward if one.kind == kind else None for one in episodes or ()] for kind in self._environments]
+        metrics = log.means() | failed | _parts(episodes or ())
+        return RewardScores(dict(zip(self.names, values, strict=True)), metrics, log.columns)
 
     def _settled(
         self, call: Call, outcome: Outcome, *, prompts: Sequence[Any], completions: Sequence[Any]
@@ -234,6 +251,15 @@ class RewardRunner:
                 error,
                 call.name,
             )
+
+
+def _parts(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The means of the parts of environments' rewards that have names."""
+    found: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.rewards.items():
+            found.setdefault(f"rewards/{episode.kind}/{name}/mean", []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
@@ -321,11 +347,11 @@ def _inspected(name: str, function: Callable[..., Any]) -> _Reward:
     )
 
 
-def _missing(reward: str, name: str, columns: Collection[str]) -> str:
+def _missing(reward: str, name: str, columns: Collection[str], standard: Sequence[str]) -> str:
     visible = [column for column in columns if column not in _HIDDEN]
-    close = difflib.get_close_matches(name, [*visible, *_STANDARD], n=1)
+    close = difflib.get_close_matches(name, [*visible, *standard], n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return (
         f"reward {reward!r} needs {name!r}, which is no column of the dataset. {hint}Columns: {visible}; rewards are "
-        f"also given {', '.join(_STANDARD)}. Rename the column or the parameter, or give the parameter a default"
+        f"also given {', '.join(standard)}. Rename the column or the parameter, or give the parameter a default"
     )

@@ -1,4 +1,4 @@
-"""Requests completions of prompts, and turns them into scored rollouts."""
+"""Requests rollouts of prompts, and scores them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from prefrl.data.collate import flat_batch
-from prefrl.data.tokenize import completion_text
 from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
-from prefrl.types import Rollout, SampledBatch, Turn
+from prefrl.types import Rollout
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from prefrl.generation.base import Generator, Pending, SamplingParams
+    from prefrl.generation.base import Pending, SamplingParams
     from prefrl.rewards.runner import RewardRunner
-    from prefrl.types import Completion
+    from prefrl.rollout.samplers import RolloutSampler
 
-__all__ = ["Collected", "Collector", "Request", "ask", "prompt_seed", "sampled_batch"]
+__all__ = ["Collected", "Collector", "Request", "ask", "prompt_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,50 +76,48 @@ def prompt_seed(seed: int, generation: int, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Completions that were requested from a generator."""
+    """Rollouts that were requested."""
 
-    rows: Sequence[Mapping[str, Any]]  # [P] dataset rows with `prompt` and `prompt_ids`
-    groups: list[int]  # [P] group number of each prompt
-    pending: Pending
+    num_prompts: int  # P
+    pending: Pending[Rollout]
     seeds: list[int]  # [P] random seed of each prompt's samples
 
 
 def ask(
-    rows: Sequence[Mapping[str, Any]], *, generator: Generator, sampling: SamplingParams, seeds: Mapping[int, int]
+    rows: Sequence[Mapping[str, Any]], *, sampler: RolloutSampler, sampling: SamplingParams, seeds: Mapping[int, int]
 ) -> Request:
-    """Request completions of the prompts of dataset rows.
+    """Request rollouts of the prompts of dataset rows.
 
     Args:
         rows: [P] dataset rows with `prompt` and `prompt_ids`.
-        generator: The generator that samples the completions.
+        sampler: Samples them.
         sampling: The sampling parameters; `num_samples` is G.
         seeds: [P] group number of each prompt -> random seed of its samples.
     """
-    prompts = [row["prompt_ids"] for row in rows]
     values = list(seeds.values())
-    return Request(rows, list(seeds), generator.start(prompts, sampling, seeds=values), values)
+    return Request(len(rows), sampler.start(rows, list(seeds), sampling, values), values)
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Turns requested completions into scored rollouts.
+    """Waits for requested rollouts, and scores them.
 
     Args:
-        rewards: Scores the completions.
-        tokenizer: Decodes the completions for the rewards.
+        rewards: Scores the rollouts.
+        sampler: Sampled them.
         trainer_state: Returns HuggingFace's state of the current training run, for rewards that ask for it.
         clock: Returns seconds.
         company: Context in which rewards are computed. All ranks enter it the same number of times.
     """
 
     rewards: RewardRunner
-    tokenizer: PreTrainedTokenizerBase
+    sampler: RolloutSampler
     trainer_state: Callable[[], object]
     clock: Callable[[], float]
     company: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def collect(self, request: Request) -> Collected:
-        """Wait for all completions and score them together.
+        """Wait for all rollouts and score them together.
 
         Returns:
             P * G rollouts in the order of the rows; those of a group are adjacent.
@@ -132,49 +126,50 @@ class Collector:
             GenerationError: No completions could be generated.
             RewardError: A reward function failed.
         """
-        completions = dict(request.pending.as_completed())
-        return self._scored(request, [(number, completions[number]) for number in range(len(request.rows))])
+        rollouts = dict(request.pending.as_completed())
+        return self._scored(request, 0, [one for number in range(request.num_prompts) for one in rollouts[number]])
 
     def by_group(self, request: Request) -> Iterator[Collected]:
-        """Like `collect`, but yields each group as soon as its completions arrive, and scores it separately."""
-        for number, completions in request.pending.as_completed():
-            yield self._scored(request, [(number, completions)])
+        """Like `collect`, but yields each group as soon as its rollouts arrive, and scores it separately."""
+        for number, rollouts in request.pending.as_completed():
+            yield self._scored(request, number, rollouts)
 
-    def _scored(self, request: Request, samples: Sequence[tuple[int, list[Completion]]]) -> Collected:
+    def _scored(self, request: Request, first: int, rollouts: list[Rollout]) -> Collected:
+        """Score rollouts of the prompts from number `first` on."""
         started = self.clock()
-        rollouts = []
-        for number, completions in samples:
-            row = request.rows[number]
-            is_conversational = not isinstance(row["prompt"], str)
-            for sample in completions:
-                text = completion_text(self.tokenizer, sample.token_ids, conversational=is_conversational)
-                group = request.groups[number]
-                turn = Turn(row["prompt_ids"], sample)
-                rollouts.append(Rollout([turn], row, group, prompt=row["prompt"], text=text))
         with self.company():
-            seed = request.seeds[samples[0][0]] if samples else 0
+            seed = request.seeds[first] if rollouts else 0
             metrics, columns = _score(rollouts, self.rewards, self.trainer_state(), seed)
+        self.sampler.release(rollouts)
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
 
 
 def _score(
     rollouts: list[Rollout], rewards: RewardRunner, trainer_state: object, seed: int
 ) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    if not rollouts:
+    scored = [rollout for rollout in rollouts if not rollout.has_failed]
+    for rollout in rollouts:
+        rollout.rewards = dict.fromkeys(rewards.names)
+    if not scored:
+        _set_totals(rollouts, rewards.weights)
         return {}, {}
-    names = [name for name in rollouts[0].row if name not in ("prompt", "prompt_ids")]
+    names = [name for name in scored[0].row if name not in ("prompt", "prompt_ids")]
     scores = rewards.score(
-        [rollout.prompt for rollout in rollouts],
-        [rollout.text for rollout in rollouts],
-        [rollout.sampled_ids for rollout in rollouts],
-        {name: [rollout.row[name] for rollout in rollouts] for name in names},
+        [rollout.prompt for rollout in scored],
+        [rollout.text for rollout in scored],
+        [rollout.sampled_ids for rollout in scored],
+        {name: [rollout.row[name] for rollout in scored] for name in names},
+        episodes=[rollout.episode for rollout in scored if rollout.episode is not None] or None,
         trainer_state=trainer_state,
         seed=seed,
     )
-    for i, rollout in enumerate(rollouts):
+    for i, rollout in enumerate(scored):
         rollout.rewards = {name: values[i] for name, values in scores.by_name.items()}
     _set_totals(rollouts, rewards.weights)
-    return dict(scores.metrics), dict(scores.extra)
+    places = {id(rollout): i for i, rollout in enumerate(scored)}
+    at = [places.get(id(rollout)) for rollout in rollouts]
+    extra = {name: [None if i is None else values[i] for i in at] for name, values in scores.extra.items()}
+    return dict(scores.metrics), extra
 
 
 def _set_totals(rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
@@ -183,27 +178,3 @@ def _set_totals(rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
     totals = row_totals(torch.tensor(values, dtype=torch.float32), torch.tensor(weights))
     for rollout, total in zip(rollouts, totals.tolist(), strict=True):
         rollout.reward = total
-
-
-def sampled_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> SampledBatch:
-    """The flat batch of some rollouts, with each group's prompt once: a row for each turn.
-
-    Args:
-        rollouts: Completed rollouts.
-        mask_truncated: Whether to exclude completions cut off at the length limit from the loss.
-    """
-    turns = [(turn, rollout.group) for rollout in rollouts for turn in rollout.turns]
-    completions = [turn.completion for turn, _ in turns]
-    batch = flat_batch(
-        [turn.sent_ids for turn, _ in turns],
-        [completion.token_ids for completion in completions],
-        trainable=[
-            [False] * len(completion.token_ids)
-            if mask_truncated and completion.finish_reason == "length"
-            else completion.trainable
-            for completion in completions
-        ],
-        groups=[group for _, group in turns],
-    )
-    logprobs = [value for completion in completions for value in completion.logprobs]
-    return SampledBatch.of(batch, sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32))

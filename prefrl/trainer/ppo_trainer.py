@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.base.steps import Step
+    from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
 
 __all__ = ["PPOTrainer"]
 
@@ -62,7 +63,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel | nn.Module,
-        reward_funcs: RewardSource | list[RewardSource],
+        reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
@@ -72,6 +73,8 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         optimizers: Optimizers = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
+        tools: Tools | None = None,
+        environment_factory: EnvironmentFactory | None = None,
         value_model: str | PreTrainedModel | None = None,
     ) -> None:
         refuse_reward_model(value_model, reward_funcs)
@@ -88,6 +91,8 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             callbacks=callbacks,
             peft_config=peft_config,
             quantization_config=quantization_config,
+            tools=tools,
+            environment_factory=environment_factory,
         )
         self.critic: Critic = make_critic(self.args, self.policy, value_model)
         self.scorer.critic = self.critic

@@ -181,7 +181,9 @@ class LocalGenerator:
         """A forward pass that other ranks need this rank to take part in."""
         self._model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self._base.device), use_cache=False)
 
-    def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
+    def start(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+    ) -> Pending[Completion]:
         """See `generate`, which runs when the completions are read."""
         return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
 

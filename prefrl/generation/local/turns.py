@@ -55,7 +55,7 @@ class LocalTurns:
         self._events.put(None)
 
     def serve(self, conversations: Conversations) -> None:
-        """See `TurnSampler`. If ranks need each other, it returns only when the conversations of all ranks are over."""
+        """See `TurnSampler`. If ranks need each other, it returns when the conversations of all ranks are over."""
         if self.sum_over_ranks is not None:
             self._serve_together(conversations, self.sum_over_ranks)
             return

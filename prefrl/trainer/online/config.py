@@ -15,6 +15,7 @@ from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 from prefrl.trainer.base.flat_names import FlatName
 from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.online.episode_options import EpisodeOptions
 from prefrl.trainer.online.flat_names import FLAT_NAMES, OnlineNames
 from prefrl.trainer.online.local_options import LocalOptions
 from prefrl.trainer.online.rollout_options import (
@@ -102,7 +103,15 @@ class RewardOptions:
 
 @dataclass
 class OnlineConfig(
-    SamplingOptions, LocalOptions, VLLMOptions, PromptOptions, RewardOptions, ShapingOptions, OnlineNames, BaseConfig
+    SamplingOptions,
+    EpisodeOptions,
+    LocalOptions,
+    VLLMOptions,
+    PromptOptions,
+    RewardOptions,
+    ShapingOptions,
+    OnlineNames,
+    BaseConfig,
 ):
     """Options of the rollout loop."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -18,19 +18,21 @@ from prefrl.generation.vllm.key import KEY_VARIABLE, key_of_user
 from prefrl.generation.vllm.requests import Guided
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
-from prefrl.metrics import Max, Metric, Sum
+from prefrl.metrics import Max, Mean, Metric, Sum
 from prefrl.models.adapters import is_peft_model
+from prefrl.rollout.summary import staleness
 from prefrl.trainer.base.memory import GENERATION, explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from prefrl.generation.base import WeightSource
+    from prefrl.generation.base import Generator, WeightSource
     from prefrl.generation.weights.sync import SyncMethod
     from prefrl.trainer.online.config import OnlineConfig
     from prefrl.trainer.online.vllm_options import VLLMOptions
+    from prefrl.types import Rollout
 
-__all__ = ["make_generator", "server_metrics", "sync_method"]
+__all__ = ["make_generator", "sampling_metrics", "sync_method"]
 
 
 def make_generator(
@@ -107,8 +109,27 @@ def sync_method(args: VLLMOptions, *, has_adapter: bool) -> SyncMethod:
     return "nccl" if device.device.type == "cuda" else "gloo"
 
 
-def server_metrics(stats: VLLMStats) -> dict[str, Metric]:
-    """Metrics of the requests from this process to the servers."""
+def sampling_metrics(
+    rollouts: Sequence[Rollout], args: OnlineConfig, generator: Generator, *, step: int, num_ahead: int
+) -> dict[str, Metric]:
+    """How old the weights were that sampled, how servers did, and how many batches are requested in advance.
+
+    Args:
+        rollouts: The rollouts that are first learned from in this step.
+        args: Options.
+        generator: It sampled them.
+        step: The optimizer step.
+        num_ahead: Number of batches that are requested in advance.
+    """
+    metrics = staleness(rollouts, step=step) if args.use_vllm else {}
+    if isinstance(generator, VLLMGenerator):
+        metrics |= _server_metrics(generator.stats())
+    if args.generation_mode == "async":
+        metrics["sample/rollout_queue_size"] = Mean(num_ahead, 1)
+    return metrics
+
+
+def _server_metrics(stats: VLLMStats) -> dict[str, Metric]:
     return {
         "server/requests": Sum(stats.requests),
         "server/retries": Sum(stats.retries),

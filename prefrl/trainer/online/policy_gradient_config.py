@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from prefrl.errors import ConfigError
-from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams
+from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams, GrpoParams
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.fields import opt
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 from prefrl.trainer.online.balance_options import BALANCE, BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
+from prefrl.trainer.online.episode_options import CreditOptions
 from prefrl.trainer.online.flat_names import PolicyGradientNames
 from prefrl.trainer.online.policy_options import ENTROPY, KL, LOSS, EntropyOptions, KLOptions, PolicyLossOptions
 from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
@@ -41,7 +42,14 @@ class GroupOptions:
 
 @dataclass
 class PolicyGradientConfig(
-    PolicyLossOptions, EntropyOptions, KLOptions, BalanceOptions, SelectionOptions, PolicyGradientNames, OnlineConfig
+    PolicyLossOptions,
+    EntropyOptions,
+    KLOptions,
+    BalanceOptions,
+    SelectionOptions,
+    CreditOptions,
+    PolicyGradientNames,
+    OnlineConfig,
 ):
     """How advantages are computed."""
 
@@ -77,6 +85,24 @@ class PolicyGradientConfig(
         if self.reward_balance is not None:
             self._validate_balance()
         self.validate_selection(num_generations=self.num_generations)
+        self.validate_credit(
+            estimator=self.estimator,
+            of_tokens=ADVANTAGES[self.estimator].level == "token",
+            total_only=self._on_totals,
+        )
+
+    @property
+    def _on_totals(self) -> str | None:
+        """An option that applies to the total rewards of completions, as text; None: none is set."""
+        params = self.advantage_params
+        given = {
+            "reward_shaping_kwargs": self.shaping_params.has_effect,
+            "kl_in='reward'": self.kl_in == "reward" and self.beta > 0,
+            f"reward_balance={self.reward_balance!r}": self.reward_balance is not None,
+            "multi_objective_aggregation='normalize_then_sum'": isinstance(params, GrpoParams)
+            and params.multi_objective_aggregation == "normalize_then_sum",
+        }
+        return next((name for name, is_set in given.items() if is_set), None)
 
     def _validate_ratio(self) -> None:
         of_rows = self.importance_sampling_level in ("sequence", "sequence_sum") or self.loss_type in ("gmpo", "vespo")

@@ -17,7 +17,6 @@ from prefrl.rollout.prefetch import PrefetchQueue
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
 
 if TYPE_CHECKING:
-    from prefrl.generation.base import Generator
     from prefrl.rollout.collect import Collector
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
@@ -34,7 +33,6 @@ class Prompts:
         args: Options.
         dataset: Rows of the training dataset; None if there is no training.
         rows_of_generation: Maps the number of a generation batch to its dataset rows, over all ranks.
-        generator: Returns the current generator, which may change.
         collector: Turns completions into scored rollouts.
     """
 
@@ -44,14 +42,12 @@ class Prompts:
         *,
         dataset: Any,
         rows_of_generation: Callable[[int], list[int]],
-        generator: Callable[[], Generator],
         collector: Collector,
     ) -> None:
         self.prefetched = PrefetchQueue(self._ask_for, num_ahead=args.generations_ahead)
         self._args = args
         self._dataset = dataset
         self._rows_of_generation = rows_of_generation
-        self._generator = generator
         self._collector = collector
         self._resampling_params = args.resampling_params if args.dynamic_sampling else None
         self._rows: list[int] = []  # dataset rows of the latest generation batch, over all ranks
@@ -102,7 +98,7 @@ class Prompts:
         sampling = replace(self._args.sampling_params(), num_samples=1, temperature=0.0)
         rows = {rollout.group: rollout.row for rollout in collected.rollouts}
         seeds = dict.fromkeys(rows, 0)
-        asked = ask(list(rows.values()), generator=self._generator(), sampling=sampling, seeds=seeds)
+        asked = ask(list(rows.values()), sampler=self._collector.sampler, sampling=sampling, seeds=seeds)
         greedy = self._collector.collect(asked).rollouts
         totals = {rollout.group: rollout.reward for rollout in greedy}
         for rollout in collected.rollouts:
@@ -119,7 +115,7 @@ class Prompts:
     def _ask(self, rows: Sequence[int], seeds: Mapping[int, int]) -> Request:
         return ask(
             [self._dataset[rows[group]] for group in seeds],
-            generator=self._generator(),
+            sampler=self._collector.sampler,
             sampling=self._args.sampling_params(),
             seeds=seeds,
         )

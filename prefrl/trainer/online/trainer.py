@@ -17,19 +17,20 @@ from prefrl import distributed
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
-from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer, rollouts_file
-from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed, sampled_batch
+from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.summary import log_completions, rollout_metrics, staleness
+from prefrl.rollout.rows import sampled_batch
+from prefrl.rollout.summary import log_completions, rollout_metrics
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
-from prefrl.trainer.online.generators import make_generator, server_metrics
+from prefrl.trainer.online.episodes import Episodes
+from prefrl.trainer.online.generators import make_generator, sampling_metrics
 from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.rollout.collect import Request
+    from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
@@ -66,7 +68,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     Args:
         model: Name, path or instance; trained in place.
         reward_funcs: One or several of: a function `f(prompts, completions, completion_ids, **columns)`, the name or
-            instance of a sequence-classification model.
+            instance of a sequence-classification model. None: only environments give rewards.
         args: Options; None: the defaults, in `<model name>-<algorithm>`.
         train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read.
         eval_dataset: One dataset, or several by name.
@@ -76,6 +78,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         optimizers: Optimizer and scheduler to use instead of those that `args` describes.
         quantization_config: Load the model, given by name, quantized; needs an adapter.
         peft_config: Train an adapter of this kind instead of the model.
+        tools: Functions that the model may call, sync or async, with types and docstrings.
+        environment_factory: A class of environments, see `prefrl.Environment`, or several by the value of the
+            dataset's column `environment`.
 
     Raises:
         ConfigError: The options cannot be combined.
@@ -91,7 +96,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel | nn.Module,
-        reward_funcs: RewardSource | list[RewardSource],
+        reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PolicyGradientConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
@@ -101,6 +106,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         optimizers: Optimizers = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
+        tools: Tools | None = None,
+        environment_factory: EnvironmentFactory | None = None,
     ) -> None:
         shared: dict[str, Any] = {
             "train_dataset": train_dataset,
@@ -111,15 +118,20 @@ class OnlineTrainer(BaseTrainer[Ready]):
             "quantization_config": quantization_config,
             "peft_config": peft_config,
         }
+        if reward_funcs is None and environment_factory is not None:
+            reward_funcs = []
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
         if args is None:
             args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
+        self.episodes = Episodes(args, tools, environment_factory)
+        shared["train_dataset"] = self.episodes.with_prompts(train_dataset, num_rows=args.completions_per_rank)
         self.rewards = RewardRunner(
             reward_funcs,
             weights=args.reward_weights,
             timeout=args.reward_timeout,
             on_error=args.on_reward_error,
             processing_classes=reward_processing_classes,
+            environments=self.episodes.rewards,
             device=args.device,
         )
         super().__init__(model, args, **shared)
@@ -141,18 +153,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
             max_rows=args.completions_per_rank,
             autocast=self.accelerator.autocast,
         )
-        self._collector = Collector(
-            self.rewards,
-            self.processing_class,
-            lambda: self.state,
-            lambda: self.account.clock(),
-            self._reward_models_in_company,
-        )
+        sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
+        state, clock = lambda: self.state, lambda: self.account.clock()
+        self._collector = Collector(self.rewards, sampler, state, clock, self._reward_models_in_company)
         self.prompts = Prompts(
             args,
             dataset=self.train_dataset,
             rows_of_generation=lambda number: self._train_sampler.rows_of_generation(number),
-            generator=lambda: self.generator,
             collector=self._collector,
         )
 
@@ -198,6 +205,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             truncation=TRUNCATION_SIDES[self.args.truncation_mode],
             filter_overlong=self.args.filter_overlong_prompts,
             chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
+            tools=self.episodes.schemas,
             num_proc=self.args.dataset_num_proc,
         )
 
@@ -210,11 +218,11 @@ class OnlineTrainer(BaseTrainer[Ready]):
         return self.args.completions_per_rank // self.args.num_generations * distributed.world_size()
 
     def _check_dataset_size(self) -> None:
-        if self.train_dataset is not None and len(self.train_dataset) < self._prompts_per_generation:
+        needed = self._prompts_per_generation
+        if self.train_dataset is not None and len(self.train_dataset) < needed:
             raise DataError(
-                f"train_dataset has {len(self.train_dataset)} prompts, one generation batch needs "
-                f"{self._prompts_per_generation}: add prompts, or lower per_device_train_batch_size, "
-                "steps_per_generation or generation_batch_size"
+                f"train_dataset has {len(self.train_dataset)} prompts, one generation batch needs {needed}: add "
+                "prompts, or lower per_device_train_batch_size, steps_per_generation or generation_batch_size"
             )
 
     def get_train_dataloader(self) -> EpochDataLoader:
@@ -418,7 +426,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         sampling = self.args.sampling_params(evaluation=True)
         started = self.account.clock()
         # Even without prompts: other ranks may need this one to recover a server.
-        collected = self._collector.collect(ask(item, generator=self.generator, sampling=sampling, seeds=seeds))
+        collected = self._collector.collect(ask(item, sampler=self._collector.sampler, sampling=sampling, seeds=seeds))
         if not item:
             return {}
         seconds = self.account.clock() - started
@@ -449,13 +457,14 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
-        metrics = self._metrics_of(collected) | self.health.check(collected.rollouts)
-        if self.args.use_vllm:
-            metrics |= staleness(collected.rollouts, step=self.state.global_step)
-        if isinstance(self.generator, VLLMGenerator):
-            metrics |= server_metrics(self.generator.stats())
-        if self.args.generation_mode == "async":
-            metrics["sample/rollout_queue_size"] = Mean(len(self.prompts.prefetched), 1)
+        of_sampling = sampling_metrics(
+            collected.rollouts,
+            self.args,
+            self.generator,
+            step=self.state.global_step,
+            num_ahead=len(self.prompts.prefetched),
+        )
+        metrics = self._metrics_of(collected) | self.health.check(collected.rollouts) | of_sampling
         merge(self.metrics["train"], metrics | collected.metrics)
         if self.args.log_completions:
             parts = distributed.gather_objects(collected)
@@ -474,6 +483,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def end(self) -> None:
         """See HuggingFace's `end`; also releases the servers."""
+        self._collector.sampler.close()
         self.generator.close()
         super().end()
 

@@ -1,0 +1,310 @@
+"""Plays the episodes of a generation batch: all at once, each at its own pace, on one event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefrl.data.encode import RowEncoder
+from prefrl.data.tool_calls import ToolCallReader
+from prefrl.errors import DataError, EpisodeError
+from prefrl.generation.base import Home
+from prefrl.rewards.call import EventLoopThread
+from prefrl.rollout.episodes.environment import EnvironmentKind
+from prefrl.rollout.episodes.play import EnvironmentFailure, Played, Player, Task
+from prefrl.rollout.episodes.seats import Seat, Seats
+from prefrl.types import Completion, Episode, Rollout, Turn
+
+if TYPE_CHECKING:
+    from prefrl.generation.base import Generator, SamplingParams, TurnSampler
+    from prefrl.rollout.episodes.options import EpisodeLimits
+
+__all__ = ["EpisodeSampler", "EpisodesPending"]
+
+logger = logging.getLogger(__name__)
+
+# How often an episode whose environment fails is begun, with environment_error="retry".
+_MAX_TRIES = 3
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of environment, and how its episodes are read."""
+
+    kind: EnvironmentKind
+    reader: ToolCallReader | None  # None: there are no tools
+
+
+class EpisodeSampler:
+    """Samples rollouts of several turns; see `prefrl.rollout.collect.RolloutSampler`.
+
+    Args:
+        kinds: Kinds of environments by the value of the dataset's column `environment`; None: the only one.
+        readers: Read the tool calls of each kind; None: it has no tools.
+        encoder: Gives the chat template of a row, with the schemas of its tools.
+        generator: Returns the current generator, which may change.
+        limits: Options.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str | None, EnvironmentKind],
+        readers: Mapping[str | None, ToolCallReader | None],
+        *,
+        encoder: RowEncoder,
+        generator: Callable[[], Generator],
+        limits: EpisodeLimits,
+    ) -> None:
+        self._kinds = {name: _Kind(kind, readers[name]) for name, kind in kinds.items()}
+        self._encoder = encoder
+        self._generator = generator
+        self.limits = limits
+        self._loop = EventLoopThread()
+        self._seats = Seats()
+        self._in_use: dict[int, Seat] = {}  # by identity of the environment, until the rollout is scored
+        count = limits.max_concurrent_environments
+        # Held by each episode that is played.
+        self.places = nullcontext() if count is None else asyncio.Semaphore(count)
+        self._has_warned = False
+
+    def start(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> EpisodesPending:
+        """Begin the episodes of some prompts.
+
+        Args:
+            rows: [P] rows of the dataset.
+            groups: [P] group number of each prompt.
+            sampling: How turns are sampled; `num_samples` is G.
+            seeds: [P] random seeds.
+
+        Returns:
+            [P][G] rollouts, as they become ready.
+        """
+        return EpisodesPending(self, rows, groups, sampling.num_samples, seeds, self._generator(), sampling)
+
+    def kind_of(self, row: Mapping[str, Any]) -> _Kind:
+        """The kind of environment of a row.
+
+        Raises:
+            DataError: There is no environment of the name in its column `environment`.
+        """
+        if None in self._kinds:
+            return self._kinds[None]
+        name = row.get("environment")
+        if name not in self._kinds:
+            raise DataError(
+                f"column 'environment' of a row is {name!r}: must be one of those in environment_factory, "
+                f"{sorted(map(str, self._kinds))}"
+            )
+        return self._kinds[name]
+
+    def submit(self, work: Any) -> Future[Any]:
+        """Run a coroutine on the loop."""
+        return self._loop.submit(work)
+
+    def release(self, rollouts: Sequence[Rollout]) -> None:
+        """Make the environments of these rollouts free for other episodes."""
+        seats = []
+        for rollout in rollouts:
+            if rollout.episode is not None and rollout.episode.environment is not None:
+                seats.append(self._in_use.pop(id(rollout.episode.environment)))
+                rollout.episode.environment = None
+        if seats:
+            self._loop.submit(self._give_back(seats))
+
+    async def _give_back(self, seats: Sequence[Seat]) -> None:
+        for seat in seats:
+            await self._seats.give_back(seat, self.limits.tool_timeout)
+
+    def close(self) -> None:
+        """Close all environments."""
+        with suppress(TimeoutError):
+            # Longer only if an async function blocks the loop: then its thread is left alone.
+            self._loop.submit(self._seats.close(self.limits.tool_timeout)).result(self.limits.tool_timeout + 1)
+
+    async def played(self, row: Mapping[str, Any], group: int, seed: int, sample: _Sample) -> Rollout:
+        """The rollout of one episode, begun again if its environment fails and the options say so."""
+        own = self.kind_of(row)
+        num_tries = _MAX_TRIES if self.limits.environment_error == "retry" else 1
+        template = self._encoder.template(row)
+        task = Task(
+            row,
+            template,
+            own.reader,
+            seeds=lambda turn: _seed(seed, turn + 1),
+            environment_seed=_seed(seed, 0),
+            sample=sample,
+            context_limit=self._generator().context_limit,
+        )
+        for _ in range(num_tries):
+            seat = self._seats.take(own.kind)
+            player = Player(task, seat, self.limits)
+            try:
+                episode = await player.play()
+            except EnvironmentFailure as error:
+                seat.is_usable = False
+                await self._seats.give_back(seat, self.limits.tool_timeout)
+                self._note_failure(error)
+                continue
+            if seat.environment is None:
+                await self._seats.give_back(seat, self.limits.tool_timeout)
+            else:
+                self._in_use[id(seat.environment)] = seat
+            played = player.played
+            return Rollout(played.turns, row, group, prompt=played.prompt, text=played.said, episode=episode)
+        return _failed(own.kind.name, player.played, row, group)
+
+    def _note_failure(self, error: EnvironmentFailure) -> None:
+        if self.limits.environment_error == "raise":
+            raise EpisodeError(
+                f"{error}. Mend the environment, or set environment_error to 'retry' or 'drop'"
+            ) from error.__cause__
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s. The episode is %s, because environment_error=%r; later ones like this are counted in "
+                "episodes/environment_error",
+                error,
+                "dropped" if self.limits.environment_error == "drop" else "begun again",
+                self.limits.environment_error,
+            )
+
+
+_Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
+
+
+class EpisodesPending:
+    """Episodes that are played; a `prefrl.generation.base.Pending` of rollouts, and the `Conversations` of a sampler.
+
+    Args: see `EpisodeSampler.start`.
+    """
+
+    def __init__(
+        self,
+        episodes: EpisodeSampler,
+        rows: Sequence[Mapping[str, Any]],
+        groups: Sequence[int],
+        num_samples: int,
+        seeds: Sequence[int],
+        generator: Generator,
+        sampling: SamplingParams,
+    ) -> None:
+        self._episodes = episodes
+        self._turns: TurnSampler = generator.turns(sampling)
+        self._found: list[list[Rollout | None]] = [[None] * num_samples for _ in rows]
+        self._ready: deque[tuple[int, list[Rollout]]] = deque()
+        self._num_left = len(rows) * num_samples
+        self._num_failed = 0
+        self._num_busy = 0  # episodes that neither wait for a completion nor have ended
+        self._error: Exception | None = None
+        self._work: list[Future[Any]] = [
+            episodes.submit(self._play(number, sample, row, group, _seed(seed, sample)))
+            for number, (row, group, seed) in enumerate(zip(rows, groups, seeds, strict=True))
+            for sample in range(num_samples)
+        ]
+
+    def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
+        """The number and rollouts of each prompt, once for every prompt, as they become ready.
+
+        Raises:
+            EpisodeError: A tool or an environment failed, and the options say so; or all environments failed.
+            GenerationError: A completion could not be generated.
+        """
+        try:
+            while True:
+                self._turns.serve(self)
+                if self._error is not None:
+                    raise self._error
+                if not self._ready:
+                    break
+                while self._ready:
+                    yield self._ready.popleft()
+        finally:
+            self.cancel()
+        if self._num_failed and self._num_failed == sum(map(len, self._found)):
+            raise EpisodeError(
+                f"the environments of all {self._num_failed} episodes failed, so that there is nothing to learn from. "
+                "The first failure is in the log"
+            )
+
+    def cancel(self) -> None:
+        """End all episodes that still go on."""
+        for work in self._work:
+            work.cancel()
+
+    def has_news(self) -> bool:
+        """See `Conversations`."""
+        return bool(self._ready) or self._error is not None
+
+    def is_over(self) -> bool:
+        """See `Conversations`."""
+        return self._num_left == 0
+
+    def is_waiting(self) -> bool:
+        """See `Conversations`."""
+        return self._num_busy == 0
+
+    async def _play(self, number: int, sample: int, row: Mapping[str, Any], group: int, seed: int) -> None:
+        """Play an episode, and note what became of it; on the loop, like all that follows."""
+        home = Home()
+
+        async def sampled(token_ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
+            answer = self._turns.ask(token_ids, max_tokens=max_tokens, seed=seed, home=home)
+            self._num_busy -= 1
+            try:
+                return await asyncio.wrap_future(answer)
+            finally:
+                self._num_busy += 1
+
+        async with self._episodes.places:
+            self._num_busy += 1
+            try:
+                rollout = await self._episodes.played(row, group, seed, sampled)
+                self._note(number, sample, rollout)
+            except Exception as error:  # raised by the thread that reads the rollouts
+                self._error = self._error or error
+            finally:
+                self._num_busy -= 1
+                self._turns.notify()
+
+    def _note(self, number: int, sample: int, rollout: Rollout) -> None:
+        self._num_failed += rollout.has_failed
+        self._found[number][sample] = rollout
+        found = [one for one in self._found[number] if one is not None]
+        if len(found) == len(self._found[number]):
+            self._ready.append((number, found))
+        self._num_left -= 1
+
+
+def _failed(kind: str, played: Played, row: Mapping[str, Any], group: int) -> Rollout:
+    """The rollout of an environment that failed: it has no reward, and none of its tokens is trained on."""
+    turns = [Turn(turn.sent_ids, _untrained(turn.completion)) for turn in played.turns]
+    if not turns:
+        ids = list(row["prompt_ids"])
+        turns = [Turn(ids, Completion(ids[-1:], "abort", [0.0], [False], [0]))]
+    episode = Episode(kind, "environment_error", played.turn_rewards or [0.0])
+    return Rollout(turns, row, group, prompt=played.prompt or row["prompt"], text=played.said, episode=episode)
+
+
+def _untrained(completion: Completion) -> Completion:
+    return Completion(
+        completion.token_ids,
+        completion.finish_reason,
+        completion.logprobs,
+        [False] * len(completion.token_ids),
+        completion.policy_versions,
+    )
+
+
+def _seed(*entropy: int) -> int:
+    """A seed below 2^62, as a function of some numbers."""
+    return int(np.random.SeedSequence(list(entropy)).generate_state(1, np.uint64)[0] >> np.uint64(2))

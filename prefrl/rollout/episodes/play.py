@@ -1,0 +1,372 @@
+"""One episode: the model's turns, its tool calls, and what the environment answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from prefrl.data.chat import ChatTemplate, encode
+from prefrl.data.encode import kept
+from prefrl.data.formats import read_messages
+from prefrl.data.next_turn import Answer, next_context
+from prefrl.data.tokenize import completion_text
+from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
+from prefrl.errors import EpisodeError
+from prefrl.printable import reason_of
+from prefrl.rollout.episodes.environment import EnvironmentKind, Observation
+from prefrl.rollout.episodes.seats import CallTimeout, Seat
+from prefrl.types import Episode, Turn
+
+if TYPE_CHECKING:
+    from prefrl.data.formats import Message
+    from prefrl.rollout.episodes.options import EpisodeLimits
+    from prefrl.types import Completion, StopReason
+
+__all__ = ["EnvironmentFailure", "Played", "Player", "Task"]
+
+# Characters of the prompt's end that are decoded to see whether it opens the model's thinking.
+_PROMPT_END_IDS = 64
+
+
+class EnvironmentFailure(Exception):
+    """The environment failed, so that the episode says nothing about the model."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an episode begins with."""
+
+    row: Mapping[str, Any]  # of the dataset, with `prompt` and `prompt_ids`
+    template: ChatTemplate  # with the schemas of the tools
+    reader: ToolCallReader | None  # None: there are no tools
+    seeds: Callable[[int], int]  # number of a turn -> its seed
+    environment_seed: int
+    # Samples a completion of at most so many tokens: ids, tokens, seed.
+    sample: Callable[[Sequence[int], int, int], Awaitable[Completion]]
+    context_limit: int | None  # tokens of a prompt and its completion; None: no limit
+
+
+@dataclass
+class Played:
+    """An episode, while it goes on and at its end."""
+
+    turns: list[Turn] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)  # one for each turn
+    said: list[Message] = field(default_factory=list)  # all messages after the prompt
+    num_calls: int = 0
+    num_failed_calls: int = 0
+    prompt: list[Message] = field(default_factory=list)  # with what `reset` added
+
+
+class Player:
+    """Plays one episode.
+
+    Args:
+        task: What it begins with.
+        seat: Where it is played.
+        limits: Options.
+    """
+
+    def __init__(self, task: Task, seat: Seat, limits: EpisodeLimits) -> None:
+        self._task = task
+        self._seat = seat
+        self._limits = limits
+        self._kind: EnvironmentKind = seat.kind
+        self.played = Played()
+        self._answers: list[Answer] = []
+        self._seen: list[Message] = []  # what the last turn saw, and its answer
+        self._num_iterations = 0  # turns whose calls were run
+
+    async def play(self) -> Episode:
+        """Play the episode to its end.
+
+        Raises:
+            EnvironmentFailure: The environment raised or hung.
+            EpisodeError: A tool failed, and the options say that this ends the run.
+            DataError: The chat template cannot continue the conversation.
+        """
+        try:
+            async with asyncio.timeout(self._limits.episode_timeout):
+                stop_reason = await self._turns()
+        except TimeoutError as error:
+            if not self._answers:
+                raise EnvironmentFailure(f"no turn within episode_timeout={self._limits.episode_timeout} s") from error
+            stop_reason = "timeout"
+        reward, parts = await self._reward()
+        played = self.played
+        return Episode(
+            self._kind.name,
+            stop_reason,
+            played.turn_rewards,
+            num_calls=played.num_calls,
+            num_failed_calls=played.num_failed_calls,
+            reward=reward,
+            rewards=parts,
+            environment=self._seat.environment,
+        )
+
+    async def _turns(self) -> StopReason:
+        token_ids = await self._begin()
+        start = len(token_ids)
+        while True:
+            room, at_limit = self._room(start, len(token_ids))
+            if room < 1:
+                return at_limit
+            number = len(self.played.turns)
+            completion = await self._task.sample(token_ids, room, self._task.seeds(number))
+            parsed = self._note(Turn(token_ids, completion))
+            if completion.finish_reason == "length":
+                return at_limit
+            replies, stop_reason = await self._answer(parsed)
+            if stop_reason is not None:
+                return stop_reason
+            token_ids = await self._continue(replies)
+
+    async def _begin(self) -> list[int]:
+        """Begin the episode; returns the ids of the prompt."""
+        row = self._task.row
+        messages = list(read_messages(row, "prompt"))
+        opening = None
+        if self._kind.make is not None:
+            await self._guarded("set-up", self._seat.set_up(self._limits.tool_timeout))
+            if self._kind.is_full:
+                self._seat.environment.seed = self._task.environment_seed
+            hidden = ("prompt_ids", "environment") if self._kind.is_one_of_several else ("prompt_ids",)
+            columns = {name: value for name, value in row.items() if name not in hidden}
+            opening = await self._of_environment("reset", **columns)
+        self.played.prompt = self._seen = _opened(messages, opening, self._kind.name)
+        if opening is None:
+            return list(row["prompt_ids"])
+        text = self._task.template.render(self._seen, add_generation_prompt=True)
+        token_ids = encode(text, [], self._task.template.tokenizer).token_ids
+        return token_ids[kept(len(token_ids), self._limits.max_prompt_length, self._limits.truncation)]
+
+    def _room(self, start: int, length: int) -> tuple[int, StopReason]:
+        """How many tokens may be sampled behind `length` ids, and what it means that they are used up."""
+        left = start + self._limits.max_tokens - length
+        in_context = left if self._task.context_limit is None else self._task.context_limit - length
+        return (in_context, "context") if in_context < left else (left, "max_tokens")
+
+    def _note(self, turn: Turn) -> ParsedTurn:
+        """Read what the model said in a turn, and keep it."""
+        tokenizer, completion = self._task.template.tokenizer, turn.completion
+        if self._task.reader is None:
+            text: Any = completion_text(tokenizer, completion.token_ids, conversational=False)
+            parsed = ParsedTurn(text, ())
+        else:
+            text = tokenizer.decode(completion.token_ids)
+            before = tokenizer.decode(turn.sent_ids[-_PROMPT_END_IDS:])
+            parsed = self._task.reader.read(text, prompt=before)
+        message = self._as_message(parsed, text)
+        self.played.turns.append(turn)
+        self.played.turn_rewards.append(0.0)
+        self.played.said.append(message)
+        self._seen = [*self._seen, message]
+        self._answers.append(Answer(message, turn))
+        return parsed
+
+    def _as_message(self, parsed: ParsedTurn, text: str) -> Message:
+        if any(not call.name for call in parsed.calls):  # what could not be read stays text
+            return {"role": "assistant", "content": text}
+        message: Message = {"role": "assistant", "content": parsed.text}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": self._call_id(i),
+                    "function": {"name": c.name, "arguments": dict(c.arguments)},
+                }
+                for i, c in enumerate(parsed.calls)
+            ]
+        return message
+
+    def _call_id(self, number: int) -> str:
+        """Nine letters and digits, as some templates demand, that no other call of the conversation has."""
+        return f"call{len(self.played.turns) % 100:02}{number % 1000:03}"
+
+    async def _answer(self, parsed: ParsedTurn) -> tuple[list[Message], StopReason | None]:
+        """The messages that follow a turn, or why there are none."""
+        if not parsed.calls:
+            return await self._response()
+        limit = self._limits.max_tool_calling_iterations
+        if self._is_last_turn() or (limit is not None and self._num_iterations >= limit):
+            return [], "parse_error" if any(call.problem for call in parsed.calls) else "max_turns"
+        self._num_iterations += 1
+        replies: list[Message] = []
+        for number, call in enumerate(parsed.calls):
+            observation = await self._result(call)
+            message = {"role": "tool", "name": call.name, "content": observation.content or ""}
+            if call.name:
+                message["tool_call_id"] = self._call_id_of_last(number)
+            replies.append(message)
+            self.played.turn_rewards[-1] += observation.reward
+            if observation.done:
+                self.played.said += replies
+                return [], "tool_done"
+        return replies, None
+
+    def _call_id_of_last(self, number: int) -> str:
+        calls = self.played.said[-1].get("tool_calls") or ()
+        return str(calls[number]["id"]) if number < len(calls) else ""
+
+    def _is_last_turn(self) -> bool:
+        return self._limits.max_turns is not None and len(self.played.turns) >= self._limits.max_turns
+
+    async def _response(self) -> tuple[list[Message], StopReason | None]:
+        """The environment's answer to a turn without a call."""
+        if not self._kind.is_full:
+            return [], "stop"
+        observation = await self._of_environment("respond", dict(self.played.said[-1]))
+        if observation is None:
+            return [], "stop"
+        if not isinstance(observation, Observation):
+            observation = Observation(_text(observation, f"{self._kind.name}.respond"))
+        self.played.turn_rewards[-1] += observation.reward
+        reply: list[Message] = []
+        if observation.content is not None:
+            reply = [{"role": "user", "content": _text(observation.content, f"{self._kind.name}.respond")}]
+        if observation.done or not reply:
+            self.played.said += reply
+            return [], "tool_done" if observation.done else "stop"
+        if self._is_last_turn():
+            self.played.said += reply
+            return [], "max_turns"
+        return reply, None
+
+    async def _result(self, call: ToolCall) -> Observation:
+        """What the model is told of a call."""
+        self.played.num_calls += 1
+        problem = call.problem
+        failure: Exception | None = None
+        if problem is None:
+            where = self._seat.environment if call.name in self._kind.methods else None
+            tool = getattr(where, call.name) if where is not None else self._kind.tools[call.name]
+            try:
+                result = await self._seat.call(tool, timeout=self._limits.tool_timeout, **call.arguments)
+                if isinstance(result, Observation):
+                    return result
+                return Observation(_text(result, f"tool {call.name}"))
+            except CallTimeout as error:
+                problem, failure = f"No result within {self._limits.tool_timeout:g} seconds.", error
+            except EpisodeError:
+                raise
+            except Exception as error:
+                problem, failure = reason_of(error), error
+        self.played.num_failed_calls += 1
+        if failure is not None and self._limits.tool_error == "raise":
+            raise EpisodeError(
+                f"tool {call.name!r} with arguments {dict(call.arguments)}: {problem} Mend the tool, or set "
+                "tool_error='tell' to tell the model of it"
+            ) from failure
+        return Observation(json.dumps({"error": problem}, ensure_ascii=False))
+
+    async def _continue(self, replies: list[Message]) -> list[int]:
+        """The ids of the next turn, which sees these messages, too."""
+        replies = [self._accepted(self._shortened(reply)) for reply in replies]
+        visible = [*self._seen, *replies]
+        if self._kind.edits:
+            visible = list(await self._of_environment("edit", [dict(message) for message in visible]))
+        context = next_context(
+            self._task.template,
+            visible,
+            seen=self._seen,
+            answers=self._answers,
+            reasoning=self._limits.reasoning_in_history,
+        )
+        self.played.said += replies
+        self._seen = visible
+        return context.token_ids
+
+    def _accepted(self, reply: Message) -> Message:
+        """The message; of role "user" if it tells of a call that could not be read, and the template refuses that."""
+        if reply["role"] != "tool" or reply.get("tool_call_id"):
+            return reply
+        text = self._task.template.try_render([*self._seen, reply], add_generation_prompt=True)
+        is_shown = text is not None and reply["content"] in text
+        return reply if is_shown else {"role": "user", "content": reply["content"]}
+
+    def _shortened(self, reply: Message) -> Message:
+        """The message, cut off where it cannot fit into the episode's tokens, so that it need not be tokenized."""
+        longest = self._limits.max_characters
+        content = reply["content"]
+        return reply if len(content) <= longest else {**reply, "content": content[:longest]}
+
+    async def _reward(self) -> tuple[float | None, dict[str, float]]:
+        """The environment's reward with those of the turns, and its parts that have names."""
+        if not self._kind.has_reward:
+            return None, {}
+        value = await self._of_environment("get_reward")
+        of_turns = sum(self.played.turn_rewards)
+        has_turn_rewards = any(self.played.turn_rewards)
+        if value is None:
+            return (of_turns if has_turn_rewards else None), {}
+        name = f"{self._kind.name}.get_reward"
+        if isinstance(value, Mapping):
+            parts = {str(key): _number(part, name) for key, part in value.items()}
+            return sum(parts.values()) + of_turns, parts
+        return _number(value, name) + of_turns, {}
+
+    async def _of_environment(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        call = self._seat.call(
+            getattr(self._seat.environment, method), *args, timeout=self._limits.tool_timeout, **kwargs
+        )
+        return await self._guarded(method, call)
+
+    async def _guarded(self, method: str, call: Awaitable[Any]) -> Any:
+        name = f"{self._kind.name}.{method}"
+        try:
+            return await call
+        except CallTimeout as error:
+            raise EnvironmentFailure(
+                f"{name}: no result within tool_timeout={self._limits.tool_timeout:g} s"
+            ) from error
+        except EpisodeError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailure(f"{name}: {reason_of(error)}") from error
+
+
+def _opened(messages: list[Message], opening: Any, name: str) -> list[Message]:
+    """The prompt with what `reset` returned: text at the end of the last message, or messages after it."""
+    if opening is None:
+        return messages
+    if isinstance(opening, str):
+        last = messages[-1]
+        return [*messages[:-1], {**last, "content": f"{last['content']}{opening}"}]
+    if isinstance(opening, list) and all(isinstance(part, Mapping) for part in opening):
+        if opening and all("role" in message for message in opening):
+            return [*messages, *opening]
+        with suppress(EpisodeError):
+            return _opened(messages, _text(opening, f"{name}.reset"), name)
+    raise EpisodeError(f"{name}.reset returned {opening!r}: must be None, a text, or a list of messages with text")
+
+
+def _text(value: Any, what: str) -> str:
+    """A result as the model sees it. Parts of a content are joined.
+
+    Raises:
+        EpisodeError: A part is not text.
+    """
+    if not isinstance(value, list) or not value or not all(isinstance(p, Mapping) and "type" in p for p in value):
+        return value if isinstance(value, str) else str(value)
+    other = [part["type"] for part in value if part["type"] != "text"]
+    if other:
+        raise EpisodeError(f"{what} returned a part of type {other[0]!r}: only text can be shown to the model")
+    return "".join(str(part["text"]) for part in value)
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        number = float(value)  # also of a tensor or an array
+    except Exception as error:
+        raise EpisodeError(f"{what} returned {value!r}: must be a number") from error
+    if not math.isfinite(number):
+        raise EpisodeError(f"{what} returned {number}: must be finite")
+    return number

@@ -1,0 +1,100 @@
+"""The batch of some rollouts. What is trained on is ids that were sent and ids that were sampled, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from prefrl.data.collate import flat_batch
+from prefrl.types import Completion, Rollout, SampledBatch, Turn
+
+__all__ = ["Response", "responses_of", "sampled_batch", "turn_index"]
+
+
+@dataclass(slots=True)
+class Response:
+    """Turns that continue each other: the ids behind a prompt, in order. All lists have one entry for each id."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    trainable: list[bool]  # False for ids of tools and environments
+    logprobs: list[float]  # nats, under the distribution that was sampled from; 0 for ids that were not sampled
+    turn: list[int]  # number of the turn in the rollout; ids before a turn's completion belong to the turn before
+
+    @classmethod
+    def of(cls, number: int, turn: Turn) -> Response:
+        """The response of one turn."""
+        completion = turn.completion
+        count = len(completion.token_ids)
+        return cls(
+            turn.sent_ids,
+            list(completion.token_ids),
+            list(completion.trainable),
+            list(completion.logprobs),
+            [number] * count,
+        )
+
+    def continues_with(self, turn: Turn) -> bool:
+        """Whether what was sent for a turn begins with all ids of this response and its prompt."""
+        start, stop = len(self.prompt_ids), len(self.prompt_ids) + len(self.token_ids)
+        return turn.sent_ids[:start] == self.prompt_ids and turn.sent_ids[start:stop] == self.token_ids
+
+    def extend(self, number: int, turn: Turn) -> None:
+        """Add a turn that this response continues with."""
+        new = turn.sent_ids[len(self.prompt_ids) + len(self.token_ids) :]
+        nothing: list[float] = [0.0] * len(new)
+        more = Completion(new, "stop", nothing, [False] * len(new), [])
+        for part, of_turn in ((more, number - 1), (turn.completion, number)):
+            self.token_ids += part.token_ids
+            self.trainable += part.trainable
+            self.logprobs += part.logprobs
+            self.turn += [of_turn] * len(part.token_ids)
+
+
+def responses_of(rollout: Rollout) -> list[Response]:
+    """The responses of a rollout, in order.
+
+    A turn continues the response of the turn before it if and only if what was sent for it begins with all ids of that
+    response and its prompt. Otherwise, for example because a template drops earlier thinking, it is a response of its
+    own, whose prompt is what was sent for it.
+    """
+    responses: list[Response] = []
+    for number, turn in enumerate(rollout.turns):
+        if responses and responses[-1].continues_with(turn):
+            responses[-1].extend(number, turn)
+        else:
+            responses.append(Response.of(number, turn))
+    return responses
+
+
+def sampled_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> SampledBatch:
+    """The flat batch of some rollouts: a row for each, with a shared prefix of a group's prompts once.
+
+    Args:
+        rollouts: Completed rollouts.
+        mask_truncated: Whether to exclude rollouts that were cut off at a limit from the loss.
+    """
+    responses = [(row, response) for row, rollout in enumerate(rollouts) for response in responses_of(rollout)]
+    is_masked = [mask_truncated and rollout.finish_reason == "length" for rollout in rollouts]
+    batch = flat_batch(
+        [response.prompt_ids for _, response in responses],
+        [response.token_ids for _, response in responses],
+        trainable=[
+            [False] * len(response.token_ids) if is_masked[row] else response.trainable for row, response in responses
+        ],
+        groups=[rollout.group for rollout in rollouts],
+        rows=[row for row, _ in responses],
+    )
+    logprobs = [value for _, response in responses for value in response.logprobs]
+    return SampledBatch.of(batch, sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32))
+
+
+def turn_index(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """[N] int64: the turn that each token of `sampled_batch` belongs to, numbered through all rollouts."""
+    index, start = [], 0
+    for rollout in rollouts:
+        index += [start + number for response in responses_of(rollout) for number in response.turn]
+        start += len(rollout.turns)
+    return torch.tensor(index, dtype=torch.long)

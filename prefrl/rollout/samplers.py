@@ -1,0 +1,93 @@
+"""From rows of a dataset to rollouts: one completion for each, or episodes (see `prefrl.rollout.episodes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prefrl.data.tokenize import completion_text
+from prefrl.types import Rollout, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from prefrl.generation.base import Generator, Pending, SamplingParams
+    from prefrl.types import Completion
+
+__all__ = ["CompletionSampler", "RolloutSampler"]
+
+
+class RolloutSampler(Protocol):
+    """Samples rollouts without rewards."""
+
+    def start(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> Pending[Rollout]:
+        """Request rollouts.
+
+        Args:
+            rows: [P] rows of the dataset with `prompt` and `prompt_ids`.
+            groups: [P] group number of each prompt.
+            sampling: The sampling parameters; `num_samples` is G.
+            seeds: [P] random seed of each prompt's samples.
+        """
+        ...
+
+    def release(self, rollouts: Sequence[Rollout]) -> None:
+        """Say that these rollouts are scored, so that what they hold can be used for others."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionSampler:
+    """Samples one completion for each rollout.
+
+    Args:
+        generator: Returns the current generator, which may change.
+        tokenizer: Decodes the completions for the rewards.
+    """
+
+    generator: Callable[[], Generator]
+    tokenizer: PreTrainedTokenizerBase
+
+    def start(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> Pending[Rollout]:
+        """See `RolloutSampler`."""
+        prompts = [row["prompt_ids"] for row in rows]
+        return _Decoded(self.generator().start(prompts, sampling, seeds=seeds), rows, groups, self.tokenizer)
+
+    def release(self, rollouts: Sequence[Rollout]) -> None:
+        """No-op: they hold nothing."""
+
+    def close(self) -> None:
+        """No-op: the generator is the trainer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Requested completions, as rollouts."""
+
+    pending: Pending[Completion]
+    rows: Sequence[Mapping[str, Any]]
+    groups: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase
+
+    def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
+        for number, completions in self.pending.as_completed():
+            yield number, [self._rollout(number, completion) for completion in completions]
+
+    def _rollout(self, number: int, completion: Completion) -> Rollout:
+        row = self.rows[number]
+        is_conversational = not isinstance(row["prompt"], str)
+        text = completion_text(self.tokenizer, completion.token_ids, conversational=is_conversational)
+        turn = Turn(row["prompt_ids"], completion)
+        return Rollout([turn], row, self.groups[number], prompt=row["prompt"], text=text)
+
+    def cancel(self) -> None:
+        self.pending.cancel()

@@ -1,0 +1,121 @@
+"""Options of rollouts with tools and environments."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.data.next_turn import ReasoningInHistory
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_no_effect, default_of, json_mapping, opt
+from prefrl.rollout.episodes.options import EnvironmentErrorMode, ToolErrorMode
+
+__all__ = ["CreditOptions", "EpisodeOptions"]
+
+
+@dataclass
+class EpisodeOptions:
+    """Episodes of several turns; they need the trainer's argument `tools` or `environment_factory`."""
+
+    max_turns: Annotated[int, Ge(1)] | None = opt(
+        None, "Maximum number of the model's turns in an episode; None: no limit."
+    )
+    max_tool_calling_iterations: Annotated[int, Ge(0)] | None = opt(
+        None, "Maximum number of turns of an episode whose tool calls are run; None: no limit."
+    )
+    tool_timeout: Annotated[float, Gt(0)] = opt(
+        60.0, "Time limit of each call of a tool or of a method of an environment, in seconds."
+    )
+    episode_timeout: Annotated[float, Gt(0)] | None = opt(
+        None, "Time limit of an episode, in seconds; it then ends with the turns that it has. None: no limit."
+    )
+    max_concurrent_environments: Annotated[int, Ge(1)] | None = opt(
+        None, "Maximum number of episodes that each process plays at the same time; None: all."
+    )
+    tool_error: ToolErrorMode = opt(
+        "tell", "What an error or a timeout of a tool does. tell: the model is told of it. raise: it ends the run."
+    )
+    environment_error: EnvironmentErrorMode = opt(
+        "retry",
+        "What an error or a timeout of an environment's own methods does. retry: the episode begins again with the "
+        "same seed, at most twice, and is then dropped. drop: nothing is learned from the episode, and no baseline "
+        "counts it. raise: it ends the run.",
+    )
+    reasoning_in_history: ReasoningInHistory = opt(
+        "template",
+        "What later turns see of the thinking in earlier ones: what the chat template prints (template), all of it "
+        "(keep), or nothing (strip).",
+    )
+    tool_parser: dict[str, Any] | str | None = opt(
+        None,
+        "How tool calls are read: the name of a format, a response template of transformers (JSON on the command "
+        "line), or, in Python, a function of the sampled text. None: the first known format that reads back what the "
+        "chat template renders.",
+    )
+
+    def validate_episodes(self, *, has_episodes: bool) -> None:
+        """Reject options of episodes if there are none, and parse the parser.
+
+        Raises:
+            ConfigError: An option has no effect.
+        """
+        if isinstance(self.tool_parser, str) and self.tool_parser.lstrip().startswith("{"):
+            self.tool_parser = json_mapping(self.tool_parser, "tool_parser")
+        for field in dataclasses.fields(EpisodeOptions) if not has_episodes else ():
+            check_no_effect(
+                name=field.name,
+                value=getattr(self, field.name),
+                unset=default_of(field),
+                because="there are no episodes",
+                remedy="Give the trainer tools or environment_factory, or leave it out.",
+            )
+
+
+@dataclass
+class CreditOptions:
+    """Which rewards a turn of an episode is credited with."""
+
+    turn_credit: Literal["episode", "return"] = opt(
+        "episode",
+        "Which rewards a turn is credited with. episode: the total, like all other turns. return: those from this "
+        "turn on, compared with the same of the other episodes of the prompt, of which those that are over count 0; "
+        "with advantages of tokens (PPO, REINFORCE++), each reward belongs to the last token of its turn.",
+    )
+    turn_discount: Annotated[float, Ge(0), Le(1)] = opt(
+        1.0, "Discount factor of rewards, per turn, with turn_credit='return' and advantages of completions."
+    )
+
+    def validate_credit(self, *, estimator: str, of_tokens: bool, total_only: str | None) -> None:
+        """Reject combinations in which turns cannot have rewards of their own.
+
+        Args:
+            estimator: Name of the advantage estimator.
+            of_tokens: Whether it gives each token its own advantage.
+            total_only: An option that applies to total rewards; None: none is set.
+
+        Raises:
+            ConfigError: Names the options.
+        """
+        if self.turn_credit == "episode" or of_tokens:
+            check_no_effect(
+                name="turn_discount",
+                value=self.turn_discount,
+                unset=1.0,
+                because="it discounts only with turn_credit='return' and advantages of completions",
+                remedy="Set turn_credit='return'; for advantages of tokens set gamma in advantage_kwargs.",
+            )
+        if self.turn_credit == "episode" or of_tokens:
+            return
+        if estimator not in ("grpo", "rloo"):
+            raise ConfigError(
+                f"turn_credit='return' with advantage_estimator={estimator!r}: returns are compared with the mean of "
+                "the other episodes, as only 'grpo', 'rloo' and estimators of tokens allow. Use one of these."
+            )
+        if total_only is not None:
+            raise ConfigError(
+                f"turn_credit='return' with {total_only}: that applies to the total reward, but each turn has its "
+                "own. Remove one of the two."
+            )

@@ -1,0 +1,139 @@
+"""What the trainer's arguments `tools` and `environment_factory` mean: kinds of environments, and their episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import datasets
+
+from prefrl import distributed
+from prefrl.data.encode import row_encoder
+from prefrl.data.formats import Format
+from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
+from prefrl.errors import ConfigError
+from prefrl.rollout.episodes.driver import EpisodeSampler
+from prefrl.rollout.episodes.environment import EnvironmentKind, environment_kinds
+from prefrl.rollout.episodes.options import EpisodeLimits
+from prefrl.rollout.samplers import CompletionSampler, RolloutSampler
+from prefrl.trainer.base.config import TRUNCATION_SIDES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from prefrl.data.tool_schemas import Schema
+    from prefrl.generation.base import Generator
+    from prefrl.trainer.online.config import OnlineConfig
+
+__all__ = ["EnvironmentFactory", "Episodes", "Tools"]
+
+Tools = list[Callable[..., Any]]
+EnvironmentFactory = Callable[[], Any] | Mapping[str, Callable[[], Any]]
+
+
+class Episodes:
+    """The trainer's arguments for episodes, checked.
+
+    Args:
+        args: Options.
+        tools: Functions that the model may call.
+        environment_factory: A class of environments, or several by the value of the dataset's column `environment`.
+
+    Raises:
+        ConfigError: A tool or an environment cannot be used, or options do not fit.
+    """
+
+    def __init__(
+        self, args: OnlineConfig, tools: Tools | None, environment_factory: EnvironmentFactory | None
+    ) -> None:
+        self._args = args
+        self.exist = bool(tools) or environment_factory is not None
+        args.validate_episodes(has_episodes=self.exist)
+        self.kinds: dict[str | None, EnvironmentKind] = {}
+        self.has_environments = environment_factory is not None
+        if self.exist:
+            self.kinds = environment_kinds(tools, environment_factory)
+            self._check(args)
+
+    def _check(self, args: OnlineConfig) -> None:
+        if distributed.team_size() > 1:
+            raise ConfigError(
+                f"sp_size={distributed.team_size()} with tools or environment_factory: each process of a team would "
+                "play the same episodes. Set sp_size=1."
+            )
+
+    @property
+    def rewards(self) -> dict[str, type] | None:
+        """Classes of environments that have rewards of their own, by name; None: there are no environments."""
+        if not self.has_environments:
+            return None
+        return {kind.name: kind.cls for kind in self.kinds.values() if kind.has_reward and kind.cls is not None}
+
+    @property
+    def schemas(self) -> dict[str | None, list[Schema]] | None:
+        """The schemas of the tools of each kind; None: there are no episodes."""
+        return {name: list(kind.schemas.values()) for name, kind in self.kinds.items()} if self.exist else None
+
+    def with_prompts(self, dataset: Any, *, num_rows: int) -> Any:
+        """The dataset, with empty prompts where environments bring their own.
+
+        Args:
+            dataset: The training dataset; None: it has only empty prompts.
+            num_rows: The number of prompts if there is no dataset.
+
+        Raises:
+            ConfigError: Without a dataset, there are several environments or no number of steps.
+        """
+        if not self.has_environments:
+            return dataset
+        empty = [{"role": "user", "content": ""}]
+        if dataset is None and self._args.max_steps > 0:
+            if None not in self.kinds:
+                raise ConfigError(
+                    "train_dataset=None with several environments: the column 'environment' of a dataset says which "
+                    "one an episode is played in. Give train_dataset, or one environment."
+                )
+            return datasets.Dataset.from_dict({"prompt": [empty] * num_rows})
+        if isinstance(dataset, datasets.Dataset) and "prompt" not in dataset.column_names:
+            return dataset.add_column("prompt", [empty] * len(dataset))
+        return dataset
+
+    def sampler(self, tokenizer: PreTrainedTokenizerBase, generator: Callable[[], Generator]) -> RolloutSampler:
+        """Samples rollouts as the arguments say.
+
+        Raises:
+            ConfigError: No format of tool calls fits the tokenizer's chat template.
+        """
+        if not self.exist:
+            return CompletionSampler(generator, tokenizer)
+        kwargs = cast("dict[str, Any] | None", self._args.chat_template_kwargs)
+        encoder = row_encoder(Format("prompt_only", ("prompt",), "conversational"), tokenizer, kwargs, self.schemas)
+        readers: dict[str | None, ToolCallReader | None] = {
+            name: tool_call_reader(
+                encoder.template({"environment": name}), kind.schemas, tool_parser=self._args.tool_parser
+            )
+            if kind.schemas
+            else None
+            for name, kind in self.kinds.items()
+        }
+        return EpisodeSampler(
+            self.kinds, readers, encoder=encoder, generator=generator, limits=_limits(self._args, tokenizer)
+        )
+
+
+def _limits(args: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeLimits:
+    longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+    return EpisodeLimits(
+        max_prompt_length=args.max_prompt_length,
+        truncation=TRUNCATION_SIDES[args.truncation_mode],
+        max_tokens=args.max_completion_length,
+        max_characters=(args.max_completion_length + 1) * longest_token,
+        max_turns=args.max_turns,
+        max_tool_calling_iterations=args.max_tool_calling_iterations,
+        tool_timeout=args.tool_timeout,
+        episode_timeout=args.episode_timeout,
+        tool_error=args.tool_error,
+        environment_error=args.environment_error,
+        reasoning_in_history=args.reasoning_in_history,
+        max_concurrent_environments=args.max_concurrent_environments,
+    )
