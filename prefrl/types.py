@@ -132,7 +132,7 @@ class TokenBatch:
     trainable_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Fill in the responses' rows, the prompts' parents and the trainable tokens' counts if they were not given."""
+        """Fill in the responses' rows, the prompts' parents and the trainable tokens' counts if not given."""
         if not self.response_row:
             object.__setattr__(self, "response_row", tuple(range(self.num_responses)))
         if not self.prompt_parent:

@@ -1,8 +1,8 @@
 """Flat attention as one kernel over blocks of 128 x 128 tokens: flex_attention with a mask built from the layout.
 
 The descendants of a segment directly follow it, so without a window the queries that see a key are an interval of the
-flat row: from the key itself to the last token of its segment's descendants. Three numbers per token therefore describe
-the mask of a forest of any depth, sliding windows included, and one compiled kernel serves every layout.
+flat row: from the key itself to the last token of its segment's descendants. Three numbers per token therefore
+describe the mask of a forest of any depth, sliding windows included, and one compiled kernel serves every layout.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Attention over one flat row of many sequences, as functions that transformers' AttentionInterface calls.
 
 The tokens of a flat row form a forest of segments, see `Layout`. The layout is passed as a keyword argument of the
-model's forward, down to the attention function. Gradient checkpointing then passes it again when it recomputes a layer,
-where a global variable would be stale. Without that argument, our functions call the implementation that they replace.
-On CUDA a single kernel computes attention over the forest where one is available, see `kernels`; elsewhere it is
-computed segment by segment.
+model's forward, down to the attention function. Gradient checkpointing then passes it again when it recomputes a
+layer, where a global variable would be stale. Without that argument, our functions call the implementation that they
+replace. On CUDA a single kernel computes attention over the forest where one is available, see `kernels`; elsewhere it
+is computed segment by segment.
 
 If the processes of a team share a row, each holds some tokens of all heads. For attention they exchange them, so that
 each holds all tokens of some heads, and exchange back afterwards (Ulysses).

@@ -69,7 +69,7 @@ class Sequences:
 
 
 def sequences(layout: Layout, window: int | None) -> Sequences:
-    """The layout in the form that these kernels need, on the host. Ancestors' keys outside the window are not copied."""
+    """The layout in the form that these kernels need, on the host. Ancestors beyond the window are not copied."""
     query_lengths, key_lengths, keys = [], [], []
     paths: list[Tensor] = []  # the tokens of each segment after those of its ancestors
     for segment in layout.segments:
