@@ -3,16 +3,17 @@
 The class of a batch is its stage, and every field of a stage is set in all its batches. What only one algorithm adds
 is a subclass next to that algorithm.
 
-Shape letters used in every file: N response tokens of a flat batch, B rows, P prompts, G completions of a prompt,
-K rewards, V vocabulary.
+Shape letters used in every file: N response tokens of a flat batch, B rows, R responses, P prompts, G completions of a
+prompt, K rewards, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -137,25 +138,35 @@ class Rollout:
 class TokenBatch:
     """Rows of different lengths laid end to end, without padding; every prompt is stored once.
 
-    Row b is prompt `prompt_index[b]` followed by its own response. Log-probs, losses and advantages exist for response
-    tokens only, so every `[N]` tensor is aligned with `response_ids`. Lengths and indices are host integers, so
-    reading them never waits for a device.
+    A row has one response, or several: an episode has one for each request to the sampler. Losses, advantages and
+    metrics see rows, the forward pass sees responses. Prompts are a forest, since a prompt may continue another:
+    response r follows the prompt `prompt_index[r]`, and that one its parents. Log-probs, losses and advantages exist
+    for response tokens only, so every `[N]` tensor is aligned with `response_ids`. Lengths and indices are host
+    integers, so reading them never waits for a device.
 
     A subclass is a stage. Its tensors have one entry for each response token, and its tuples one for each row.
     """
 
     prompt_ids: Tensor  # [sum(prompt_lengths)] int64
     prompt_lengths: tuple[int, ...]  # P entries, each >= 1: the first response token is predicted from the prompt
-    prompt_index: tuple[int, ...]  # B entries
+    prompt_index: tuple[int, ...]  # R entries
     response_ids: Tensor  # [N] int64
-    response_lengths: tuple[int, ...]  # B entries, each >= 1
+    response_lengths: tuple[int, ...]  # R entries, each >= 1
     trainable: Tensor  # [N] bool: tokens that have a loss
     group_index: tuple[int, ...]  # B entries: rows whose rewards are compared, or the two sides of a pair
+    # R entries: the row of each response, never decreasing, every row at least once. (): one response for each row.
+    response_row: tuple[int, ...] = ()
+    # P entries: the prompt that a prompt continues, a smaller number than its own; -1: none. (): no prompt has one.
+    prompt_parent: tuple[int, ...] = ()
     # B entries: trainable tokens of each row, counted at construction; they determine shapes in the forward pass.
     trainable_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Count the trainable tokens, unless the counts were given."""
+        """Fill in the responses' rows, the prompts' parents and the trainable tokens' counts if not given."""
+        if not self.response_row:
+            object.__setattr__(self, "response_row", tuple(range(self.num_responses)))
+        if not self.prompt_parent:
+            object.__setattr__(self, "prompt_parent", (-1,) * self.num_prompts)
         if len(self.trainable_counts) != self.num_rows:
             counts = torch.zeros(self.num_rows, dtype=torch.long, device=self.device)
             counts.index_add_(0, self.row_index, self.trainable.long())
@@ -164,6 +175,11 @@ class TokenBatch:
     @property
     def num_rows(self) -> int:
         """B."""
+        return len(self.group_index)
+
+    @property
+    def num_responses(self) -> int:
+        """R."""
         return len(self.response_lengths)
 
     @property
@@ -191,19 +207,71 @@ class TokenBatch:
         """Where the tensors live."""
         return self.response_ids.device
 
-    def context(self, row: int) -> tuple[int, ...]:
-        """The prompts that a row's response follows, in order."""
-        return (self.prompt_index[row],)
+    def responses(self, row: int) -> range:
+        """The responses of a row, in order."""
+        return self._responses[row]
 
-    def context_length(self, row: int) -> int:
-        """Number of tokens before a row's response."""
-        return sum(self.prompt_lengths[prompt] for prompt in self.context(row))
+    def context(self, response: int) -> tuple[int, ...]:
+        """The prompts that a response follows, in order: a root, then each time a prompt that continues the last."""
+        return self._paths[self.prompt_index[response]]
+
+    def context_length(self, response: int) -> int:
+        """Number of tokens before a response."""
+        return self.prompt_stops[self.prompt_index[response]]
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt comes before several responses."""
+        return sum(map(self.context_length, range(self.num_responses))) > sum(self.prompt_lengths)
+
+    def segments(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """The prompts, each once, and responses of some rows: the number of tokens before each, and its own."""
+        prompts = [(self.prompt_stops[p] - self.prompt_lengths[p], self.prompt_lengths[p]) for p in self._used(rows)]
+        responses = [response for row in rows for response in self.responses(row)]
+        return [*prompts, *((self.context_length(i), self.response_lengths[i]) for i in responses)]
+
+    def forward_tokens(self, rows: Sequence[int]) -> int:
+        """Number of tokens of some rows in a forward pass with shared prompts."""
+        return sum(length for _, length in self.segments(rows))
+
+    @cached_property
+    def row_lengths(self) -> tuple[int, ...]:
+        """B entries: number of response tokens of each row."""
+        return tuple(sum(self.response_lengths[i] for i in responses) for responses in self._responses)
+
+    @cached_property
+    def prompt_stops(self) -> list[int]:
+        """P entries: number of tokens up to the end of each prompt, those that it continues included."""
+        stops: list[int] = []
+        for length, parent in zip(self.prompt_lengths, self.prompt_parent, strict=True):
+            stops.append(length if parent < 0 else stops[parent] + length)
+        return stops
+
+    @cached_property
+    def _responses(self) -> list[range]:
+        """The responses of each row."""
+        stops = [0] * self.num_rows
+        for response, row in enumerate(self.response_row):
+            stops[row] = response + 1
+        return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+
+    @cached_property
+    def _paths(self) -> list[tuple[int, ...]]:
+        """Each prompt with those that it continues, root first."""
+        paths: list[tuple[int, ...]] = []
+        for prompt, parent in enumerate(self.prompt_parent):
+            paths.append((prompt,) if parent < 0 else (*paths[parent], prompt))
+        return paths
+
+    def _used(self, rows: Sequence[int]) -> list[int]:
+        """The prompts of some rows, each once, in order of first use and after those that they continue."""
+        return list(dict.fromkeys(p for row in rows for i in self.responses(row) for p in self.context(i)))
 
     @cached_property
     def row_index(self) -> Tensor:
         """[N] int64: the row of each response token."""
-        lengths = torch.tensor(self.response_lengths, dtype=torch.long)
-        index = torch.repeat_interleave(torch.arange(self.num_rows), lengths, output_size=self.num_tokens)
+        rows, lengths = torch.tensor([self.response_row, self.response_lengths], dtype=torch.long)
+        index = torch.repeat_interleave(rows, lengths, output_size=self.num_tokens)
         return index.to(self.device, non_blocking=True)
 
     @cached_property
@@ -258,15 +326,18 @@ class TokenBatch:
         bad = [row for row in rows if not 0 <= row < self.num_rows]
         if bad:
             raise IndexError(f"rows {bad} are outside 0..{self.num_rows - 1}")
-        prompts = list(dict.fromkeys(prompt for row in rows for prompt in self.context(row)))
-        position = {prompt: i for i, prompt in enumerate(prompts)}
+        prompts = self._used(rows)
+        position = {-1: -1, **{prompt: i for i, prompt in enumerate(prompts)}}
+        responses = [response for row in rows for response in self.responses(row)]
         return self.replace(
             prompt_ids=_take_segments(self.prompt_ids, self.prompt_lengths, prompts),
             prompt_lengths=tuple(self.prompt_lengths[prompt] for prompt in prompts),
-            prompt_index=tuple(position[self.prompt_index[row]] for row in rows),
-            response_lengths=tuple(self.response_lengths[row] for row in rows),
+            prompt_parent=tuple(position[self.prompt_parent[prompt]] for prompt in prompts),
+            prompt_index=tuple(position[self.prompt_index[response]] for response in responses),
+            response_lengths=tuple(self.response_lengths[response] for response in responses),
+            response_row=tuple(i for i, row in enumerate(rows) for _ in self.responses(row)),
             **{name: tuple(values[row] for row in rows) for name, values in self.per_row().items()},
-            **{n: _take_segments(t, self.response_lengths, rows) for n, t in self.per_token().items()},
+            **{n: _take_segments(t, self.response_lengths, responses) for n, t in self.per_token().items()},
         )
 
     def chunks(self, rows_per_chunk: int) -> list[Self]:
@@ -277,14 +348,14 @@ class TokenBatch:
     def largest_chunk(self, rows_per_chunk: int) -> int:
         """Forward tokens of the largest of `chunks`, which are not made; 1 without rows."""
         starts = range(0, self.num_rows, rows_per_chunk)
-        costs = (self._cost(range(start, min(start + rows_per_chunk, self.num_rows))) for start in starts)
+        costs = (self.forward_tokens(range(start, min(start + rows_per_chunk, self.num_rows))) for start in starts)
         return max(costs, default=1)
 
     def split(self, token_budget: int, *, whole_groups: bool = False) -> list[Self]:
         """Split into batches of at most `token_budget` forward tokens, as few and as even as a greedy fit finds.
 
-        Rows that share a prompt stay together where they fit, so that their prompt is computed once. A single row
-        above the budget becomes its own batch.
+        Rows that share a prompt stay together where they fit, so that their prompt is computed once. A row is never
+        torn apart: one above the budget becomes its own batch.
 
         Args:
             token_budget: Limit on a batch's response tokens plus its prompt tokens, each prompt counted once.
@@ -296,8 +367,8 @@ class TokenBatch:
         if token_budget < 1:
             raise ValueError(f"token_budget={token_budget}: needs to be >= 1")
         pieces: list[tuple[int, list[int]]] = []  # cost in tokens, rows
-        for rows in _rows_by(self.group_index if whole_groups else self.prompt_index):
-            pieces.extend([(self._cost(rows), rows)] if whole_groups else self._pieces(rows, token_budget))
+        for rows in _rows_by(self.group_index if whole_groups else self._roots()):
+            pieces.extend([(self.forward_tokens(rows), rows)] if whole_groups else self._pieces(rows, token_budget))
         pieces.sort(key=lambda piece: -piece[0])
         bins: list[tuple[int, list[int]]] = []
         for cost, rows in pieces:
@@ -309,20 +380,25 @@ class TokenBatch:
                 bins.append((cost, rows))
         return [self.select(sorted(rows)) for _, rows in bins]
 
-    def _cost(self, rows: Sequence[int]) -> int:
-        """Number of forward tokens of some rows."""
-        prompts = {prompt for row in rows for prompt in self.context(row)}
-        return sum(self.prompt_lengths[p] for p in prompts) + sum(self.response_lengths[row] for row in rows)
+    def _roots(self) -> list[int]:
+        """The prompt that each row begins with."""
+        return [self.context(responses[0])[0] for responses in self._responses]
 
     def _pieces(self, rows: Sequence[int], token_budget: int) -> list[tuple[int, list[int]]]:
-        """Rows of one prompt, cut whenever the budget is full."""
+        """Rows that begin with one prompt, cut whenever the budget is full."""
         pieces: list[tuple[int, list[int]]] = []
+        held: set[int] = set()  # prompts of the last piece
         for row in rows:
-            length = self.response_lengths[row]
-            if pieces and pieces[-1][0] + length <= token_budget:
-                pieces[-1] = (pieces[-1][0] + length, [*pieces[-1][1], row])
+            prompts = self._used([row])
+            added = self.row_lengths[row] + sum(
+                self.prompt_lengths[prompt] for prompt in prompts if prompt not in held
+            )
+            if pieces and pieces[-1][0] + added <= token_budget:
+                pieces[-1] = (pieces[-1][0] + added, [*pieces[-1][1], row])
+                held.update(prompts)
             else:
-                pieces.append((self._cost([row]), [row]))
+                pieces.append((self.forward_tokens([row]), [row]))
+                held = set(prompts)
         return pieces
 
     @classmethod
@@ -341,19 +417,22 @@ class TokenBatch:
         names = {frozenset(batch.tensors()) for batch in batches}
         if len(names) > 1:
             raise ValueError(f"batches carry different tensors: {sorted(map(sorted, names))}")
-        offsets = [sum(batch.num_prompts for batch in batches[:i]) for i in range(len(batches))]
+        prompts = [0, *accumulate(batch.num_prompts for batch in batches)]
+        rows = [0, *accumulate(batch.num_rows for batch in batches)]
         tensors = {name: torch.cat([batch.tensors()[name] for batch in batches]) for name in batches[0].tensors()}
         return batches[0].replace(
             prompt_lengths=sum((batch.prompt_lengths for batch in batches), ()),
-            prompt_index=tuple(o + i for o, batch in zip(offsets, batches, strict=True) for i in batch.prompt_index),
+            prompt_parent=_shifted((batch.prompt_parent for batch in batches), prompts),
+            prompt_index=_shifted((batch.prompt_index for batch in batches), prompts),
             response_lengths=sum((batch.response_lengths for batch in batches), ()),
+            response_row=_shifted((batch.response_row for batch in batches), rows),
             **{name: sum((batch.per_row()[name] for batch in batches), ()) for name in batches[0].per_row()},
             **tensors,
         )
 
 
 # Host values that `select` and `concat` renumber. Other tuples have one entry for each row.
-_LAYOUT = ("prompt_lengths", "prompt_index", "response_lengths")
+_LAYOUT = ("prompt_lengths", "prompt_parent", "prompt_index", "response_lengths", "response_row")
 
 
 class IdleBatch(TokenBatch):
@@ -457,6 +536,11 @@ def _rows_by(index: Sequence[int]) -> list[list[int]]:
     for row, key in enumerate(index):
         rows.setdefault(key, []).append(row)
     return list(rows.values())
+
+
+def _shifted(parts: Iterable[Sequence[int]], offsets: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of all parts, each with the offset of its part; -1, which means none, stays."""
+    return tuple(-1 if i < 0 else i + offset for part, offset in zip(parts, offsets, strict=False) for i in part)
 
 
 def _take_segments(flat: Tensor, lengths: Sequence[int], which: Sequence[int]) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from prefrl.data.chat import common_length
+from prefrl.data.prefixes import share_equal, share_prefixes
 from prefrl.errors import DataError
 from prefrl.types import LabeledBatch, MarginBatch, ReferencedBatch, TokenBatch
 
@@ -36,30 +37,36 @@ def flat_batch(
     *,
     trainable: Sequence[Sequence[bool]] | None = None,
     groups: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> TokenBatch:
     """Lay rows end to end. Rows of a group with equal prompts share the prompt, wherever in the batch they are.
 
+    With `rows`, they share what their prompts begin with, see `share_prefixes`.
+
     Args:
-        prompts: B lists of ids, none empty.
-        responses: B lists of ids, none empty.
-        trainable: B lists of flags, one for each response token. None: all tokens have a loss.
+        prompts: R lists of ids, none empty.
+        responses: R lists of ids, none empty.
+        trainable: R lists of flags, one for each response token. None: all tokens have a loss.
         groups: B numbers. None: each row is its own group.
+        rows: R numbers, the row of each response: 0, then each time the same number or the next. None: one for each.
     Raises:
-        DataError: Numbers of rows differ, a prompt or response is empty, or flags and tokens differ in length.
+        DataError: Numbers of rows differ, a prompt or response is empty, flags and tokens differ in length, or `rows`
+            are not numbered in order.
     """
-    groups = range(len(responses)) if groups is None else groups
+    of_response = range(len(responses)) if rows is None else rows
     trainable = [[True] * len(response) for response in responses] if trainable is None else trainable
-    _check_rows(prompts, responses, trainable, groups)
-    positions: dict[tuple[int, tuple[int, ...]], int] = {}
-    keys = [(group, tuple(prompt)) for group, prompt in zip(groups, prompts, strict=True)]
-    prompt_index = tuple(positions.setdefault(key, len(positions)) for key in keys)
-    shared = [prompt for _, prompt in positions]
+    groups = range(len(set(of_response))) if groups is None else groups
+    _check_rows(prompts, responses, trainable, groups, of_response)
+    share = share_equal if rows is None else share_prefixes
+    forest = share(prompts, [groups[row] for row in of_response])
     return TokenBatch(
-        prompt_ids=torch.tensor(list(chain.from_iterable(shared)), dtype=torch.long),
-        prompt_lengths=tuple(len(prompt) for prompt in shared),
-        prompt_index=prompt_index,
+        prompt_ids=torch.tensor(list(chain.from_iterable(forest.segments)), dtype=torch.long),
+        prompt_lengths=tuple(len(segment) for segment in forest.segments),
+        prompt_parent=tuple(forest.parents),
+        prompt_index=tuple(forest.ends),
         response_ids=torch.tensor(list(chain.from_iterable(responses)), dtype=torch.long),
         response_lengths=tuple(len(response) for response in responses),
+        response_row=tuple(of_response),
         trainable=torch.tensor(list(chain.from_iterable(trainable)), dtype=torch.bool),
         group_index=tuple(groups),
     )
@@ -271,12 +278,24 @@ def _check_rows(
     responses: Sequence[Sequence[int]],
     trainable: Sequence[Sequence[bool]],
     groups: Sequence[int],
+    rows: Sequence[int],
 ) -> None:
-    counts = {"prompts": len(prompts), "responses": len(responses), "trainable": len(trainable), "groups": len(groups)}
-    if len(set(counts.values())) > 1:
+    numbers = set(rows)
+    if list(rows) != sorted(rows) or numbers != set(range(len(numbers))):
         raise DataError(
-            f"the columns have different numbers of rows: {counts}. Give each of them one entry for each row"
+            f"rows={list(rows)}: must be numbered 0, 1, ... in order. Give the responses of a row one after another"
         )
+    by_response = {
+        "prompts": len(prompts),
+        "responses": len(responses),
+        "trainable": len(trainable),
+        "rows": len(rows),
+    }
+    for counts in (by_response, {"rows": len(numbers), "groups": len(groups)}):
+        if len(set(counts.values())) > 1:
+            raise DataError(
+                f"the columns have different numbers of rows: {counts}. Give each of them one entry for each row"
+            )
     for row, (prompt, response, flags) in enumerate(zip(prompts, responses, trainable, strict=True)):
         if not prompt or not response:
             raise DataError(

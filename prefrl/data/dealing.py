@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import fsum
+from operator import add
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import datasets
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from prefrl.data.formats import AnyDataset
 
-__all__ = ["Dealing", "deal", "dealing_of", "forward_cost"]
+__all__ = ["Dealing", "cost_of_segments", "deal", "dealing_of", "forward_cost"]
 
 T = TypeVar("T")
 Lengths = TypeVar("Lengths", float, "NDArray[np.float64]")
@@ -76,10 +78,18 @@ def forward_cost(prompt: Lengths, responses: Sequence[Lengths], *, hidden_size: 
         responses: R_i, tokens of each response.
         hidden_size: h.
     """
-    tokens, pairs = prompt, prompt * prompt
-    for response in responses:
-        tokens = tokens + response
-        pairs = pairs + response * (2 * prompt + response)
+    return cost_of_segments([(0 * prompt, prompt), *((prompt, r) for r in responses)], hidden_size=hidden_size)
+
+
+def cost_of_segments(segments: Sequence[tuple[Lengths, Lengths]], *, hidden_size: int) -> Lengths:
+    """`forward_cost` of prompts and responses of which each is computed once: sum L_i + [L_i^2 + 2 C_i L_i] / (12 h).
+
+    Args:
+        segments: C_i, tokens before each prompt or response, and L_i, its own; at least one.
+        hidden_size: h.
+    """
+    tokens = reduce(add, (length for _, length in segments))
+    pairs = reduce(add, (length * (2 * before + length) for before, length in segments))
     return tokens + pairs / (12 * hidden_size)
 
 

@@ -9,7 +9,8 @@ L layers and a = heads * head size, a forward pass needs at least
     F = 2 n (P + sum T_i) + 2 h V sum M_i + 2 a L [P^2 + sum((P + T_i)^2 - P^2)]
 
 because the prompt is computed once for all its responses, and a token attends only to tokens before it, in layers with
-a sliding window only to those in the window. The backward pass needs F for the gradients of inputs and F for those of
+a sliding window only to those in the window. A prompt of L tokens that continues C others adds L tokens and
+(C + L)^2 - C^2 pairs. The backward pass needs F for the gradients of inputs and F for those of
 weights, where they are required: 3 F in total if everything is trained. A pass without gradients needs F.
 """
 
@@ -73,7 +74,8 @@ def floor_flops(
 ) -> float:
     """Minimum FLOPs of one pass over some rows, see the module's formula.
 
-    Rows of one group with equally long prompts count as having the same prompt, even if they are in several batches.
+    Rows of one group that begin with equally long prompts count as having the same prompt, even if they are in several
+    batches.
 
     Args:
         cost: Cost of the model.
@@ -90,21 +92,26 @@ def floor_flops(
     def total(products: Products) -> float:
         return products.forward + trains * (products.backward + recomputed_share * products.recomputed)
 
-    rows = [
-        (batch.context_length(row), length - 1)
-        for batch in batches
-        for row, length in enumerate(batch.response_lengths)
-    ]
-    groups = [group for batch in batches for group in batch.group_index]
-    prompts = [prompt for _, prompt in {(group, row[0]) for group, row in zip(groups, rows, strict=True)}]
-    tokens = sum(prompts) + sum(fed for _, fed in rows)
-    positions = len(rows) if cost.scores_rows else sum(batch.num_trainable for batch in batches)
-    flops = tokens * total(cost.token) + positions * total(cost.position)
+    segments = _fed_segments(batches)
+    positions = sum(batch.num_rows if cost.scores_rows else batch.num_trainable for batch in batches)
+    flops = sum(length for _, length in segments) * total(cost.token) + positions * total(cost.position)
     for window, products in cost.pair.items():
-        pairs = sum(_pairs(prompt, window) for prompt in prompts)
-        pairs += sum(_pairs(prompt + fed, window) - _pairs(prompt, window) for prompt, fed in rows)
+        pairs = sum(_pairs(before + length, window) - _pairs(before, window) for before, length in segments)
         flops += pairs * total(products)
     return flops
+
+
+def _fed_segments(batches: Sequence[TokenBatch]) -> list[tuple[int, int]]:
+    """The prompts, each once, and what is fed of the responses: the number of tokens before each, and its own."""
+    roots: set[tuple[int, int]] = set()  # group and length
+    segments: list[tuple[int, int]] = []
+    for batch in batches:
+        for i, (row, length) in enumerate(zip(batch.response_row, batch.response_lengths, strict=True)):
+            roots.add((batch.group_index[row], batch.prompt_lengths[batch.context(i)[0]]))
+            segments.append((batch.context_length(i), length - 1))
+        prompts = zip(batch.prompt_stops, batch.prompt_lengths, strict=True)
+        segments += [(stop - length, length) for stop, length in prompts if stop > length]
+    return [*((0, length) for _, length in roots), *segments]
 
 
 def _pairs(length: int, window: int | None) -> float:

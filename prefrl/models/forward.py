@@ -135,7 +135,7 @@ def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdic
 
 def _chosen(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ForwardPlan:
     if plan == "auto":
-        shares = batch.num_prompts < batch.num_rows and not any(module.training for module, _ in dropout_rates(model))
+        shares = batch.shares_prompts and not any(module.training for module, _ in dropout_rates(model))
         return _working("shared_prefix" if shares else "packed", verdict)
     if plan not in _PLANS:
         raise ConfigError(f'plan="{plan}": allowed are "auto", {", ".join(map(repr, _PLANS))}.')

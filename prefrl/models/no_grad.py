@@ -56,7 +56,7 @@ def joined(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tens
     """[N, ...] in the order of the batch, from per-token results of its pieces."""
     rows: dict[int, Tensor] = {}
     for piece, part in zip(pieces, parts, strict=True):
-        rows.update(zip(piece.group_index, torch.split(part, list(piece.response_lengths)), strict=True))
+        rows.update(zip(piece.group_index, torch.split(part, list(piece.row_lengths)), strict=True))
     return torch.cat([rows[row] for row in range(len(rows))])[: batch.num_tokens]
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from prefrl.distributed import place_in_team, team_size
-from prefrl.models.attention.interface import Layout, Tree
+from prefrl.models.attention.interface import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -61,10 +61,10 @@ class FlatInputs:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PaddedInputs:
-    """Padded rows, whose positions the model numbers itself, and where each response token is predicted."""
+    """Padded sequences, whose positions the model numbers itself, and where each response token is predicted."""
 
-    input_ids: Tensor  # [B, width] int64
-    attention_mask: Tensor  # [B, width] int64, 1 on tokens
+    input_ids: Tensor  # [R, width] int64
+    attention_mask: Tensor  # [R, width] int64, 1 on tokens
     predictors: Tensor  # [N] int64: position in the flattened `input_ids` whose output predicts each response token
 
     @property
@@ -91,8 +91,13 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
         )
     if plan == "padded":
         return _padded(batch)
-    groups = _rows_by_prompt(batch) if plan == "shared_prefix" else [[row] for row in range(batch.num_rows)]
-    return _flat(batch, groups)
+    source = _Source(batch)
+    responses = [source.response(i) for i in range(batch.num_responses)]
+    if plan == "shared_prefix":
+        prompts = [source.prompt(prompt) for prompt in range(batch.num_prompts)]
+        return _flat(source, [*prompts, *responses], [*batch.prompt_parent, *batch.prompt_index])
+    contexts = [source.context(i) for i in range(batch.num_responses)]
+    return _flat(source, [*contexts, *responses], [*[-1] * len(contexts), *range(len(contexts))])
 
 
 def own_part(inputs: ModelInputs) -> ModelInputs:
@@ -118,16 +123,9 @@ def part_of(inputs: FlatInputs, place: int, num_parts: int) -> FlatInputs:
         inputs,
         input_ids=part(inputs.input_ids),
         position_ids=part(inputs.position_ids),
-        layout=Layout((*inputs.layout.trees, *([Tree(padding)] if padding else [])), num_parts),
+        layout=Layout((*inputs.layout.forest, *([(padding, -1)] if padding else [])), num_parts),
         start=start,
     )
-
-
-def _rows_by_prompt(batch: TokenBatch) -> list[list[int]]:
-    groups: dict[int, list[int]] = {}
-    for row, prompt in enumerate(batch.prompt_index):
-        groups.setdefault(prompt, []).append(row)
-    return list(groups.values())
 
 
 def _starts(lengths: Sequence[int], first: int = 0) -> list[int]:
@@ -142,13 +140,17 @@ class _Source:
         self.prompt_starts = _starts(batch.prompt_lengths)
         self.response_starts = _starts(batch.response_lengths, sum(batch.prompt_lengths))
 
-    def prompt(self, row: int) -> Tensor:
-        starts, lengths = self.prompt_starts, self.batch.prompt_lengths
-        return torch.cat([_range(starts[prompt], lengths[prompt]) for prompt in self.batch.context(row)])
+    def prompt(self, prompt: int) -> Tensor:
+        """Positions of a prompt's own tokens."""
+        return _range(self.prompt_starts[prompt], self.batch.prompt_lengths[prompt])
 
-    def response(self, row: int) -> Tensor:
+    def context(self, response: int) -> Tensor:
+        """Positions of all tokens before a response."""
+        return torch.cat([self.prompt(prompt) for prompt in self.batch.context(response)])
+
+    def response(self, response: int) -> Tensor:
         """Positions of all tokens of a response but the last."""
-        return _range(self.response_starts[row], self.batch.response_lengths[row] - 1)
+        return _range(self.response_starts[response], self.batch.response_lengths[response] - 1)
 
     def take(self, index: Tensor, *, padding: bool = False) -> Tensor:
         """The tokens at `index`; with padding, the index one past the end is token 0."""
@@ -163,47 +165,75 @@ def _range(start: int, length: int) -> Tensor:
     return torch.arange(start, start + length)
 
 
-def _flat(batch: TokenBatch, groups: list[list[int]]) -> FlatInputs:
-    """One flat row: for each group of rows, its prompt once and then their responses; a single row is one sequence."""
-    source = _Source(batch)
-    index: list[Tensor] = []
-    positions: list[Tensor] = []
-    predictors: dict[int, Tensor] = {}
-    trees: list[Tree] = []
+def _flat(source: _Source, tokens: Sequence[Tensor], parents: Sequence[int]) -> FlatInputs:
+    """One flat row of contexts and responses, depth first; one that its parent has for an only child extends it.
+
+    Args:
+        source: The batch.
+        tokens: Positions of the tokens of each context, then of each response.
+        parents: Number of the context that a context or response continues, always a smaller one; -1: none.
+    """
+    batch, device = source.batch, source.batch.device
+    responses = range(len(tokens) - batch.num_responses, len(tokens))
+    children = _children(parents, responses)
+    order = _depth_first(children)
+    forest: list[tuple[int, int]] = []
+    segment, start, position = ([0] * len(tokens) for _ in range(3))  # by context or response
     cursor = 0
-    for rows in groups:
-        prompt = source.prompt(rows[0])
-        responses = [source.response(row) for row in rows]
-        index += [prompt, *responses]
-        positions += [_range(0, len(prompt)), *(_range(len(prompt), len(response)) for response in responses)]
-        branches = [len(response) for response in responses]
-        last_of_prompt = torch.tensor([cursor + len(prompt) - 1])
-        for row, start, length in zip(rows, _starts(branches, cursor + len(prompt)), branches, strict=True):
-            predictors[row] = torch.cat([last_of_prompt, _range(start, length)])
-        trees.append(_tree(len(prompt), branches))
-        cursor += len(prompt) + sum(branches)
+    for node in order:
+        parent, length = parents[node], len(tokens[node])
+        if parent >= 0 and len(children[parent]) == 1:
+            forest[-1] = (forest[-1][0] + length, forest[-1][1])
+        elif length > 0:
+            forest.append((length, segment[parent] if parent >= 0 else -1))
+        segment[node], start[node] = len(forest) - 1, cursor
+        position[node] = position[parent] + len(tokens[parent]) if parent >= 0 else 0
+        cursor += length
+    predictors = []
+    for node in responses:
+        context = parents[node]
+        last_of_context = start[context] + len(tokens[context]) - 1
+        predictors += [torch.tensor([last_of_context]), _range(start[node], len(tokens[node]))]
+    positions = torch.cat([_range(position[node], len(tokens[node])) for node in order])
     return FlatInputs(
-        input_ids=source.take(torch.cat(index))[None],
-        position_ids=torch.cat(positions)[None].to(batch.device, non_blocking=True),
-        predictors=torch.cat([predictors[row] for row in range(batch.num_rows)]).to(batch.device, non_blocking=True),
-        layout=Layout(tuple(trees)),
+        input_ids=source.take(torch.cat([tokens[node] for node in order]))[None],
+        position_ids=positions[None].to(device, non_blocking=True),
+        predictors=torch.cat(predictors).to(device, non_blocking=True),
+        layout=Layout(tuple(forest)),
     )
 
 
-def _tree(trunk: int, branches: list[int]) -> Tree:
-    if len(branches) == 1:
-        return Tree(trunk + branches[0])
-    return Tree(trunk, tuple(length for length in branches if length > 0))
+def _children(parents: Sequence[int], leaves: Iterable[int]) -> dict[int, list[int]]:
+    """The children of each node in order of first use, the roots as those of -1; what leads to no leaf is left out."""
+    children: dict[int, list[int]] = {}
+    used = {-1}
+    for node in leaves:
+        while node not in used:
+            used.add(node)
+            children.setdefault(parents[node], []).append(node)
+            node = parents[node]
+    return children
+
+
+def _depth_first(children: Mapping[int, Sequence[int]]) -> list[int]:
+    """All nodes below -1, each directly before its descendants."""
+    order: list[int] = []
+    waiting = [-1]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += reversed(children.get(order[-1], ()))
+    return order[1:]
 
 
 def _padded(batch: TokenBatch) -> PaddedInputs:
-    """[B, width]: each row's prompt and response, then token 0 up to the longest row."""
+    """[R, width]: each response after its context, then token 0 up to the longest sequence."""
     source = _Source(batch)
-    sequences = [torch.cat([source.prompt(row), source.response(row)]) for row in range(batch.num_rows)]
+    responses = range(batch.num_responses)
+    sequences = [torch.cat([source.context(i), source.response(i)]) for i in responses]
     padding = len(batch.prompt_ids) + len(batch.response_ids)
     index = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=padding)
     width = index.size(1)
-    firsts = [row * width + batch.context_length(row) - 1 for row in range(batch.num_rows)]
+    firsts = [i * width + batch.context_length(i) - 1 for i in responses]
     predictors = [_range(first, length) for first, length in zip(firsts, batch.response_lengths, strict=True)]
     return PaddedInputs(
         input_ids=source.take(index, padding=True),

@@ -295,10 +295,13 @@ def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *,
     if own_logits:
         inputs = _with_own_padding(inputs, pad_token_id(inner_model(model)))
     # The last token of a response is not fed, so the position that would predict it is the last one that is fed.
-    markers = torch.tensor([stop - 1 for stop in accumulate(batch.response_lengths)])
+    markers = torch.tensor([stop - 1 for stop in accumulate(batch.row_lengths)])
     predictors = inputs.predictors[markers.to(batch.device, non_blocking=True)]
     output = read_out(model, inputs, predictors, _sequence_readout, own_logits=own_logits)
-    return ScoredSequences(output["scores"], output["compute_dtype"])
+    scores = output["scores"]
+    if own_logits:  # one score for each response
+        scores = scores[batch.on_device([batch.responses(row)[-1] for row in range(batch.num_rows)])]
+    return ScoredSequences(scores, output["compute_dtype"])
 
 
 def _with_own_padding(inputs: ModelInputs, token: int | None) -> ModelInputs:

@@ -2,7 +2,7 @@
 
 An architecture can ignore our attention in many ways, all of them silently wrong (linear attention, state-space
 layers, sinks, windows that exist only in a mask, bidirectional attention). Before the first batch, every plan
-therefore scores a few random rows, and the result is compared with one plain forward per row.
+therefore scores a few random rows, and the result is compared with one plain forward per response.
 """
 
 from __future__ import annotations
@@ -175,11 +175,14 @@ def _sliding_window(model: PreTrainedModel) -> int | None:
 
 
 def _random_batch(model: PreTrainedModel) -> TokenBatch:
-    """2 prompts with 3 responses each, ragged and interleaved, longer than a small sliding window."""
+    """Ragged rows, interleaved, longer than a small sliding window; the last one has two responses.
+
+    They follow a chain of prompts, of which two other rows have the first.
+    """
     window = _sliding_window(model)
     base = 8 if window is None or window > _LONGEST_TESTED_WINDOW else window + 3
-    prompt_lengths = (base, base + 3)
-    response_lengths = (base + 2, 1, 4, 3, base + 5, 2)
+    prompt_lengths = (base, base + 3, 5, 2)
+    response_lengths = (base + 2, 1, 4, 3, base + 5, 2, 6)
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
     padding = pad_token_id(model)
@@ -192,20 +195,22 @@ def _random_batch(model: PreTrainedModel) -> TokenBatch:
     return TokenBatch(
         prompt_ids=random_ids(sum(prompt_lengths)),
         prompt_lengths=prompt_lengths,
-        prompt_index=(0, 1, 0, 1, 1, 0),
+        prompt_parent=(-1, -1, 1, 2),
+        prompt_index=(0, 1, 0, 1, 0, 2, 3),
         response_ids=random_ids(sum(response_lengths)),
         response_lengths=response_lengths,
+        response_row=(0, 1, 2, 3, 4, 5, 5),
         trainable=torch.ones(sum(response_lengths), dtype=torch.bool),
-        group_index=(0, 1, 0, 1, 1, 0),
+        group_index=(0, 1, 0, 1, 0, 1),
     ).to(model.device)
 
 
-def _rows(batch: TokenBatch) -> Iterator[tuple[Tensor, int]]:
-    """The [1, T] token ids of each row, and how many of them are its response."""
+def _sequences(batch: TokenBatch) -> Iterator[tuple[Tensor, int]]:
+    """The [1, T] token ids of each response after its context, and how many of them are the response."""
     prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
     responses = torch.split(batch.response_ids, list(batch.response_lengths))
-    for prompt, response in zip(batch.prompt_index, responses, strict=True):
-        yield torch.cat([prompts[prompt], response])[None], len(response)
+    for i, response in enumerate(responses):
+        yield torch.cat([*(prompts[prompt] for prompt in batch.context(i)), response])[None], len(response)
 
 
 class _Probe(Protocol):
@@ -225,7 +230,7 @@ class _TokenProbe:
     def __init__(self, model: nn.Module, batch: TokenBatch) -> None:
         self.model, self.batch = model, batch
         logprobs = []
-        for ids, length in _rows(batch):
+        for ids, length in _sequences(batch):
             log_softmax = model(input_ids=ids, use_cache=False).logits[0, -length - 1 : -1].float().log_softmax(-1)
             logprobs.append(log_softmax.gather(-1, ids[0, -length:, None]).squeeze(-1))
         self._logprobs = torch.cat(logprobs)  # [N]
@@ -278,8 +283,10 @@ class _SequenceProbe:
 
 
 def _own_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """[B, L] from a plain forward for each row without its marker."""
-    return torch.cat([model(input_ids=ids[:, :-1], use_cache=False).logits for ids, _ in _rows(batch)])
+    """[B, L] from a plain forward for the last response of each row, without its marker."""
+    sequences = [ids for ids, _ in _sequences(batch)]
+    ends = [batch.responses(row)[-1] for row in range(batch.num_rows)]
+    return torch.cat([model(input_ids=sequences[end][:, :-1], use_cache=False).logits for end in ends])
 
 
 def _check_own_padding(model: nn.Module, batch: TokenBatch) -> None:
@@ -311,7 +318,7 @@ def _check_kernels(model: nn.Module, batch: TokenBatch) -> None:
 
 
 def _last_hidden(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """[tokens, h] inputs of the head, from a plain forward for each row."""
+    """[tokens, h] inputs of the head, from a plain forward for each response."""
     rows: list[Tensor] = []
 
     def remember(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -319,7 +326,7 @@ def _last_hidden(model: nn.Module, batch: TokenBatch) -> Tensor:
 
     handle = inner_model(model).base_model.register_forward_hook(remember)
     try:
-        for ids, _ in _rows(batch):
+        for ids, _ in _sequences(batch):
             model(input_ids=ids, use_cache=False)
     finally:
         handle.remove()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from prefrl import distributed
-from prefrl.data.dealing import deal, forward_cost
+from prefrl.data.dealing import cost_of_segments, deal
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -47,6 +47,6 @@ def _rows_of_groups(batch: TokenBatch) -> dict[int, list[int]]:
 
 
 def _cost(batch: TokenBatch, rows: list[int], hidden_size: int) -> float:
-    """Forward cost of rows that share a prompt."""
-    prompt = float(batch.context_length(rows[0]))
-    return forward_cost(prompt, [float(batch.response_lengths[row]) for row in rows], hidden_size=hidden_size)
+    """Forward cost of rows, each prompt once."""
+    segments = [(float(before), float(length)) for before, length in batch.segments(rows)]
+    return cost_of_segments(segments, hidden_size=hidden_size)

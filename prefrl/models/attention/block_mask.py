@@ -1,8 +1,8 @@
 """Flat attention as one kernel over blocks of 128 x 128 tokens: flex_attention with a mask built from the layout.
 
-A token sees two intervals of the flat row: a part of the trunk, and a part of its own segment up to itself. Three
-numbers per token therefore describe the mask completely, sliding windows included, and one compiled kernel serves
-every layout.
+The descendants of a segment directly follow it, so without a window the queries that see a key are an interval of the
+flat row: from the key itself to the last token of its segment's descendants. Three numbers per token therefore
+describe the mask of a forest of any depth, sliding windows included, and one compiled kernel serves every layout.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from prefrl.models.attention.layout import Segment
-
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.models.attention.layout import Layout
 
-__all__ = ["attend", "block_mask", "bucket", "intervals"]
+__all__ = ["attend", "block_mask", "bucket"]
 
 BLOCK = 128
 
@@ -78,31 +76,48 @@ def _compiled(*shape_and_scaling: Any) -> Callable[..., Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Intervals:
-    """What each token sees: trunk_start <= key < trunk_stop, and own_start <= key <= itself."""
+class _Segments:
+    """The segments of a layout, then one of padding up to T tokens, then an empty one, which the number -1 finds."""
 
-    trunk_start: Tensor  # [T] int32
-    trunk_stop: Tensor  # [T] int32; equal to trunk_start where the token sees no trunk
-    own_start: Tensor  # [T] int32
+    start: Tensor  # [S] int64
+    length: Tensor  # [S] int64
+    position: Tensor  # [S] int64, of the first token
+    parent: Tensor  # [S] int64; -1: none
+    family_stop: Tensor  # [S] int64: one past the last token of the segment and its descendants
+
+    @classmethod
+    def of(cls, layout: Layout, total: int) -> _Segments:
+        """On the host."""
+        used = sum(layout.lengths)
+        segments = layout.segments
+        family_stops = [segment.stop for segment in segments]
+        for number, (_, parent) in reversed(list(enumerate(layout.forest))):
+            if parent >= 0:
+                family_stops[parent] = max(family_stops[parent], family_stops[number])
+        return cls(
+            start=torch.tensor([*(s.start for s in segments), used, total]),
+            length=torch.tensor([*layout.lengths, total - used, 0]),
+            position=torch.tensor([*(s.position for s in segments), 0, 0]),
+            parent=torch.tensor([*(parent for _, parent in layout.forest), -1, -1]),
+            family_stop=torch.tensor([*family_stops, total, total]),
+        )
 
 
-def intervals(layout: Layout, total: int, window: int | None) -> Intervals:
-    """The intervals of the layout's tokens, on the host. Padding up to `total` is treated as one more sequence."""
-    segments = []
-    for segment in layout.segments:
-        trunk = layout.segments[segment.ancestors[0]] if segment.ancestors else Segment(segment.start, 0, ())
-        segments.append((segment.start, segment.length, trunk.start, trunk.stop))
-    used = sum(layout.lengths)
-    segments.append((used, total - used, used, used))
-    start, length, trunk_start, trunk_stop = torch.tensor(segments).unbind(1)
-    start, trunk_start, trunk_stop = (x.repeat_interleave(length) for x in (start, trunk_start, trunk_stop))
-    own_start = start
-    if window is not None:
-        token = torch.arange(total)
-        own_start = torch.maximum(start, token - window + 1)
-        # Distances are measured along trunk and branch, as if the branch followed directly after the trunk.
-        trunk_start = torch.maximum(trunk_start, trunk_stop + token - start - window + 1).minimum(trunk_stop)
-    return Intervals(trunk_start.int(), trunk_stop.int(), own_start.int())
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What tokens see: a query sees a key if key <= query < stop[key] and lost[query] < position[key]."""
+
+    stop: Tensor  # [T] int32: one past the last token of the key's segment and its descendants
+    position: Tensor  # [T] int32: number of tokens before it in its segment and in the ancestors
+    lost: Tensor  # [T] int32: the last position that the window has left behind; below 0: none
+
+    @classmethod
+    def of(cls, segments: _Segments, window: int) -> _Sight:
+        """On the host."""
+        columns = (segments.family_stop, segments.position - segments.start)
+        stop, shift = (x.repeat_interleave(segments.length) for x in columns)
+        position = torch.arange(len(shift)) + shift
+        return cls(stop.int(), position.int(), (position - window).int())
 
 
 def block_mask(layout: Layout, window: int | None, device: torch.device) -> BlockMask:
@@ -111,17 +126,16 @@ def block_mask(layout: Layout, window: int | None, device: torch.device) -> Bloc
     It is built on the host with memory for (T / 128)^2 entries, and sent to the device without waiting.
     """
     total = bucket(sum(layout.lengths))
-    seen = intervals(layout, total, window)
-    partial, full = _blocks(seen)
+    segments, reach = _Segments.of(layout, total), total if window is None else window
+    sight = _Sight.of(segments, reach)
+    touched, full = _touched(segments, total, reach), _full(sight)
+    partial = touched & ~full
     ordered = [_ordered(blocks) for blocks in (partial, full, partial.t(), full.t())]
     (kv, full_kv, q, full_q) = (tuple(x[None, None].to(device, non_blocking=True) for x in pair) for pair in ordered)
-    trunk_start, trunk_stop, own_start = (
-        x.to(device, non_blocking=True) for x in (seen.trunk_start, seen.trunk_stop, seen.own_start)
-    )
+    stop, position, lost = (x.to(device, non_blocking=True) for x in (sight.stop, sight.position, sight.lost))
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        in_trunk = (trunk_start[query] <= key) & (key < trunk_stop[query])
-        return in_trunk | ((own_start[query] <= key) & (key <= query))
+        return (key <= query) & (query < stop[key]) & (lost[query] < position[key])
 
     return BlockMask(
         seq_lengths=(total, total),
@@ -138,33 +152,45 @@ def block_mask(layout: Layout, window: int | None, device: torch.device) -> Bloc
     )
 
 
-def _blocks(seen: Intervals) -> tuple[Tensor, Tensor]:
-    """Two [blocks, blocks] bool tensors: query-key blocks with some visible pairs, and with only visible pairs.
+def _touched(segments: _Segments, total: int, window: int) -> Tensor:
+    """[blocks, blocks] bool: query-key blocks with some visible pairs.
 
-    A block that trunk and own segment fill only together counts as one with some.
+    Segments are cut where blocks begin. What the queries of a piece see of an ancestor, or of their own segment, is an
+    interval of keys, so pieces and ancestors are enumerated, not tokens.
     """
-    token = torch.arange(len(seen.own_start))
-    trunk_touched, trunk_filled = _blocks_of(seen.trunk_start.long(), seen.trunk_stop.long())
-    own_touched, own_filled = _blocks_of(seen.own_start.long(), token + 1)
-    full = trunk_filled + own_filled == BLOCK
-    return (trunk_touched + own_touched > 0) & ~full, full
+    first = torch.cat([segments.start, torch.arange(0, total, BLOCK)]).unique()[:-1]  # without the end
+    last = torch.cat([first[1:], first.new_tensor([total])]) - 1
+    segment = torch.searchsorted(segments.start, first, right=True) - 1
+    shift = segments.position[segment] - segments.start[segment]
+    seen = []  # row of blocks, first column, one past the last column
+    while (segment >= 0).any():
+        start, length, position = segments.start[segment], segments.length[segment], segments.position[segment]
+        begin = start + (first + shift - window + 1 - position).clamp(min=0).minimum(length)
+        stop = start + (last + shift + 1 - position).clamp(min=0).minimum(length)
+        column = begin // BLOCK
+        seen.append(torch.stack([first // BLOCK, column, torch.where(begin < stop, -(-stop // BLOCK), column)]))
+        segment = segments.parent[segment]
+    return _count(*torch.cat(seen, 1), num_blocks=total // BLOCK) > 0
 
 
-def _blocks_of(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """Two [blocks, blocks] tensors: the number of queries whose key interval touches a block, and fills it."""
-    touched = _count(start // BLOCK, torch.where(start < stop, -(-stop // BLOCK), start // BLOCK))
-    first_whole = -(-start // BLOCK)
-    return touched, _count(first_whole, torch.maximum(first_whole, stop // BLOCK))
+def _full(sight: _Sight) -> Tensor:
+    """[blocks, blocks] bool: query-key blocks with only visible pairs."""
+    stop, position, lost = (x.long() for x in (sight.stop, sight.position, sight.lost))
+    key = torch.arange(len(stop))
+    first_whole = -(-key // BLOCK)
+    columns = _count(
+        key // BLOCK, first_whole, torch.maximum(first_whole, stop // BLOCK), num_blocks=len(key) // BLOCK
+    )
+    most_lost, first_position = lost.view(-1, BLOCK).amax(1), position.view(-1, BLOCK).amin(1)
+    return (columns.t() == BLOCK) & (most_lost[:, None] < first_position)
 
 
-def _count(first: Tensor, stop: Tensor) -> Tensor:
-    """[blocks, blocks] how many queries of a block have a given key block in first .. stop - 1."""
-    num_blocks = len(first) // BLOCK
+def _count(row: Tensor, first: Tensor, stop: Tensor, *, num_blocks: int) -> Tensor:
+    """[blocks, blocks] int64: how many of a row's intervals first .. stop - 1 contain a column."""
     width = num_blocks + 1
-    row = torch.arange(len(first)) // BLOCK * width
     steps = torch.zeros(num_blocks * width, dtype=torch.long)
     ones = torch.ones_like(first)
-    steps.index_add_(0, row + first, ones).index_add_(0, row + stop, -ones)
+    steps.index_add_(0, row * width + first, ones).index_add_(0, row * width + stop, -ones)
     return steps.view(num_blocks, width).cumsum(1)[:, :num_blocks]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from prefrl.distributed import is_main
 from prefrl.models.attention import block_mask, segments, varlen
-from prefrl.models.attention.layout import Layout, Tree
+from prefrl.models.attention.layout import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 # computes something else has an error of about 1; TF32 products are meant to pass.
 _TOLERANCES = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
 
-# Two sizes, since a compiled kernel may be recompiled for the second; lengths below and above a block of 128.
+# Two forests, since a compiled kernel may be recompiled for the second; lengths below and above a block of 128.
 _TRIALS = (
-    (Tree(130, (40, 1, 90)), Tree(33)),
-    (Tree(7, (200, 3)), Tree(150), Tree(1, (20, 300))),
+    ((130, -1), (40, 0), (1, 0), (90, 0), (33, -1)),
+    ((7, -1), (200, 0), (3, 1), (150, 2), (30, 1), (20, 0), (1, -1), (300, 6)),
 )
 _TRIAL_WINDOWS = (None, 20)
 
@@ -127,7 +127,7 @@ def _mistake(kernel: Kernel, inputs: Inputs) -> str | None:
         # Compilation may draw random numbers, which must not affect the training run.
         with torch.random.fork_rng(devices):
             trials = product(_TRIALS, _TRIAL_WINDOWS)
-            largest = max(error for trees, window in trials for error in _errors(kernel, inputs, trees, window))
+            largest = max(error for forest, window in trials for error in _errors(kernel, inputs, forest, window))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # missing compiler, unsupported head size or chip: another kernel is used
@@ -137,12 +137,14 @@ def _mistake(kernel: Kernel, inputs: Inputs) -> str | None:
     return f"it differs from segment-by-segment attention by up to {largest:.2g} of the values' size"
 
 
-def _errors(kernel: Kernel, inputs: Inputs, trees: tuple[Tree, ...], window: int | None) -> Iterator[float]:
+def _errors(
+    kernel: Kernel, inputs: Inputs, forest: tuple[tuple[int, int], ...], window: int | None
+) -> Iterator[float]:
     """Relative errors of the output, of the gradients, and of the output without gradients."""
-    query, key, value = _random_tensors(inputs, Layout(trees))
+    query, key, value = _random_tensors(inputs, Layout(forest))
     exact = [x.detach().float().requires_grad_() for x in (query, key, value)]
-    expected = segments.attend(exact[0], exact[1], exact[2], Layout(trees), scaling=inputs.scaling, window=window)
-    layout = Layout(trees)
+    expected = segments.attend(exact[0], exact[1], exact[2], Layout(forest), scaling=inputs.scaling, window=window)
+    layout = Layout(forest)
     output = kernel.attend(query, key, value, layout, scaling=inputs.scaling, window=window)
     yield _relative_error(output, expected)
     weights = torch.linspace(-1, 1, output.size(1), device=output.device)[:, None, None]

@@ -1,10 +1,10 @@
 """Attention over one flat row of many sequences, as functions that transformers' AttentionInterface calls.
 
-The tokens of a flat row form trees, see `Layout`. The layout is passed as a keyword argument of the model's forward,
-down to the attention function. Gradient checkpointing then passes it again when it recomputes a layer, where a global
-variable would be stale. Without that argument, our functions call the implementation that they replace. On CUDA a
-single kernel computes attention over the trees where one is available, see `kernels`; elsewhere it is computed segment
-by segment.
+The tokens of a flat row form a forest of segments, see `Layout`. The layout is passed as a keyword argument of the
+model's forward, down to the attention function. Gradient checkpointing then passes it again when it recomputes a
+layer, where a global variable would be stale. Without that argument, our functions call the implementation that they
+replace. On CUDA a single kernel computes attention over the forest where one is available, see `kernels`; elsewhere it
+is computed segment by segment.
 
 If the processes of a team share a row, each holds some tokens of all heads. For attention they exchange them, so that
 each holds all tokens of some heads, and exchange back afterwards (Ulysses).
@@ -26,13 +26,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from prefrl.distributed import exchange_in_team
 from prefrl.models.attention import segments
 from prefrl.models.attention.choice import Inputs, choose_kernel
-from prefrl.models.attention.layout import Layout, Tree
+from prefrl.models.attention.layout import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["LAYOUT_KWARG", "Layout", "Tree", "install", "is_installed", "mask_placeholder", "uninstall"]
+__all__ = ["LAYOUT_KWARG", "Layout", "install", "is_installed", "mask_placeholder", "uninstall"]
 
 # The keyword argument of the model's forward that carries the layout.
 LAYOUT_KWARG = "prefrl_layout"
@@ -60,16 +60,17 @@ def flat_attention(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """Attention over a flat row: every token sees its own segment up to itself and, in a branch, the trunk before it.
+    """Attention over a flat row: every token sees the ancestors of its segment, and the segment up to itself.
 
     Args:
         query: [1, H, T, D]; if processes share the row, this process's part of the tokens.
         key: [1, KV, T, D] with KV dividing H.
         value: [1, KV, T, D].
-        layout: Trees of all tokens of the row.
+        layout: Of all tokens of the row.
         scaling: Factor on the scores; None means D^-0.5.
         dropout: Dropout probability of the attention weights.
-        window: A token sees at most this many tokens, itself included; distances are measured along trunk and branch.
+        window: A token sees at most this many tokens, itself included; distances are measured along the path from the
+            root.
     Returns:
         [1, T, H, D].
     """

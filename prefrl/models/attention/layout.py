@@ -1,8 +1,9 @@
-"""The structure of a flat row: trees, each with a trunk and its branches.
+"""The structure of a flat row: a forest of segments.
 
-A trunk attends to itself; a branch attends to its trunk and to itself, never to another branch. A tree without
-branches is an ordinary sequence. Everything that kernels need is computed from the layout on the host, once for all
-layers.
+A segment continues its parent, if it has one: its tokens see all tokens of its ancestors, and those of the segment up
+to themselves, never those of a sibling. A segment without parent and children is an ordinary sequence. Segments are
+laid end to end in depth-first order, so the descendants of a segment directly follow it. Everything that kernels need
+is computed from the layout on the host, once for all layers.
 """
 
 from __future__ import annotations
@@ -12,31 +13,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-__all__ = ["Layout", "Segment", "Tree"]
+__all__ = ["Layout", "Segment"]
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """Lengths, in flat order: a trunk, then branches that each attend to the trunk and to themselves."""
-
-    trunk: int
-    branches: tuple[int, ...] = ()
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Lengths of all segments, trunk first."""
-        return (self.trunk, *self.branches)
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
-    """A trunk or a branch: consecutive tokens of the flat row, and what they see before themselves."""
+    """Consecutive tokens of the flat row, and what they see before themselves."""
 
     start: int
     length: int
-    ancestors: tuple[int, ...]  # numbers of the segments that it continues, in order: none for a trunk, else its trunk
+    position: int  # of its first token: the number of tokens of its ancestors
+    ancestors: tuple[int, ...]  # numbers of the segments that it continues, root first
 
     @property
     def stop(self) -> int:
@@ -46,9 +35,10 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The trees of a flat row, laid end to end."""
+    """The segments of a flat row, laid end to end."""
 
-    trees: tuple[Tree, ...]
+    # The length of each segment, and the number of its parent; -1: none. In depth-first order.
+    forest: tuple[tuple[int, int], ...]
     num_parts: int = 1  # number of processes that each have an equal part of the tokens
     # Sliding windows that attention layers passed; the self-check reads them.
     windows: set[int | None] = field(default_factory=set)
@@ -57,28 +47,33 @@ class Layout:
     @property
     def lengths(self) -> list[int]:
         """Lengths of all segments, in flat order."""
-        return [length for tree in self.trees for length in tree.lengths]
+        return [length for length, _ in self.forest]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Maximum number of keys that a query can see: a segment with its ancestors."""
-        return max(self.num_before(segment) + segment.length for segment in self.segments)
+        return max(segment.position + segment.length for segment in self.segments)
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """All segments, in flat order."""
-        segments: list[Segment] = []
-        start = 0
-        for tree in self.trees:
-            trunk = len(segments)
-            for length in tree.lengths:
-                segments.append(Segment(start, length, () if len(segments) == trunk else (trunk,)))
-                start += length
-        return segments
+        """All segments, in flat order.
 
-    def num_before(self, segment: Segment) -> int:
-        """Number of tokens of its ancestors."""
-        return sum(self.segments[number].length for number in segment.ancestors)
+        Raises:
+            ValueError: They are not in depth-first order.
+        """
+        segments: list[Segment] = []
+        path: tuple[int, ...] = ()  # to the last segment, itself included
+        start = position = 0
+        for number, (length, parent) in enumerate(self.forest):
+            while path and path[-1] != parent:
+                position -= segments[path[-1]].length
+                path = path[:-1]
+            if not path and parent >= 0:
+                raise ValueError(f"segment {number} follows no descendant of its parent {parent}: needs to")
+            segments.append(Segment(start, length, position, path))
+            path = (*path, number)
+            start, position = start + length, position + length
+        return segments
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """The result of `make`, computed at the first call with `key` and cached for other layers and the backward."""

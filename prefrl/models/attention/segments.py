@@ -1,4 +1,4 @@
-"""Flat attention segment by segment: scaled-dot-product attention, once for each trunk and each branch."""
+"""Flat attention segment by segment: scaled-dot-product attention, once for each segment with its ancestors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Flat attention as one call of a variable-length FlashAttention kernel.
 
-Each segment is a sequence of queries whose keys are the trunk that it sees, followed by its own tokens. The kernels
-align queries with the last keys, as a branch requires. Keys and values of a trunk are copied for each of its branches,
-as in padded rows.
+Each segment is a sequence of queries whose keys are the tokens of its ancestors, followed by its own. The kernels
+align queries with the last keys, as a segment with ancestors requires. Keys and values of a segment are copied for
+each of its descendants, as in padded rows.
 """
 
 from __future__ import annotations
@@ -69,17 +69,18 @@ class Sequences:
 
 
 def sequences(layout: Layout, window: int | None) -> Sequences:
-    """The layout in the form that these kernels need, on the host. Only trunk keys inside the window are copied."""
+    """The layout in the form that these kernels need, on the host. Ancestors beyond the window are not copied."""
     query_lengths, key_lengths, keys = [], [], []
+    paths: list[Tensor] = []  # the tokens of each segment after those of its ancestors
     for segment in layout.segments:
+        own = torch.arange(segment.start, segment.stop)
+        paths.append(torch.cat([paths[segment.ancestors[-1]], own]) if segment.ancestors else own)
         if segment.length == 0:
             continue
-        seen = [*(layout.segments[ancestor] for ancestor in segment.ancestors), segment]
-        num_before = layout.num_before(segment)
-        reach = num_before if window is None else min(num_before, window - 1)
+        reach = segment.position if window is None else min(segment.position, window - 1)
         query_lengths.append(segment.length)
         key_lengths.append(reach + segment.length)
-        keys.append(torch.cat([torch.arange(part.start, part.stop) for part in seen])[num_before - reach :])
+        keys.append(paths[-1][segment.position - reach :])
     has_copies = sum(key_lengths) > sum(query_lengths)
     return Sequences(
         query_offsets=_offsets(query_lengths),
@@ -110,7 +111,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(rows: Tensor, index: Tensor) -> Tensor:
-    """`rows[index]` with a gradient summed in float32: a trunk token gets a term from each of its branches."""
+    """`rows[index]` with a gradient summed in float32: a token gets a term from each segment that sees it."""
     output: Tensor = _Gather.apply(rows, index)  # type: ignore[no-untyped-call]
     return output
 

@@ -247,8 +247,8 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         return [*(SyncStep() for _ in items[1:]), SyncStep([*micro_batches, *idle])], total_count
 
     def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
-        """Tokens that a step adds to `num_tokens`: the tokens of all rows, each including its prompt."""
-        return sum(b.num_tokens + sum(b.context_length(row) for row in range(b.num_rows)) for b in batches)
+        """Tokens that a step adds to `num_tokens`: the tokens of all rows, each including its own prompts."""
+        return sum(batch.forward_tokens([row]) for batch in batches for row in range(batch.num_rows))
 
     def _idle_batch(self) -> IdleBatch:
         """One token without a loss; its forward and backward pass gives every parameter a zero gradient."""

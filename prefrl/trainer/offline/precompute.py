@@ -125,9 +125,9 @@ def _score(
         rows = mine[start : start + batch_size]
         batch = collate([dataset[row] for row in rows])
         places = [(row, column) for row in rows for column in tokens if tokens[column][row]]
-        if batch.response_lengths != tuple(tokens[column][row] for row, column in places):
-            raise ValueError(f"rows {rows} are laid out as responses of {batch.response_lengths} tokens")
-        logprobs = np.split(reference_logprobs(batch).float().cpu().numpy(), np.cumsum(batch.response_lengths)[:-1])
+        if batch.row_lengths != tuple(tokens[column][row] for row, column in places):
+            raise ValueError(f"rows {rows} are laid out as responses of {batch.row_lengths} tokens")
+        logprobs = np.split(reference_logprobs(batch).float().cpu().numpy(), np.cumsum(batch.row_lengths)[:-1])
         for (row, column), values in zip(places, logprobs, strict=True):
             scored.setdefault(row, {})[column] = values
     return {row: values for part in distributed.gather_objects(scored) for row, values in part.items()}

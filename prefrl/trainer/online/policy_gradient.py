@@ -334,7 +334,7 @@ class PolicyGradient:
                 [rollout.group for rollout in rollouts],
                 min_tokens=min_tokens,
             )
-            places = torch.cat([torch.arange(length) for length in batch.response_lengths])
+            places = torch.cat([torch.arange(length) for length in batch.row_lengths])
             scale = (places >= torch.tensor(lengths)[batch.row_index]).float() * scale
         return scale
 

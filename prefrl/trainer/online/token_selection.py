@@ -84,7 +84,7 @@ def cov_tokens(
 
 def keys_of(args: PolicyGradientConfig, batch: TokenBatch, rollouts: Sequence[Rollout], *, step: int) -> Tensor:
     """[N] a random number for each token, which breaks ties. It does not depend on the rank that holds the token."""
-    return token_keys(_row_seeds(rollouts, seed=args.seed, step=step), batch.response_lengths)
+    return token_keys(_row_seeds(rollouts, seed=args.seed, step=step), batch.row_lengths)
 
 
 def _rounded(values: Tensor) -> Tensor:

@@ -9,29 +9,56 @@ import torch
 
 from prefrl.models.attention import interface as attention
 from prefrl.models.attention import segments
-from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, Tree, flat_attention, mask_placeholder
+from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, flat_attention, mask_placeholder
 from prefrl.models.modes import checkpoint_activations
 from tests.assets import tiny_model
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-RAGGED = (Tree(5, (3, 1, 7)), Tree(4), Tree(2, (6,)), Tree(1, (1, 2)))
 
 
-def visible_positions(trees, window=None):
-    """[T, T] bool, from the definition: own segment up to oneself and, in a branch, all of the trunk."""
-    segment = [(t, s) for t, tree in enumerate(trees) for s, length in enumerate(tree.lengths) for _ in range(length)]
-    position = [
-        p + (tree.trunk if s else 0) for tree in trees for s, length in enumerate(tree.lengths) for p in range(length)
-    ]
-    total = len(segment)
-    seen = torch.zeros(total, total, dtype=torch.bool)
-    for query in range(total):
-        for key in range(total):
-            same_tree = segment[query][0] == segment[key][0]
-            in_reach = segment[key][1] in (0, segment[query][1]) and position[key] <= position[query]
-            in_window = window is None or position[query] - position[key] < window
-            seen[query, key] = same_tree and in_reach and in_window
-    return seen
+def forest(*trees):
+    """The forest of a layout, from nested trees: the length of a root, or that followed by the trees below it."""
+    found = []
+
+    def add(tree, parent):
+        length, *below = (tree,) if isinstance(tree, int) else tree
+        found.append((length, parent))
+        number = len(found) - 1
+        for branch in below:
+            add(branch, number)
+
+    for tree in trees:
+        add(tree, -1)
+    return tuple(found)
+
+
+RAGGED = forest((5, 3, 1, 7), 4, (2, 6), (1, 1, 2))
+DEEP = forest((4, 3, (2, 5, (1, 1, (6, 2, 3)), 4)), 3, (1, (2, (1, (2, 4, 1)))))
+
+
+def with_siblings_in_sight(segments):
+    """The forest in which a segment continues the one before it with the same parent."""
+    last = {-1: -1}  # the youngest child of each segment
+    changed = []
+    for number, (length, parent) in enumerate(segments):
+        changed.append((length, last.get(parent, parent)))
+        if parent >= 0:
+            last[parent] = number
+    return tuple(changed)
+
+
+def visible_positions(segments, window=None):
+    """[T, T] bool, from the definition: own segment up to oneself, and all of those that it continues."""
+    paths = []
+    for number, (_, parent) in enumerate(segments):
+        paths.append([*(paths[parent] if parent >= 0 else []), number])
+    continues = torch.tensor([[other in path for other in range(len(segments))] for path in paths])
+    number = [s for s, (length, _) in enumerate(segments) for _ in range(length)]
+    before = [sum(segments[other][0] for other in path[:-1]) for path in paths]
+    position = torch.tensor([before[s] + p for s, (length, _) in enumerate(segments) for p in range(length)])
+    distance = position[:, None] - position
+    seen = continues[number][:, number] & (distance >= 0)
+    return seen if window is None else seen & (distance < window)
 
 
 def random_qkv(total, *, dtype=torch.float64, seed=0):
@@ -47,16 +74,17 @@ def written_out(query, key, value, seen, scaling):
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-def total_length(trees):
-    return sum(sum(tree.lengths) for tree in trees)
+def total_length(segments):
+    return sum(length for length, _ in segments)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_token_sees_its_own_segment_and_trunk_only(window, dtype):
-    tensors = random_qkv(total_length(RAGGED), dtype=dtype)
-    expected = written_out(*tensors, visible_positions(RAGGED, window), scaling=0.3)
-    output = flat_attention(*tensors, Layout(RAGGED), scaling=0.3, dropout=0.0, window=window)
+@pytest.mark.parametrize("trees", [RAGGED, DEEP], ids=["ragged", "deep"])
+def test_every_token_sees_its_own_segment_and_its_ancestors_only(trees, window, dtype):
+    tensors = random_qkv(total_length(trees), dtype=dtype)
+    expected = written_out(*tensors, visible_positions(trees, window), scaling=0.3)
+    output = flat_attention(*tensors, Layout(trees), scaling=0.3, dropout=0.0, window=window)
     torch.testing.assert_close(output, expected)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
     expected_grads = torch.autograd.grad((expected * weights).sum(), tensors)
@@ -65,7 +93,7 @@ def test_every_token_sees_its_own_segment_and_trunk_only(window, dtype):
 
 @pytest.mark.parametrize("window", [None, 5, 40])
 def test_long_segments_are_masked_in_chunks_with_equal_results(window, monkeypatch):
-    trees = (Tree(30, (37, 20)), Tree(45))
+    trees = forest((30, 37, 20), 45)
     tensors = random_qkv(total_length(trees))
     whole = flat_attention(*tensors, Layout(trees), scaling=None, dropout=0.0, window=window)
     monkeypatch.setattr(segments, "_ROWS_PER_MASK", 16)
@@ -77,7 +105,7 @@ def test_long_segments_are_masked_in_chunks_with_equal_results(window, monkeypat
 
 
 def test_siblings_and_other_trees_do_not_reach_a_branch():
-    trees = (Tree(4, (3, 3)), Tree(5))
+    trees = forest((4, 3, 3), 5)
     query, key, value = random_qkv(total_length(trees))
 
     def output():
@@ -90,6 +118,19 @@ def test_siblings_and_other_trees_do_not_reach_a_branch():
     assert changed.tolist() == [False] * 7 + [True] * 3 + [False] * 5
 
 
+def test_segments_that_are_not_in_depth_first_order_are_refused():
+    assert [s.ancestors for s in Layout(((2, -1), (1, 0), (3, 0), (1, 2), (1, 0))).segments] == [
+        (),
+        (0,),
+        (0,),
+        (0, 2),
+        (0,),
+    ]
+    for broken in (((2, -1), (3, -1), (1, 0)), ((2, -1), (3, 0), (1, 0), (1, 1)), ((2, 1), (3, -1))):
+        with pytest.raises(ValueError, match="follows no descendant of its parent"):
+            Layout(broken).segments  # noqa: B018
+
+
 def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_forward():
     model = tiny_model("llama").train()
     attention.install(model)
@@ -97,13 +138,13 @@ def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_forward():
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 4, 5]])
 
     def hidden(*trees):
-        layout = {LAYOUT_KWARG: Layout(trees), "attention_mask": mask_placeholder(ids.device)}
+        layout = {LAYOUT_KWARG: Layout(forest(*trees)), "attention_mask": mask_placeholder(ids.device)}
         return model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **layout).last_hidden_state
 
     def gradient():
         model.zero_grad()
-        first = hidden(Tree(4, (2, 4, 2))).square().sum()
-        second = hidden(Tree(12)).square().sum()  # another layout between a forward and its backward
+        first = hidden((4, 2, 4, 2)).square().sum()
+        second = hidden(12).square().sum()  # another layout between a forward and its backward
         (first + 2 * second).backward()
         return torch.cat([p.grad.flatten() for p in model.base_model.parameters()])
 
@@ -118,7 +159,7 @@ def test_attention_that_we_do_not_implement_is_refused(kwargs):
     module = model.model.layers[0].self_attn
     query, key, value = random_qkv(4)
     with pytest.raises(ValueError, match=next(iter(kwargs))):
-        attention._sdpa_or_flat(module, query, key, value, None, **{LAYOUT_KWARG: Layout((Tree(4),))}, **kwargs)
+        attention._sdpa_or_flat(module, query, key, value, None, **{LAYOUT_KWARG: Layout(forest(4))}, **kwargs)
 
 
 def test_a_mask_that_is_not_ours_is_refused():
@@ -126,7 +167,7 @@ def test_a_mask_that_is_not_ours_is_refused():
     query, key, value = random_qkv(4)
     mask = torch.zeros(1, 1, 4, 4)
     with pytest.raises(ValueError, match="attention_mask"):
-        attention._sdpa_or_flat(module, query, key, value, mask, **{LAYOUT_KWARG: Layout((Tree(4),))})
+        attention._sdpa_or_flat(module, query, key, value, mask, **{LAYOUT_KWARG: Layout(forest(4))})
 
 
 def test_a_model_that_drops_the_layout_is_noticed():

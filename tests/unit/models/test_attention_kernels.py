@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from prefrl.models.attention import choice as kernels
 from prefrl.models.attention import segments
 from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
-from prefrl.models.attention.layout import Layout, Tree
+from prefrl.models.attention.layout import Layout
+from tests.unit.models.test_attention import forest
 
 INPUTS = Inputs(torch.device("cpu"), torch.float32, num_heads=4, num_kv_heads=2, key_size=8, value_size=8, scaling=0.3)
 LAST = kernels.KERNELS[-1]
@@ -47,8 +48,20 @@ def ignores_windows(query, key, value, layout, *, scaling, window):
 
 
 def branches_alone(query, key, value, layout, *, scaling, window):
-    alone = Layout(tuple(Tree(length) for length in layout.lengths))
+    alone = Layout(tuple((length, -1) for length in layout.lengths))
     return right(query, key, value, alone, scaling=scaling, window=window)
+
+
+def children_without_grandparents(query, key, value, layout, *, scaling, window):
+    """Right for trunks and branches, but what is below a branch sees the branch alone."""
+    outputs = []
+    for number, segment in enumerate(layout.segments):
+        seen = [*segment.ancestors[-1:], number]
+        tokens = torch.cat([torch.arange(layout.segments[n].start, layout.segments[n].stop) for n in seen])
+        q, k, v = (x[:, :, tokens] for x in (query, key, value))
+        part = Layout(((len(tokens), -1),))
+        outputs.append(right(q, k, v, part, scaling=scaling, window=window)[:, -segment.length :])
+    return torch.cat(outputs, 1)
 
 
 def forgets_gradients_of_values(query, key, value, layout, *, scaling, window):
@@ -98,6 +111,7 @@ def test_a_kernel_that_works_is_taken_without_a_word(caplog):
         (no_backward, "ZeroDivisionError"),
         (only_with_gradients, "no forward without gradients"),
         (ignores_windows, "differs from segment-by-segment attention"),
+        (children_without_grandparents, "differs from segment-by-segment attention"),
         (branches_alone, "differs from segment-by-segment attention"),
         (forgets_gradients_of_values, "differs from segment-by-segment attention"),
         (not_a_number, "by up to inf"),
@@ -154,7 +168,7 @@ def test_a_trial_neither_sees_nor_changes_what_surrounds_it():
 
 def test_a_first_use_inside_a_checkpointed_layer_leaves_its_count_of_saved_tensors_alone():
     works = kernel(right)
-    layout = Layout((Tree(4, (2, 3)),))
+    layout = Layout(forest((4, 2, 3)))
     query, key, value = kernels._random_tensors(INPUTS, layout)
 
     def layer(query):

@@ -9,19 +9,33 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from prefrl.models.attention import block_mask, segments, varlen
-from prefrl.models.attention.layout import Layout, Tree
-from tests.unit.models.test_attention import RAGGED, random_qkv, total_length, visible_positions, written_out
+from prefrl.models.attention.layout import Layout
+from tests.unit.models.test_attention import (
+    DEEP,
+    RAGGED,
+    forest,
+    random_qkv,
+    total_length,
+    visible_positions,
+    written_out,
+)
 
 CPU = torch.device("cpu")
+TREES = forest((140, 130, 60, 1), (128, 128, 10))
+# Each turn a branch and the next turn, which starts in the middle of a block.
+SPINE = forest((200, 70, (33, 40, (95, 20, (130, 150, (9, 300, 2))))), (64, (64, (64, 64), 64), 64))
 LAYOUTS = [
     pytest.param(RAGGED, id="small"),
-    pytest.param((Tree(300),), id="one-sequence"),
-    pytest.param((Tree(1),), id="one-token"),
-    pytest.param((Tree(256),), id="whole-blocks"),
-    pytest.param((Tree(140, (130, 60, 1)), Tree(128, (128, 10))), id="trees"),
-    pytest.param((Tree(140, (200, 300)),), id="long-branches"),
-    pytest.param((Tree(5, (3, 0, 4, 0)), Tree(200)), id="empty-branches"),
-    pytest.param(tuple(Tree(length) for length in (100, 28, 128, 1, 127)), id="packed"),
+    pytest.param(forest(300), id="one-sequence"),
+    pytest.param(forest(1), id="one-token"),
+    pytest.param(forest(256), id="whole-blocks"),
+    pytest.param(TREES, id="trees"),
+    pytest.param(forest((140, 200, 300)), id="long-branches"),
+    pytest.param(forest((5, 3, 0, 4, 0), 200), id="empty-branches"),
+    pytest.param(forest(100, 28, 128, 1, 127), id="packed"),
+    pytest.param(DEEP, id="deep"),
+    pytest.param(SPINE, id="spine"),
+    pytest.param(forest((1, (0, 2, (150, 0, 40), 3)), (0, (130, 1))), id="empty-trunks"),
 ]
 WINDOWS = [None, 1, 7, 128, 200]
 
@@ -87,7 +101,7 @@ def test_blocks_are_kept_if_and_only_if_something_in_them_is_visible(trees, wind
 
 
 def test_two_branches_of_a_block_each_leave_out_their_sibling():
-    mask = block_mask.block_mask(Layout((Tree(256, (128, 128)), Tree(100))), None, CPU)
+    mask = block_mask.block_mask(Layout(forest((256, 128, 128), 100)), None, CPU)
     assert mask.seq_lengths == (640, 640)
     partial = listed(mask.kv_num_blocks, mask.kv_indices).int().tolist()
     full = listed(mask.full_kv_num_blocks, mask.full_kv_indices).int().tolist()
@@ -96,7 +110,7 @@ def test_two_branches_of_a_block_each_leave_out_their_sibling():
 
 
 def test_blocks_that_the_window_leaves_behind_are_dropped():
-    mask = block_mask.block_mask(Layout((Tree(512),)), 129, CPU)
+    mask = block_mask.block_mask(Layout(forest(512)), 129, CPU)
     # The first query of a block sees 128 keys before itself: all of the block before, nothing of the one before that.
     assert listed(mask.kv_num_blocks, mask.kv_indices).int().tolist() == [
         [1, 0, 0, 0],
@@ -113,7 +127,7 @@ def test_rows_are_padded_to_whole_blocks_and_two_at_least(total, padded):
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("trees", [RAGGED, (Tree(140, (130, 60, 1)), Tree(128, (128, 10)))])
+@pytest.mark.parametrize("trees", [RAGGED, TREES, DEEP, SPINE])
 def test_block_attention_equals_attention_segment_by_segment(trees, window, compilations):
     tensors = [x.detach() for x in random_qkv(total_length(trees), dtype=torch.float32)]
     layout = Layout(trees)
@@ -125,7 +139,8 @@ def test_block_attention_equals_attention_segment_by_segment(trees, window, comp
 
 def test_many_shapes_share_a_compilation_or_two(compilations):
     for round_ in range(6):
-        trees = (Tree(40 * round_ + 1, (7, 100 * round_)), Tree(64), *(Tree(30) for _ in range(round_)))
+        deep = (30, 9, (8 * round_ + 1, 4, (3, 1, 2)))
+        trees = forest((40 * round_ + 1, 7, 100 * round_), 64, *[deep] * round_)
         tensors = [x.detach() for x in random_qkv(total_length(trees), dtype=torch.float32)]
         for window in (None, 10 + round_):
             block_mask.attend(*tensors, Layout(trees), scaling=None, window=window)
@@ -137,13 +152,13 @@ def test_each_kind_of_inputs_has_its_own_number_of_variants_that_torch_compiles(
     tensors = [x.detach() for x in random_qkv(9, dtype=torch.float32)]
     with torch._dynamo.config.patch(recompile_limit=1):
         for scaling in (0.1, 0.2, 0.3):
-            block_mask.attend(*tensors, Layout((Tree(9),)), scaling=scaling, window=None)
+            block_mask.attend(*tensors, Layout(forest(9)), scaling=scaling, window=None)
     assert compilations.frame_count == 3
 
 
 def test_compiled_code_is_not_bound_to_the_autocast_around_its_first_use(compilations):
     tensors = [x.detach() for x in random_qkv(9, dtype=torch.float32)]
-    attend = partial(block_mask.attend, layout=Layout((Tree(9),)), scaling=None, window=None)
+    attend = partial(block_mask.attend, layout=Layout(forest(9)), scaling=None, window=None)
     expected = attend(*tensors)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(attend(*tensors), expected)
@@ -152,7 +167,7 @@ def test_compiled_code_is_not_bound_to_the_autocast_around_its_first_use(compila
 
 def test_layers_and_recomputation_share_one_block_mask(compilations):
     tensors = [x.detach() for x in random_qkv(9, dtype=torch.float32)]
-    layout = Layout((Tree(9),))
+    layout = Layout(forest(9))
     for _ in range(2):
         for window in (None, 3):
             block_mask.attend(*tensors, layout, scaling=None, window=window)
@@ -191,7 +206,7 @@ def test_sequences_of_trunk_and_branch_equal_attention_segment_by_segment(trees,
 
 
 def test_sequences_by_hand():
-    held = varlen.sequences(Layout((Tree(3, (2, 0, 1)), Tree(2))), None)
+    held = varlen.sequences(Layout(forest((3, 2, 0, 1), 2)), None)
     assert held.query_offsets.tolist() == [0, 3, 5, 6, 8]
     assert held.key_offsets.tolist() == [0, 3, 8, 12, 14]
     assert held.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
@@ -200,13 +215,24 @@ def test_sequences_by_hand():
 
 
 def test_a_window_copies_no_more_of_the_trunk_than_it_reaches():
-    held = varlen.sequences(Layout((Tree(9, (2, 1)),)), 3)
+    held = varlen.sequences(Layout(forest((9, 2, 1))), 3)
     assert held.keys.tolist() == [*range(9), 7, 8, 9, 10, 7, 8, 11]
     assert held.longest_key == 9
 
 
+def test_a_segment_sees_all_segments_that_it_continues_and_no_other():
+    layout = Layout(forest((2, 1, (2, 1))))
+    assert varlen.sequences(layout, None).keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 0, 1, 3, 4, 5]
+    assert varlen.sequences(layout, 3).keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 3, 4, 5]
+
+
+def test_a_block_that_several_ancestors_fill_together_needs_no_mask():
+    mask = block_mask.block_mask(Layout(forest((50, (30, (48, 1, 127, 128))))), None, CPU)
+    assert listed(mask.full_kv_num_blocks, mask.full_kv_indices).int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
+
+
 def test_rows_without_branches_are_not_copied():
-    assert varlen.sequences(Layout((Tree(3), Tree(4))), None).keys is None
+    assert varlen.sequences(Layout(forest(3, 4)), None).keys is None
 
 
 @pytest.mark.parametrize(("window", "reach"), [(None, (-1, 0)), (1, (0, 0)), (5, (4, 0))])
@@ -219,4 +245,4 @@ def test_torchs_own_kernel_is_called_as_this_torch_spells_it():
     tensors = [x.detach().bfloat16() for x in random_qkv(8)]
     # There is none for the CPU: it is found, reads every argument, and gets as far as choosing the device.
     with pytest.raises(NotImplementedError, match="CPU"):
-        varlen.attend(*tensors, Layout((Tree(3, (2, 1)), Tree(2))), scaling=0.3, window=2)
+        varlen.attend(*tensors, Layout(forest((3, 2, 1), 2)), scaling=0.3, window=2)

@@ -18,6 +18,7 @@ from prefrl.models.classifier import sequence_scores
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.modes import checkpoint_activations
 from tests.assets import tiny_model
+from tests.unit.models.test_attention import with_siblings_in_sight
 
 VOCAB_SIZE = 128
 PAD = 0
@@ -310,7 +311,7 @@ def test_a_model_without_the_attention_interface_falls_back(caplog):
 @pytest.mark.parametrize("scale", [1.0, 0.0])
 def test_the_check_sees_wrong_attention_whatever_the_head_is(scale, monkeypatch):
     def fused(query, key, value, layout, **kwargs):
-        trees = tuple(attention.Tree(tree.trunk, (sum(tree.branches),)) for tree in layout.trees)
+        trees = with_siblings_in_sight(layout.forest)
         return plain_flat(query, key, value, attention.Layout(trees), **kwargs)
 
     plain_flat = attention.flat_attention

@@ -19,6 +19,7 @@ from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.modes import checkpoint_activations
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
+from tests.unit.models.test_attention import with_siblings_in_sight
 
 VOCAB_SIZE = 128
 PLANS = ["shared_prefix", "packed", "padded"]
@@ -348,7 +349,7 @@ class TestSelfCheckCatches:
 
     def test_attention_that_ignores_the_layout(self, monkeypatch):
         def ignorant(query, key, value, layout, **kwargs):
-            whole = attention.Layout((attention.Tree(query.size(2)),))
+            whole = attention.Layout(((query.size(2), -1),))
             return plain_flat(query, key, value, whole, **kwargs)
 
         plain_flat = attention.flat_attention
@@ -357,7 +358,7 @@ class TestSelfCheckCatches:
 
     def test_a_branch_that_sees_its_sibling(self, monkeypatch):
         def fused(query, key, value, layout, **kwargs):
-            trees = tuple(attention.Tree(tree.trunk, (sum(tree.branches),)) for tree in layout.trees)
+            trees = with_siblings_in_sight(layout.forest)
             return plain_flat(query, key, value, attention.Layout(trees), **kwargs)
 
         plain_flat = attention.flat_attention

@@ -14,13 +14,13 @@ from prefrl.models.attention import interface as attention
 from prefrl.models.attention import segments, varlen
 from prefrl.models.attention.choice import Inputs, choose_kernel
 from prefrl.models.attention.interface import LAYOUT_KWARG, mask_placeholder
-from prefrl.models.attention.layout import Layout, Tree
+from prefrl.models.attention.layout import Layout
 from prefrl.models.forward import token_logprobs, verdict_of
 from prefrl.models.modes import checkpoint_activations
 from prefrl.models.plans import lay_out
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
-from tests.unit.models.test_attention import RAGGED, total_length, visible_positions
+from tests.unit.models.test_attention import DEEP, RAGGED, forest, total_length, visible_positions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ KERNELS_AND_DTYPES = [
 ]
 # Relative error by norm; what a product in that dtype loses, several times over.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-TREES = (Tree(130, (40, 1, 90)), Tree(33), Tree(7, (200, 3)))
+TREES = forest((130, 40, 1, 90), 33, (7, 200, (3, 150, (30, 5), 20)))
 HEADS, KV_HEADS, DIM = 4, 2, 32
 
 
@@ -105,7 +105,7 @@ def test_half_precision_takes_the_variable_length_kernel_and_float32_the_block_m
 
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS_AND_DTYPES)
-def test_every_token_sees_its_own_segment_and_trunk_only(kernel, dtype, window):
+def test_every_token_sees_its_own_segment_and_its_ancestors_only(kernel, dtype, window):
     tensors = random_tensors(TREES, dtype)
     layout = Layout(TREES)
     seen = visible_positions(TREES, window).cuda()
@@ -116,7 +116,7 @@ def test_every_token_sees_its_own_segment_and_trunk_only(kernel, dtype, window):
         assert_near([kernel.attend(*tensors, layout, scaling=None, window=window)], expected[:1], dtype)
 
 
-@pytest.mark.parametrize("trees", [(Tree(1),), (Tree(256),), (Tree(3, (1,) * 70),), (Tree(1),) * 300])
+@pytest.mark.parametrize("trees", [forest(1), forest(256), forest((3, *[1] * 70)), forest(*[1] * 300), DEEP])
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS_AND_DTYPES[:3])
 def test_odd_layouts_are_served_too(kernel, dtype, trees):
     tensors = random_tensors(trees, dtype)
@@ -167,7 +167,7 @@ def test_flat_plans_are_as_near_to_the_cpu_as_padded_rows_are(kernel, dtype, pla
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS_AND_DTYPES[:3])
 def test_attention_never_waits_for_the_device(kernel, dtype, window):
     def step(seed):
-        trees = (Tree(140 + seed, (40, 1, 90)), Tree(33 + seed))
+        trees = forest((140 + seed, 40, 1, (90, 7, (20, 3))), 33 + seed)
         tensors = random_tensors(trees, dtype, seed=seed)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -212,7 +212,7 @@ def test_after_its_trial_the_block_mask_kernel_is_compiled_no_more():
     assert choose_kernel(Inputs.of(*random_tensors(TREES, torch.float32), None)) is BLOCKS
     before = graphs()
     for step in range(10):
-        trees = (Tree(97 * step + 1, (7, 100 * step + 1)), *(Tree(30) for _ in range(3 * step)))
+        trees = forest((97 * step + 1, 7, (100 * step + 1, 5, (3, 2))), *[30] * (3 * step))
         for window in (None, 10 + step):
             tensors = random_tensors(trees, torch.float32, seed=step)
             attend = partial(BLOCKS.attend, layout=Layout(trees), scaling=None, window=window)

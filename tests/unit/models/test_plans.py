@@ -29,6 +29,5 @@ def test_parts_are_equally_long_and_make_up_the_row(plan: ForwardPlan, num_parts
         assert part.layout is not None
         assert part.layout.num_parts == num_parts
         # What fills the row up is a sequence of its own.
-        assert part.layout.trees[: len(row.layout.trees)] == row.layout.trees
-        assert part.layout.lengths[len(row.layout.lengths) :] == ([padding] if padding else [])
+        assert part.layout.forest == (*row.layout.forest, *([(padding, -1)] if padding else []))
         assert torch.equal(part.predictors, row.predictors)
