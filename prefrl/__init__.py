@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.errors import CheckpointError as CheckpointError
     from prefrl.errors import ConfigError as ConfigError
     from prefrl.errors import DataError as DataError
+    from prefrl.errors import EpisodeError as EpisodeError
     from prefrl.errors import GenerationError as GenerationError
     from prefrl.errors import HubError as HubError
     from prefrl.errors import NonFiniteError as NonFiniteError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.errors import PrefrlError as PrefrlError
     from prefrl.errors import RewardError as RewardError
     from prefrl.errors import WeightSyncError as WeightSyncError
+    from prefrl.rollout.episodes.environment import Environment as Environment
+    from prefrl.rollout.episodes.environment import Observation as Observation
     from prefrl.trainer.bco_config import BCOConfig as BCOConfig
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from prefrl.trainer.cpo_config import CPOConfig as CPOConfig
@@ -51,6 +54,8 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
 
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
+    "Environment": "prefrl.rollout.episodes.environment:Environment",
+    "Observation": "prefrl.rollout.episodes.environment:Observation",
     "extract_prompt": "prefrl.data.convert:extract_prompt",
     "mix_datasets": "prefrl.data.mixture:mix_datasets",
     "unpair_preference_dataset": "prefrl.data.convert:unpair_preference_dataset",

@@ -97,7 +97,7 @@ class RewardRunner:
         device: torch.device | str | None = None,
     ) -> None:
         sources: list[RewardSource]
-        self._environments = dict(environments or {})
+        self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
         self._standard = _STANDARD if environments is None else (*_STANDARD, _ENVIRONMENTS)
         if isinstance(reward_funcs, Mapping):
             sources = list(reward_funcs.values())

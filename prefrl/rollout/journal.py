@@ -20,9 +20,9 @@ from prefrl import distributed
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.metrics import from_json, to_json
 from prefrl.rollout.collect import Collected
-from prefrl.rollout.summary import as_text
+from prefrl.rollout.summary import as_text, messages_of_turn
 from prefrl.run.seal import sync_folder
-from prefrl.types import Completion, Rollout, Turn
+from prefrl.types import Completion, Episode, Rollout, Turn
 
 if TYPE_CHECKING:
     import torch
@@ -204,6 +204,7 @@ def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator
             "turn": i,
             "prompt": _utf8(as_text(rollout.prompt)),
             "completion": _utf8(as_text(rollout.text)),
+            **_of_episode(rollout, i),
             "prompt_ids": turn.sent_ids,
             "completion_ids": completion.token_ids,
             "logprobs": completion.logprobs,
@@ -216,6 +217,22 @@ def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator
             "advantage": rollout.advantage,
             **{name: values[number] for name, values in part.logged_columns.items()},
         }
+
+
+def _of_episode(rollout: Rollout, turn: int) -> dict[str, Any]:
+    """What a turn of an episode adds to the table."""
+    episode = rollout.episode
+    if episode is None:
+        return {}
+    return {
+        "environment": episode.kind,
+        "stop_reason": episode.stop_reason,
+        "turn_text": _utf8(as_text(messages_of_turn(rollout.text, turn))),
+        "turn_reward": episode.turn_rewards[turn],
+        "num_calls": episode.num_calls,
+        "num_failed_calls": episode.num_failed_calls,
+        "environment_reward": episode.reward,
+    }
 
 
 def _about(part: Collected, num_rows: int) -> dict[str, Any]:
@@ -261,6 +278,16 @@ def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str]) -> Rol
         )
         for row in rows
     ]
+    episode = None
+    if first.get("stop_reason") is not None:
+        episode = Episode(
+            first["environment"],
+            first["stop_reason"],
+            [row["turn_reward"] for row in rows],
+            first["num_calls"],
+            first["num_failed_calls"],
+            first["environment_reward"],
+        )
     return Rollout(
         turns,
         {"prompt": first["prompt"], "prompt_ids": first["prompt_ids"]},
@@ -271,6 +298,7 @@ def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str]) -> Rol
         reward=first["reward"],
         advantage=first["advantage"],
         greedy_reward=first["greedy_reward"],
+        episode=episode,
     )
 
 

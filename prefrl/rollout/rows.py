@@ -10,7 +10,7 @@ import torch
 from prefrl.data.collate import flat_batch
 from prefrl.types import Completion, Rollout, SampledBatch, Turn
 
-__all__ = ["Response", "responses_of", "sampled_batch", "turn_index"]
+__all__ = ["Response", "responses_of", "sampled_batch", "turn_index", "turn_rewards"]
 
 
 @dataclass(slots=True)
@@ -98,3 +98,24 @@ def turn_index(rollouts: Sequence[Rollout]) -> torch.Tensor:
         index += [start + number for response in responses_of(rollout) for number in response.turn]
         start += len(rollout.turns)
     return torch.tensor(index, dtype=torch.long)
+
+
+def turn_rewards(rollouts: Sequence[Rollout], totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rewards of all turns of some rollouts, laid end to end, and the rollout of each.
+
+    A turn has the reward of its observations; the last one also has the rest of the rollout's total.
+
+    Args:
+        rollouts: B rollouts.
+        totals: [B], NaN for rollouts without a reward, whose turns have none either.
+
+    Returns:
+        [U] float64 and [U] int64.
+    """
+    rewards: list[float] = []
+    for rollout, total in zip(rollouts, totals.tolist(), strict=True):
+        of_turns = [0.0] * len(rollout.turns) if rollout.episode is None else list(rollout.episode.turn_rewards)
+        of_turns[-1] += total - sum(of_turns)
+        rewards += of_turns
+    counts = torch.tensor([len(rollout.turns) for rollout in rollouts])
+    return torch.tensor(rewards, dtype=torch.float64), torch.arange(len(rollouts)).repeat_interleave(counts)

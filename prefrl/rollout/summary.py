@@ -5,10 +5,11 @@ Completions are the words of a model: the terminal takes no commands from them, 
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -16,9 +17,9 @@ from rich.text import Text
 
 from prefrl.metrics import Max, Mean, Metric, Min, Std
 from prefrl.printable import printable
-from prefrl.types import Rollout
+from prefrl.types import Rollout, StopReason
 
-__all__ = ["as_text", "log_completions", "print_table", "rollout_metrics", "staleness"]
+__all__ = ["as_text", "log_completions", "messages_of_turn", "print_table", "rollout_metrics", "staleness"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,26 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         values = [value for rollout in rollouts if (value := rollout.rewards[name]) is not None]
         metrics[f"rewards/{name}/mean"] = Mean(sum(values), len(values))
         metrics[f"rewards/{name}/std"] = Std.of(values)
+    metrics |= _of_episodes(rollouts)
     deviations = _group_deviations(rollouts)
     metrics["reward_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
     return metrics
+
+
+def _of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """Turns, tool calls under TRL's names, and the share of episodes with each stop reason."""
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if not episodes:
+        return {}
+    num_calls = sum(episode.num_calls for episode in episodes)
+    reasons = [episode.stop_reason for episode in episodes]
+    return {
+        "tools/call_frequency": Mean(num_calls, len(episodes)),
+        "tools/failure_frequency": Mean(sum(episode.num_failed_calls for episode in episodes), num_calls),
+        **_lengths("episodes", "turns", [len(rollout.turns) for rollout in rollouts]),
+        **{f"episodes/stop_reason/{name}": Mean(reasons.count(name), len(reasons)) for name in get_args(StopReason)},
+    }
 
 
 def staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, Metric]:
@@ -81,7 +98,22 @@ def as_text(value: Any) -> str:
     """A prompt or completion, text or messages, as one text."""
     if isinstance(value, str):
         return value
-    return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+    return "\n".join(f"{message['role']}: {_said(message)}" for message in value)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The content of a message and its tool calls."""
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    calls = (f"{f.get('name')}({json.dumps(f.get('arguments'), ensure_ascii=False)})" for f in functions)
+    return " ".join([*([str(message["content"])] if message["content"] or not functions else []), *calls])
+
+
+def messages_of_turn(messages: Sequence[Mapping[str, Any]], turn: int) -> list[Mapping[str, Any]]:
+    """What the model said in a turn of an episode, and what it was answered."""
+    starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if turn >= len(starts):  # the environment failed before the model said something
+        return []
+    return list(messages[starts[turn] : starts[turn + 1] if turn + 1 < len(starts) else len(messages)])
 
 
 def log_completions(rollouts: Sequence[Rollout], *, step: int, limit: int | None) -> None:

@@ -172,7 +172,7 @@ class EpisodeSampler:
             self._has_warned = True
             logger.warning(
                 "%s. The episode is %s, because environment_error=%r; later ones like this are counted in "
-                "episodes/environment_error",
+                "episodes/stop_reason/environment_error",
                 error,
                 "dropped" if self.limits.environment_error == "drop" else "begun again",
                 self.limits.environment_error,

@@ -15,12 +15,15 @@ from prefrl.losses.advantage.balance import RewardBalancer, gram, squared_weight
 from prefrl.losses.advantage.estimators import (
     ADVANTAGES,
     Advantages,
+    ScaleParams,
     ScoredRows,
     ScoredTokens,
     clip_advantages,
     normalize_rows,
     row_totals,
 )
+from prefrl.losses.advantage.scored import group_std, numbered
+from prefrl.losses.advantage.turns import turn_advantages
 from prefrl.losses.advantage.whitening import Moments, moments, whitened
 from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
@@ -28,6 +31,7 @@ from prefrl.losses.reduce import row_sums
 from prefrl.metrics import Mean
 from prefrl.rollout.prefix import contested_prefix_lengths
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
+from prefrl.rollout.rows import turn_index, turn_rewards
 from prefrl.rollout.selection import row_counts
 from prefrl.trainer.online.learner import Learned
 from prefrl.trainer.online.policy_batch import PolicyBatch
@@ -134,10 +138,13 @@ class PolicyGradient:
         counts = self._counts(rows, totals, step=step)
         is_kept = counts > 0
         critic: dict[str, Tensor] = {}
-        if self.estimator.level == "row":
+        if self.estimator.level == "row" and self.args.turn_credit == "return":
+            values = self._of_turns(rollouts, rows, totals, is_kept, mine)
+        elif self.estimator.level == "row":
             values = self._of_rows(rows, totals, is_kept, metrics)[mine].float()[batch.row_index]
         else:
-            result = self._of_tokens(batch, scores, kl, rows.groups[mine], totals[mine])
+            rewards = self._rewards_of_tokens(batch, rollouts, totals[mine]) - self.objective.beta * kl
+            result = self._of_tokens(batch, scores, rewards, rows.groups[mine])
             values = result.values.float()
             if result.returns is not None:
                 critic = {"values": scores.values, "returns": result.returns.float()}
@@ -287,15 +294,30 @@ class PolicyGradient:
             metrics[f"reward_balance/{name}"] = Mean(float(weight), 1)
         return replace(each[0], values=(advantages.double() @ weights).to(advantages.dtype), totals=scored.totals())
 
-    def _of_tokens(
-        self, batch: SampledBatch, scores: Scores, kl: Tensor, groups: Tensor, totals: Tensor
-    ) -> Advantages:
-        rewards = torch.zeros(batch.num_tokens) - self.objective.beta * kl
-        last = [0] * batch.num_rows
-        for token, row in zip(batch.trainable_positions.tolist(), _rows_of(batch), strict=True):
-            last[row] = token
-        has_token = torch.tensor(batch.trainable_counts) > 0
-        rewards.index_add_(0, torch.tensor(last)[has_token], totals.float()[has_token])
+    def _of_turns(
+        self, rollouts: Sequence[Rollout], rows: _Rows, totals: Tensor, is_kept: Tensor, mine: slice
+    ) -> Tensor:
+        """[N] advantages of this rank's tokens: of the returns from their turns on."""
+        params = self.advantage_params
+        totals = totals.masked_fill(~is_kept, torch.nan)
+        rewards, episodes = turn_rewards(rollouts, totals[mine])
+        values = turn_advantages(rewards, episodes, rows.groups[mine], discount=self.args.turn_discount)
+        if isinstance(params, ScaleParams) and params.scale_rewards != "none":
+            groups = numbered(rows.groups) if params.scale_rewards == "group" else torch.zeros_like(rows.groups)
+            values = values / (group_std(totals, groups) + params.advantage_epsilon)[mine][episodes]
+        return values.float()[turn_index(rollouts)]
+
+    def _rewards_of_tokens(self, batch: SampledBatch, rollouts: Sequence[Rollout], totals: Tensor) -> Tensor:
+        """[N] total rewards, at the last trainable tokens of the rows or, where turns have rewards, of the turns."""
+        index, values = batch.row_index, totals
+        if self.args.turn_credit == "return":
+            index, (values, _) = turn_index(rollouts), turn_rewards(rollouts, totals)
+        positions = batch.trainable_positions
+        last = torch.full((len(values),), -1).scatter_reduce(0, index[positions], positions, "amax")
+        has_token = last >= 0
+        return torch.zeros(batch.num_tokens).index_add(0, last[has_token], values.float()[has_token])
+
+    def _of_tokens(self, batch: SampledBatch, scores: Scores, rewards: Tensor, groups: Tensor) -> Advantages:
         scored = ScoredTokens(
             rewards=rewards,
             trainable=batch.trainable,
@@ -350,9 +372,3 @@ def _row_means(batch: PolicyBatch) -> list[float]:
     """[B] mean advantage of each row's trainable tokens."""
     sums = row_sums(batch.advantages, batch.trainable, batch.row_index, batch.num_rows)
     return [total / max(count, 1) for total, count in zip(sums.tolist(), batch.trainable_counts, strict=True)]
-
-
-def _rows_of(batch: SampledBatch) -> list[int]:
-    """[M] row of each trainable token."""
-    rows: list[int] = batch.row_index[batch.trainable_positions].tolist()
-    return rows

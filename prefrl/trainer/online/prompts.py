@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import load_file, save_file
 
 from prefrl import distributed
-from prefrl.data.samplers import positions_of_rank
+from prefrl.data.samplers import GenerationBatchSampler, positions_of_rank
 from prefrl.rollout.collect import Collected, Request, ask, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
 from prefrl.rollout.prefetch import PrefetchQueue
@@ -21,7 +21,31 @@ if TYPE_CHECKING:
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
-__all__ = ["Prompts"]
+__all__ = ["Prompts", "prompt_sampler", "prompts_per_generation"]
+
+
+def prompts_per_generation(args: PolicyGradientConfig) -> int:
+    """Prompts of a generation batch, over all ranks."""
+    return args.completions_per_rank // args.num_generations * distributed.world_size()
+
+
+def prompt_sampler(args: PolicyGradientConfig, *, num_rows: int) -> GenerationBatchSampler:
+    """Determines which prompts each generation batch has.
+
+    Args:
+        args: Options.
+        num_rows: Rows of the training dataset.
+    """
+    return GenerationBatchSampler(
+        num_rows,
+        prompts_per_window=prompts_per_generation(args),
+        items_per_window=args.micro_batches_per_generation * args.num_iterations,
+        num_updates=args.updates_per_generation,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        shuffle=args.shuffle_dataset,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+    )
 
 
 class Prompts:

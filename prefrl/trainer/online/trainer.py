@@ -35,7 +35,7 @@ from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
-from prefrl.trainer.online.prompts import Prompts
+from prefrl.trainer.online.prompts import Prompts, prompt_sampler, prompts_per_generation
 from prefrl.types import LossOutput, ReadyBatch, TokenBatch
 
 if TYPE_CHECKING:
@@ -119,14 +119,14 @@ class OnlineTrainer(BaseTrainer[Ready]):
             "peft_config": peft_config,
         }
         if reward_funcs is None and environment_factory is not None:
-            reward_funcs = []
+            reward_funcs = []  # the environments give them
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
         if args is None:
             args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
         self.episodes = Episodes(args, tools, environment_factory)
         shared["train_dataset"] = self.episodes.with_prompts(train_dataset, num_rows=args.completions_per_rank)
         self.rewards = RewardRunner(
-            reward_funcs,
+            reward_funcs or [],
             weights=args.reward_weights,
             timeout=args.reward_timeout,
             on_error=args.on_reward_error,
@@ -213,12 +213,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """The dataset rows, unchanged."""
         return rows
 
-    @property
-    def _prompts_per_generation(self) -> int:
-        return self.args.completions_per_rank // self.args.num_generations * distributed.world_size()
-
     def _check_dataset_size(self) -> None:
-        needed = self._prompts_per_generation
+        needed = prompts_per_generation(self.args)
         if self.train_dataset is not None and len(self.train_dataset) < needed:
             raise DataError(
                 f"train_dataset has {len(self.train_dataset)} prompts, one generation batch needs {needed}: add "
@@ -235,16 +231,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _train_sampler(self) -> GenerationBatchSampler:
         """Determines which prompts each generation batch has."""
         assert self.train_dataset is not None
-        return GenerationBatchSampler(
-            len(self.train_dataset),
-            prompts_per_window=self._prompts_per_generation,
-            items_per_window=self.args.micro_batches_per_generation * self.args.num_iterations,
-            num_updates=self.args.updates_per_generation,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-            shuffle=self.args.shuffle_dataset,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-        )
+        return prompt_sampler(self.args, num_rows=len(self.train_dataset))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
         """The prompts of an evaluation dataset, in order; `per_device_eval_batch_size` counts completions."""
@@ -476,7 +463,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
         return {
             **super().decisive(),
-            "prompts_per_generation": self._prompts_per_generation,
+            "prompts_per_generation": prompts_per_generation(self.args),
             "steps_of_a_generation": self.args.steps_of_a_generation,
             "rewards": self.rewards.fingerprints,
         }
