@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from prefrl.rewards.runner import RewardRunner
-from prefrl.rollout.collect import Collector, Request, sampled_batch
+from prefrl.rollout.collect import Collector, Request
+from prefrl.rollout.rows import sampled_batch
 from prefrl.types import Completion, FinishReason, Rollout, Turn
-from tests.assets import tiny_tokenizer
 
 
 @dataclass
 class Ready:
-    """Completions that are there."""
+    """Rollouts that are there, and their sampler."""
 
     completions: list[Completion]
+    released: list[Rollout] = field(default_factory=list)
 
-    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
-        yield 0, self.completions
+    def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
+        yield 0, [Rollout([Turn([7], one)], ROW, 0, prompt="a", text="b") for one in self.completions]
 
     def cancel(self) -> None: ...
+
+    def start(self, *_: object) -> Ready:
+        return self
+
+    def release(self, rollouts: Sequence[Rollout]) -> None:
+        assert all(rollout.reward == rollout.reward for rollout in rollouts), "released before they were scored"
+        self.released += rollouts
+
+    def close(self) -> None: ...
+
+
+ROW = {"prompt": "a", "prompt_ids": [7]}
+
+
+def collected(rewards: RewardRunner, completions: list[Completion], seed: int) -> list[Rollout]:
+    ready = Ready(completions)
+    collector = Collector(rewards, ready, trainer_state=lambda: None, clock=lambda: 0.0)
+    rollouts = collector.collect(Request(1, ready, [seed])).rollouts
+    assert ready.released == rollouts
+    return rollouts
 
 
 def length(completion_ids: list[list[int]], **_: object) -> list[float | None]:
@@ -39,10 +60,8 @@ def test_the_total_is_the_weighted_sum_of_the_rewards_that_there_are() -> None:
     rewards = RewardRunner(
         [length, only_short], weights=[0.5, -3.0], timeout=None, processing_classes=None, device=torch.device("cpu")
     )
-    collector = Collector(rewards, tiny_tokenizer(), trainer_state=lambda: None, clock=lambda: 0.0)
     samples = [Completion([5] * n, "stop", [-1.0] * n, [True] * n, [0] * n) for n in (1, 4)]
-    request = Request([{"prompt": "a", "prompt_ids": [7]}], [0], Ready(samples), [1])
-    rollouts = collector.collect(request).rollouts
+    rollouts = collected(rewards, samples, 1)
     assert [rollout.reward for rollout in rollouts] == pytest.approx([0.5 * 1 - 3.0, 0.5 * 4])
 
 
@@ -50,10 +69,8 @@ def test_what_rewards_draw_follows_from_the_seed_of_the_first_prompt() -> None:
     def draw(completions: list[str]) -> list[float | None]:
         return [random.random()]
 
-    collector = Collector(RewardRunner(draw), tiny_tokenizer(), trainer_state=lambda: None, clock=lambda: 0.0)
     samples = [Completion([5], "stop", [-1.0], [True], [0])]
-    requests = [Request([{"prompt": "a", "prompt_ids": [7]}], [0], Ready(samples), [seed]) for seed in (1, 1, 2)]
-    first, second, other = (collector.collect(request).rollouts[0].reward for request in requests)
+    first, second, other = (collected(RewardRunner(draw), samples, seed)[0].reward for seed in (1, 1, 2))
     assert first == second
     assert first != other
 

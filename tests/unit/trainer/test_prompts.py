@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from prefrl import GRPOConfig
@@ -12,25 +13,23 @@ from prefrl.trainer.online.prompts import Prompts
 
 
 class Asked:
-    """A generator that notes the seeds of prompts."""
+    """A sampler that notes the seeds of prompts."""
 
     def __init__(self) -> None:
         self.seeds: Sequence[int] = []
 
-    def start(self, prompts: Any, sampling: Any, *, seeds: Sequence[int]) -> OnDemand:
+    def start(self, rows: Any, groups: Any, sampling: Any, seeds: Sequence[int]) -> OnDemand:
         self.seeds = seeds
         return OnDemand(lambda: [])
 
 
 def seeds_of(folder: Path, number: int, **options: Any) -> Sequence[int]:
     """The seeds of the two prompts of a generation batch."""
-    asked: Any = Asked()
-    collector: Any = None  # nothing is collected
+    asked = Asked()
+    collector: Any = SimpleNamespace(sampler=asked)  # nothing is collected
     args = GRPOConfig(output_dir=str(folder), use_cpu=True, **options)
     rows = [{"prompt_ids": [5]}, {"prompt_ids": [6]}]
-    prompts = Prompts(
-        args, dataset=rows, rows_of_generation=lambda _: [0, 1], generator=lambda: asked, collector=collector
-    )
+    prompts = Prompts(args, dataset=rows, rows_of_generation=lambda _: [0, 1], collector=collector)
     prompts.request(number, last=9)
     return asked.seeds
 
