@@ -142,7 +142,9 @@ def test_a_class_with_a_client_and_one_tool(tmp_path: Path) -> None:
     rollouts, metrics = train(
         tmp_path, lines(call("echo", message="hello"), "done"), reward_funcs=env_rewards, environment_factory=Echo
     )
-    assert {rollout.text for rollout in rollouts} == {'assistant: echo({"message": "hello"})\ntool: hello\nassistant: done'}
+    assert {rollout.text for rollout in rollouts} == {
+        'assistant: echo({"message": "hello"})\ntool: hello\nassistant: done'
+    }
     assert [rollout.reward for rollout in rollouts] == [0.5] * 8
     assert metrics["tools/call_frequency"] == 1
     assert metrics["tools/failure_frequency"] == 0
@@ -174,7 +176,7 @@ def test_a_game_whose_reset_tells_the_rules_and_whose_tool_raises_at_its_end(tmp
     rollouts, metrics = train(tmp_path, lines(*guesses), reward_funcs=env_rewards, environment_factory=Word)
     assert rollouts[0].prompt == "user: Go. Guess a word."
     answers = [line for line in rollouts[0].text.splitlines() if line.startswith("tool")]
-    assert answers == ["tool: 1: XXX", "tool: 2: GGG", 'tool: {"error": "Game over."}']
+    assert answers == ["tool: 1: XXX", "tool: 2: GGG", 'tool: {"error": "ValueError: Game over"}']
     assert metrics["reward"] == 1
     assert metrics["tools/failure_frequency"] == pytest.approx(1 / 3)
 
@@ -338,7 +340,8 @@ def test_content_blocks_as_results(tmp_path: Path) -> None:
         says = lines(call("observe"), "done")
         train(tmp_path / str(len(seen)), says, reward_funcs=reward, dataset=dataset, environment_factory=Camera)
     ((prompt, observation), (prompt_of_blocks, _)) = seen
-    assert prompt == prompt_of_blocks == [{"role": "user", "content": [*blocks, {"type": "text", "text": " Look."}]}]
+    assert prompt == [{"role": "user", "content": "Go. Look."}]
+    assert prompt_of_blocks == [{"role": "user", "content": [*blocks, {"type": "text", "text": " Look."}]}]
     assert observation["content"] == [{"type": "text", "text": "A road"}, {"type": "text", "text": " and a tree."}]
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefrl.data.tool_schemas import Schema, tool_schemas
 from prefrl.errors import ConfigError
+from prefrl.rollout.episodes.threads import Worker
 
 if TYPE_CHECKING:
     from prefrl.data.formats import Message
 
-__all__ = ["Environment", "EnvironmentKind", "Observation", "environment_kinds"]
+__all__ = ["EMPTY_PROMPT", "Environment", "EnvironmentKind", "Observation", "environment_kinds"]
+
+# The prompt of a dataset without prompts, which `reset` fills.
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,8 @@ class EnvironmentKind:
     is_one_of_several: bool = False  # chosen by the dataset's column `environment`
     has_reward: bool = False
     edits: bool = False  # it overrides `edit`
+    # Instances that no episode has had yet, each with the thread that made it: they may belong to that thread.
+    unused: list[tuple[Any, Worker]] = field(default_factory=list)
 
 
 def environment_kinds(
@@ -99,7 +105,7 @@ def environment_kinds(
 ) -> dict[str | None, EnvironmentKind]:
     """The kinds of episodes, by the value of the dataset's column `environment`; None: the only one.
 
-    Each factory is called once, to find out what its instances are.
+    Each factory is called once, to find out what its instances are; the first episode gets this instance.
 
     Raises:
         ConfigError: A tool has no schema, an environment has no `reset`, or two tools have one name.
@@ -124,7 +130,8 @@ def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Cal
     where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
     if not callable(make):
         raise ConfigError(f"{where}={make!r}: must be a class, or a function that returns a new environment")
-    instance = make()
+    worker = Worker()
+    instance = worker.submit(make).result()
     cls = type(instance)
     members = {key for key, _ in inspect.getmembers(cls, inspect.isfunction) if not key.startswith("_")}
     is_full = isinstance(instance, Environment)
@@ -146,4 +153,5 @@ def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Cal
         is_one_of_several=name is not None,
         has_reward=is_full or "get_reward" in members,
         edits=is_full and cls.edit is not Environment.edit,
+        unused=[(instance, worker)],
     )

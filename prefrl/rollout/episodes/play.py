@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefrl.data.chat import ChatTemplate, encode
@@ -18,7 +18,7 @@ from prefrl.data.tokenize import completion_text
 from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
 from prefrl.errors import EpisodeError
 from prefrl.printable import reason_of
-from prefrl.rollout.episodes.environment import EnvironmentKind, Observation
+from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Observation
 from prefrl.rollout.episodes.seats import CallTimeout, Seat
 from prefrl.types import Episode, Turn
 
@@ -130,15 +130,13 @@ class Player:
     async def _begin(self) -> list[int]:
         """Begin the episode; returns the ids of the prompt."""
         row = self._task.row
-        messages = list(read_messages(row, "prompt"))
+        messages = list(read_messages(row, "prompt", allow_empty=True))
         opening = None
         if self._kind.make is not None:
             await self._guarded("set-up", self._seat.set_up(self._limits.tool_timeout))
             if self._kind.is_full:
                 self._seat.environment.seed = self._task.environment_seed
-            hidden = ("prompt_ids", "environment") if self._kind.is_one_of_several else ("prompt_ids",)
-            columns = {name: value for name, value in row.items() if name not in hidden}
-            opening = await self._of_environment("reset", **columns)
+            opening = await self._of_environment("reset", **_columns(row, self._kind))
         self.played.prompt = self._seen = _opened(messages, opening, self._kind.name)
         if opening is None:
             return list(row["prompt_ids"])
@@ -202,7 +200,9 @@ class Player:
         replies: list[Message] = []
         for number, call in enumerate(parsed.calls):
             observation = await self._result(call)
-            message = {"role": "tool", "name": call.name, "content": observation.content or ""}
+            # A list stays one for the rewards; the model sees its text.
+            content: Any = "" if observation.content is None else observation.content
+            message = {"role": "tool", "name": call.name, "content": content}
             if call.name:
                 message["tool_call_id"] = self._call_id_of_last(number)
             replies.append(message)
@@ -250,9 +250,10 @@ class Player:
             tool = getattr(where, call.name) if where is not None else self._kind.tools[call.name]
             try:
                 result = await self._seat.call(tool, timeout=self._limits.tool_timeout, **call.arguments)
-                if isinstance(result, Observation):
-                    return result
-                return Observation(_text(result, f"tool {call.name}"))
+                observation = result if isinstance(result, Observation) else Observation(result)
+                text = _text(observation.content, f"tool {call.name}")
+                is_kept = observation.content is None or isinstance(observation.content, list)
+                return observation if is_kept else replace(observation, content=text)
             except CallTimeout as error:
                 problem, failure = f"No result within {self._limits.tool_timeout:g} seconds.", error
             except EpisodeError:
@@ -269,8 +270,8 @@ class Player:
 
     async def _continue(self, replies: list[Message]) -> list[int]:
         """The ids of the next turn, which sees these messages, too."""
-        replies = [self._accepted(self._shortened(reply)) for reply in replies]
-        visible = [*self._seen, *replies]
+        shown = [self._accepted(self._shortened(_with_text(reply))) for reply in replies]
+        visible = [*self._seen, *shown]
         if self._kind.edits:
             visible = list(await self._of_environment("edit", [dict(message) for message in visible]))
         context = next_context(
@@ -280,7 +281,8 @@ class Player:
             answers=self._answers,
             reasoning=self._limits.reasoning_in_history,
         )
-        self.played.said += replies
+        is_list = [isinstance(reply["content"], list) for reply in replies]
+        self.played.said += [reply if raw else text for reply, text, raw in zip(replies, shown, is_list, strict=True)]
         self._seen = visible
         return context.token_ids
 
@@ -333,19 +335,35 @@ class Player:
             raise EnvironmentFailure(f"{name}: {reason_of(error)}") from error
 
 
+def _columns(row: Mapping[str, Any], kind: EnvironmentKind) -> dict[str, Any]:
+    """What `reset` is given of a row of the dataset."""
+    hidden = {"prompt_ids"}
+    if kind.is_one_of_several:
+        hidden.add("environment")
+    if row["prompt"] == EMPTY_PROMPT:
+        hidden.add("prompt")
+    return {name: value for name, value in row.items() if name not in hidden}
+
+
 def _opened(messages: list[Message], opening: Any, name: str) -> list[Message]:
     """The prompt with what `reset` returned: text at the end of the last message, or messages after it."""
     if opening is None:
         return messages
     if isinstance(opening, str):
         last = messages[-1]
-        return [*messages[:-1], {**last, "content": f"{last['content']}{opening}"}]
+        content = last["content"]
+        added = [*content, {"type": "text", "text": opening}] if isinstance(content, list) else content + opening
+        return [*messages[:-1], {**last, "content": added}]
     if isinstance(opening, list) and all(isinstance(part, Mapping) for part in opening):
         if opening and all("role" in message for message in opening):
             return [*messages, *opening]
         with suppress(EpisodeError):
             return _opened(messages, _text(opening, f"{name}.reset"), name)
     raise EpisodeError(f"{name}.reset returned {opening!r}: must be None, a text, or a list of messages with text")
+
+
+def _with_text(reply: Message) -> Message:
+    return {**reply, "content": _text(reply["content"], "tool")}
 
 
 def _text(value: Any, what: str) -> str:
