@@ -42,7 +42,9 @@ def decisive_options(config: BaseConfig) -> dict[str, Any]:
     names = (_OF_HUGGINGFACE & of_huggingface) | own
     if config.lr_scheduler_type not in _FLAT_SCHEDULES:
         names |= _LENGTH
-    return {name: json.loads(json.dumps(getattr(config, name), default=str)) for name in sorted(names)}
+    return {
+        name: json.loads(json.dumps(getattr(config, name), default=lambda v: str(plain(v)))) for name in sorted(names)
+    }
 
 
 def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
