@@ -12,6 +12,7 @@ import datasets
 from transformers import TrainingArguments
 
 from prefrl import distributed
+from prefrl.printable import plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
