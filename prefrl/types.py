@@ -337,7 +337,7 @@ class TokenBatch:
         if token_budget < 1:
             raise ValueError(f"token_budget={token_budget}: needs to be >= 1")
         pieces: list[tuple[int, list[int]]] = []  # cost in tokens, rows
-        for rows in _rows_by(self.group_index if whole_groups else self._roots()):
+        for rows in _rows_by(self.group_index if whole_groups else self._families()):
             pieces.extend([(self.forward_tokens(rows), rows)] if whole_groups else self._pieces(rows, token_budget))
         pieces.sort(key=lambda piece: -piece[0])
         bins: list[tuple[int, list[int]]] = []
@@ -350,12 +350,23 @@ class TokenBatch:
                 bins.append((cost, rows))
         return [self.select(sorted(rows)) for _, rows in bins]
 
-    def _roots(self) -> list[int]:
-        """The prompt that each row begins with."""
-        return [self.context(responses[0])[0] for responses in self._responses]
+    def _families(self) -> list[int]:
+        """A number for each row; rows that share a prompt, directly or through other rows, have the same."""
+        leaders = list(range(self.num_prompts))
+
+        def leader(prompt: int) -> int:
+            while leaders[prompt] != prompt:
+                prompt = leaders[prompt]
+            return prompt
+
+        roots = [[self.context(i)[0] for i in responses] for responses in self._responses]
+        for first, *others in roots:
+            for other in others:
+                leaders[leader(other)] = leader(first)
+        return [leader(first) for first, *_ in roots]
 
     def _pieces(self, rows: Sequence[int], token_budget: int) -> list[tuple[int, list[int]]]:
-        """Rows that begin with one prompt, cut whenever the budget is full."""
+        """Rows that share prompts, cut whenever the budget is full."""
         pieces: list[tuple[int, list[int]]] = []
         held: set[int] = set()  # prompts of the last piece
         for row in rows:
