@@ -209,7 +209,7 @@ def test_a_pass_in_pieces_gives_the_numbers_of_the_whole(name):
         return token_logprobs(model, piece).logprobs
 
     # Groups share nothing, and an episode is never torn apart.
-    assert [part.num_rows for part in batch.split(60)] == ([2, 2, 1] if name == "group" else [1])
+    assert [part.num_rows for part in batch.split(60)] == ([1, 2, 2] if name == "group" else [1])
     pieces = in_pieces(model, score, batch, max_tokens=60)
     torch.testing.assert_close(pieces, score(batch).detach(), rtol=0, atol=2e-6)
 
