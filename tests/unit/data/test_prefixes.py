@@ -85,5 +85,5 @@ def test_segments_end_where_the_definition_says(seed, monkeypatch):
     forest = share_prefixes(prompts, [0] * 12)
     assert contexts(forest) == prompts
     assert all(parent < number for number, parent in enumerate(forest.parents))
-    ends = contexts(prefixes.Forest(forest.segments, forest.parents, list(range(len(forest.segments)))))
+    ends = contexts(prefixes.Segments(forest.segments, forest.parents, list(range(len(forest.segments)))))
     assert sorted(map(tuple, ends)) == sorted(worth_a_segment(prompts))
