@@ -238,3 +238,11 @@ def test_cost_and_minimum_flops_count_each_prompt_once():
     assert _cost(batch, [0, 1], 2) == 4 + 3 + 5 + 2 + 6 + seen / 24
     assert batch.forward_tokens([0]) == 4 + 5
     assert batch.forward_tokens([1]) == 4 + 2 + 3 + 6
+
+
+def test_rows_that_share_any_prompt_stay_together_where_they_fit():
+    """Their first contexts differ, but not their second ones."""
+    batch = flat_batch([[1], [5, 5], [2], [5, 5]], [[3], [3], [4], [4]], groups=[0, 0], rows=[0, 0, 1, 1])
+    assert batch.num_forward_tokens == 8
+    assert [part.num_rows for part in batch.split(8)] == [2]
+    assert [part.num_forward_tokens for part in batch.split(7)] == [5, 5]
