@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
-__all__ = ["MASK", "masked", "printable", "reason_of", "without_secrets"]
+__all__ = ["MASK", "masked", "plain", "printable", "reason_of", "without_secrets"]
 
 MASK = "***"
 # The `token` of a Hub is a secret, `pad_token` is not.
@@ -66,3 +67,8 @@ def masked(value: Any, name: str = "") -> Any:
     if not isinstance(value, str):
         return value
     return MASK if value and _SECRET_NAME.fullmatch(name) else without_secrets(value)
+
+
+def plain(value: Any) -> Any:
+    """The value; a function by its name, because its text has an address."""
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else value

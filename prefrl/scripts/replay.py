@@ -171,9 +171,13 @@ class _Replay:
 
     def _trainer(self) -> Any:
         journal = Journal(self.folder / "completions", 0, 1, keep=0)
+        rewards = [never(name) for name in self._rewards(journal)]
+        self.config.forget_episodes()
+        if self.config.reward_weights is not None:  # the rewards of environments have none of their own
+            self.config.reward_weights += [1.0] * (len(rewards) - len(self.config.reward_weights))
         trainer = REGISTRY[self.algorithm].load_trainer()(
             args=self.config,
-            reward_funcs=[never(name) for name in self._rewards(journal)],
+            reward_funcs=rewards,
             train_dataset=Dataset.from_list([{"prompt": "-"}] * self.identity.decisive["data"]["rows"]),
             processing_class=AutoTokenizer.from_pretrained(self.checkpoint),
             **self._model(),

@@ -20,6 +20,7 @@ from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
+from tests.contract import episodes
 from tests.launch import run
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +126,11 @@ def make_trainer(
     """A trainer of the registry with deterministic data; `options` override the config."""
     row = REGISTRY[algorithm]
     arrival = options.pop("arrival", None)  # seed of the order in which groups arrive, see ArrivingGenerator
+    talks = options.pop("talks", None)  # "forgetful" or "faithful": episodes instead of single completions
+    if talks is not None:
+        options = {"tool_parser": episodes.parsed, "max_completion_length": 40, "max_turns": 4} | options
+        options.setdefault("processing_class", episodes.tokenizer(forgets=talks == "forgetful"))
+        options.setdefault("train_dataset", Dataset.from_list(episodes.prompts(rows)))
     extra = {key: options.pop(key) for key in ARGUMENTS if key in options}
     config = row.load_config()(
         **(
@@ -149,7 +155,8 @@ def make_trainer(
     extra.setdefault("processing_class", tiny_tokenizer())
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if algorithm in ONLINE:
-        arguments["reward_funcs"] = reward
+        arguments["reward_funcs"] = reward if talks is None else []
+        arguments["environment_factory"] = None if talks is None else episodes.Talk
     trainer = row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)
     if arrival is not None:
         assert isinstance(trainer, OnlineTrainer)

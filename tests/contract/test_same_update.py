@@ -89,21 +89,28 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
             "beta": 0.0,
             **STEPS,
         },
+        # Episodes: a row has several responses where the template changes what was said, otherwise one.
+        {"talks": "forgetful", "turn_credit": "return", "max_steps": 2},
+        {"talks": "faithful", "loss_type": "dr_grpo", "mask_truncated_completions": True},
     ],
     "rloo": [
         {},
+        {"talks": "forgetful", "turn_credit": "return", "turn_discount": 0.9},
         {"num_generations": 4, "updates": 2, "num_iterations": 2, "max_steps": 4, "kl_kwargs": {"target": 0.1}},
     ],
     "reinforce_plus_plus": [
         {"gamma": 0.9, "updates": 2, "max_steps": 2},
+        {"talks": "forgetful", "turn_credit": "return"},
         {"advantage_estimator": "reinforce_plus_plus_baseline", "num_generations": 4, "beta": 0.1, "kl_in": "loss"},
     ],
     "ppo": [
         {"lam": 0.9, "updates": 2, "num_iterations": 2, "max_steps": 4},
+        {"talks": "forgetful", "turn_credit": "return", "max_steps": 2},
         {"critic": "model", "critic_warmup": 1, "max_steps": 3, "normalize_advantages": False},
     ],
     "online_dpo": [
         {"max_steps": 2},
+        {"talks": "forgetful"},
         {"loss_type": "ipo", "num_generations": 4, "learning_rate": 0.01, "max_steps": 2},
     ],
 }

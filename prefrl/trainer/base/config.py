@@ -21,7 +21,7 @@ from prefrl.options.fields import check_bounds, check_fields, check_no_effect, c
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
-from prefrl.printable import masked
+from prefrl.printable import masked, plain
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
@@ -203,7 +203,8 @@ class BaseConfig(TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """HuggingFace's method, whose result goes to trackers: all options, with secrets masked at any depth."""
-        return cast("dict[str, Any]", masked(super().to_dict()))
+        values = {name: plain(value) for name, value in super().to_dict().items()}
+        return cast("dict[str, Any]", masked(values))
 
     def _check_numbers(self) -> None:
         """Check HuggingFace's numbers, before its __post_init__ and ours calculate with them."""

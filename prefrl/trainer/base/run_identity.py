@@ -12,6 +12,7 @@ import datasets
 from transformers import TrainingArguments
 
 from prefrl import distributed
+from prefrl.printable import plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,9 @@ def decisive_options(config: BaseConfig) -> dict[str, Any]:
     names = (_OF_HUGGINGFACE & of_huggingface) | own
     if config.lr_scheduler_type not in _FLAT_SCHEDULES:
         names |= _LENGTH
-    return {name: json.loads(json.dumps(getattr(config, name), default=str)) for name in sorted(names)}
+    return {
+        name: json.loads(json.dumps(getattr(config, name), default=lambda v: str(plain(v)))) for name in sorted(names)
+    }
 
 
 def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:

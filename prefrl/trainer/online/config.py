@@ -121,6 +121,8 @@ class OnlineConfig(
         "num_generations_eval",
         "temperature_eval",
         "reward_timeout",
+        "tool_timeout",
+        "max_concurrent_environments",
         "on_reward_error",
         "stop_without_signal",
         "log_completions",

@@ -56,6 +56,11 @@ class EpisodeOptions:
         "chat template renders.",
     )
 
+    def forget_episodes(self) -> None:
+        """Reset all options of episodes, because what they played is known and nothing is played again."""
+        for field in dataclasses.fields(EpisodeOptions):
+            setattr(self, field.name, default_of(field))
+
     def validate_episodes(self, *, has_episodes: bool) -> None:
         """Reject options of episodes if there are none, and parse the parser.
 

@@ -12,6 +12,7 @@ from prefrl.data.encode import row_encoder
 from prefrl.data.formats import Format
 from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
 from prefrl.errors import ConfigError
+from prefrl.rewards.fingerprint import reward_fingerprint
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EnvironmentKind, environment_kinds
 from prefrl.rollout.episodes.options import EpisodeLimits
@@ -73,6 +74,13 @@ class Episodes:
     def schemas(self) -> dict[str | None, list[Schema]] | None:
         """The schemas of the tools of each kind; None: there are no episodes."""
         return {name: list(kind.schemas.values()) for name, kind in self.kinds.items()} if self.exist else None
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of each tool and each class of environments, by name."""
+        tools = {name: tool for kind in self.kinds.values() for name, tool in kind.tools.items()}
+        classes = {kind.name: kind.cls for kind in self.kinds.values() if kind.cls is not None}
+        return {name: reward_fingerprint(code) for name, code in {**tools, **classes}.items()}
 
     def with_prompts(self, dataset: Any, *, num_rows: int) -> Any:
         """The dataset, with empty prompts where environments bring their own.

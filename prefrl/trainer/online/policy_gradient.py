@@ -139,7 +139,8 @@ class PolicyGradient:
         is_kept = counts > 0
         critic: dict[str, Tensor] = {}
         if self.estimator.level == "row" and self.args.turn_credit == "return":
-            values = self._of_turns(rollouts, rows, totals, is_kept, mine)
+            totals = totals.masked_fill(~is_kept, torch.nan)
+            values = self._of_turns(batch, rollouts, kl, rows, totals)
         elif self.estimator.level == "row":
             values = self._of_rows(rows, totals, is_kept, metrics)[mine].float()[batch.row_index]
         else:
@@ -295,17 +296,27 @@ class PolicyGradient:
         return replace(each[0], values=(advantages.double() @ weights).to(advantages.dtype), totals=scored.totals())
 
     def _of_turns(
-        self, rollouts: Sequence[Rollout], rows: _Rows, totals: Tensor, is_kept: Tensor, mine: slice
+        self, batch: SampledBatch, rollouts: Sequence[Rollout], kl: Tensor, rows: _Rows, totals: Tensor
     ) -> Tensor:
-        """[N] advantages of this rank's tokens: of the returns from their turns on."""
-        params = self.advantage_params
-        totals = totals.masked_fill(~is_kept, torch.nan)
-        rewards, episodes = turn_rewards(rollouts, totals[mine])
+        """[N] advantages of this rank's tokens: of the returns from their turns on, minus the KL penalties of these.
+
+        Args:
+            batch: The rows of this rank.
+            rollouts: The rollouts of this rank.
+            kl: [N] nats.
+            rows: The rows of all ranks.
+            totals: [B] total rewards minus the penalties of rows; NaN for rows that are not trained on.
+        """
+        params, index = self.advantage_params, turn_index(rollouts)
+        mine = slice(rows.start, rows.start + len(rollouts))
+        rewards, episodes = turn_rewards(rollouts, (totals + rows.penalties)[mine])
+        if self._takes_kl_from_rows:
+            rewards -= self.objective.beta * row_sums(kl, batch.trainable, index, len(rewards)).double()
         values = turn_advantages(rewards, episodes, rows.groups[mine], discount=self.args.turn_discount)
         if isinstance(params, ScaleParams) and params.scale_rewards != "none":
             groups = numbered(rows.groups) if params.scale_rewards == "group" else torch.zeros_like(rows.groups)
             values = values / (group_std(totals, groups) + params.advantage_epsilon)[mine][episodes]
-        return values.float()[turn_index(rollouts)]
+        return values.float()[index]
 
     def _rewards_of_tokens(self, batch: SampledBatch, rollouts: Sequence[Rollout], totals: Tensor) -> Tensor:
         """[N] total rewards, at the last trainable tokens of the rows or, where turns have rewards, of the turns."""

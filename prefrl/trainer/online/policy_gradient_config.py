@@ -97,7 +97,6 @@ class PolicyGradientConfig(
         params = self.advantage_params
         given = {
             "reward_shaping_kwargs": self.shaping_params.has_effect,
-            "kl_in='reward'": self.kl_in == "reward" and self.beta > 0,
             f"reward_balance={self.reward_balance!r}": self.reward_balance is not None,
             "multi_objective_aggregation='normalize_then_sum'": isinstance(params, GrpoParams)
             and params.multi_objective_aggregation == "normalize_then_sum",

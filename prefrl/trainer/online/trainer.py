@@ -466,6 +466,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             "prompts_per_generation": prompts_per_generation(self.args),
             "steps_of_a_generation": self.args.steps_of_a_generation,
             "rewards": self.rewards.fingerprints,
+            "episodes": self.episodes.fingerprints,
         }
 
     def end(self) -> None:
