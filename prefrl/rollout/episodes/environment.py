@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from prefrl.data.tool_schemas import Schema, tool_schemas
 from prefrl.errors import ConfigError
+from prefrl.printable import reason_of
+from prefrl.rewards.call import EventLoopThread
 
 if TYPE_CHECKING:
     from prefrl.data.formats import Message
@@ -68,9 +70,10 @@ class Environment:
         """The reward of the episode, beside those of its observations; called once, at its end.
 
         Returns:
-            A number; a mapping of names to numbers, which are added and logged by name; None: no reward.
+            A number; a mapping of names to numbers, which are added and logged by name; None: no reward, unless an
+            observation had one.
         """
-        return None
+        return 0.0
 
     def close(self) -> Any:
         """Release what the instance holds; called once, when it is not needed any more."""
@@ -117,14 +120,14 @@ def environment_kinds(
 def _named(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Callable[..., Any]]:
     if tools is not None and not isinstance(tools, list | tuple):
         raise ConfigError(f"tools={tools!r}: must be a list of functions, such as [search]")
-    return {schema["function"]["name"]: tool for tool in tools or () for schema in tool_schemas([tool]).values()}
+    return dict(zip(tool_schemas(tools or ()), tools or (), strict=True))
 
 
 def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Callable[..., Any]]) -> EnvironmentKind:
     where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
     if not callable(make):
         raise ConfigError(f"{where}={make!r}: must be a class, or a function that returns a new environment")
-    instance = make()
+    instance = _made(make, where)
     cls = type(instance)
     members = {key for key, _ in inspect.getmembers(cls, inspect.isfunction) if not key.startswith("_")}
     is_full = isinstance(instance, Environment)
@@ -135,6 +138,8 @@ def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Cal
     own = {"reset", "get_reward"} | (set(vars(Environment)) if is_full else set())
     methods = sorted(members - own)
     schemas = tool_schemas([*functions.values(), *(getattr(instance, method) for method in methods)])
+    if is_full:
+        _close(instance)
     return EnvironmentKind(
         cls.__name__,
         make,
@@ -147,3 +152,23 @@ def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Cal
         has_reward=is_full or "get_reward" in members,
         edits=is_full and cls.edit is not Environment.edit,
     )
+
+
+def _made(make: Callable[[], Any], where: str) -> Any:
+    try:
+        return make()
+    except Exception as error:  # user code
+        raise ConfigError(
+            f"{where}() raised {reason_of(error)}: must make an environment without arguments"
+        ) from error
+
+
+def _close(instance: Environment) -> None:
+    """Close an instance that was only looked at. Where a loop is running already, as in a notebook, it has another."""
+    closed = instance.close()
+    if inspect.isawaitable(closed):
+
+        async def wait() -> None:
+            await closed
+
+        EventLoopThread().submit(wait()).result()
