@@ -66,6 +66,7 @@ class VLLMTurns:
         num_recoveries = 0
         while not conversations.has_news():
             self._event.clear()
+            conversations.attend()
             if conversations.has_news():
                 return
             if self._failure is None and not conversations.is_over() and not self._is_stuck(conversations):
