@@ -17,7 +17,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four processes, in teams of two, has seen."""
     result = tmp_path_factory.mktemp("teams") / "result.pt"
     seen: list[dict[str, Any]] = launch(
-        "tests.distributed.teams_worker", result, result=result, num_processes=NUM_PROCESSES, seconds=120
+        "tests.distributed.teams_worker", result, result=result, num_processes=NUM_PROCESSES
     )
     return seen
 
@@ -71,4 +71,4 @@ def test_the_sum_over_a_team_has_the_gradient_of_all_its_losses(process: int, re
 def test_waits_for_other_processes_end_after_their_time(results: list[dict[str, Any]]) -> None:
     waits = results[0]["waits"]
     assert len(waits) == 2
-    assert all(0.5 < seconds < 30 for seconds in waits), waits
+    assert all(0.5 < seconds < 180 for seconds in waits), waits  # by default it is 30 minutes
