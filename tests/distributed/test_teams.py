@@ -18,7 +18,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four processes, in teams of two, has seen."""
     result = tmp_path_factory.mktemp("teams") / "result.pt"
     seen: list[dict[str, Any]] = launch(
-        "tests.distributed.teams_worker", result, result=result, num_processes=NUM_PROCESSES, seconds=120
+        "tests.distributed.teams_worker", result, result=result, num_processes=NUM_PROCESSES
     )
     return seen
 
@@ -93,4 +93,4 @@ def test_rows_with_several_responses_go_to_another_process_whole(results: list[d
 def test_waits_for_other_processes_end_after_their_time(results: list[dict[str, Any]]) -> None:
     waits = results[0]["waits"]
     assert len(waits) == 2
-    assert all(0.5 < seconds < 30 for seconds in waits), waits
+    assert all(0.5 < seconds < 180 for seconds in waits), waits  # by default it is 30 minutes
