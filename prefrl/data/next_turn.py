@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prefrl.data.formats import Message
     from prefrl.types import Turn
 
-__all__ = ["Answer", "NextContext", "ReasoningInHistory", "next_context"]
+__all__ = ["Answer", "NextContext", "ReasoningInHistory", "next_context", "said_text"]
 
 # What the next turn sees of the thinking in earlier ones: what the template prints, all of it, or nothing.
 ReasoningInHistory = Literal["template", "keep", "strip"]
@@ -170,7 +170,7 @@ def _render_anew(template: ChatTemplate, messages: Sequence[Message], sampled: M
     start, before = 0, None  # where the text that is not encoded yet starts, and the end token before it
     for number, answer in sampled.items():
         seam = _seam(template, messages, number, answer.turn)
-        said, stop = _said(template, answer.turn), _stop(template, answer.turn)
+        said, stop = said_text(template, answer.turn), _stop(template, answer.turn)
         end = _end(text, seam)
         if end is None or not text[start:end].endswith(said):
             continue
@@ -198,7 +198,7 @@ def _stands_as_sampled(
     if end is None or opening is None or not text.startswith(opening):
         return False
     said = text[len(opening) : end]
-    if said == _said(template, answer.turn):
+    if said == said_text(template, answer.turn):
         return True
     thoughts = [answer.message[name].strip() for name in REASONING_FIELDS if isinstance(answer.message.get(name), str)]
     if any(thought and (reasoning == "strip" or thought not in said) for thought in thoughts):
@@ -385,7 +385,7 @@ def _stop(template: ChatTemplate, turn: Turn) -> str | None:
     return token if is_added else None
 
 
-def _said(template: ChatTemplate, turn: Turn) -> str:
+def said_text(template: ChatTemplate, turn: Turn) -> str:
     """The text of a completion, without the token that ended it."""
     token_ids = turn.completion.token_ids
     if _stop(template, turn) is not None:

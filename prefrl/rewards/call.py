@@ -87,10 +87,10 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # a task may begin another when it is canceled
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -33,8 +33,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     `reward` is the mean total reward, `reward_std` the mean over groups of the group's standard deviation (n-1),
     `frac_reward_zero_std` the share of groups whose totals are all equal. Rewards that are None are ignored.
     """
-    lengths = [len(rollout.sampled_ids) for rollout in rollouts]
-    ended = [n for n, r in zip(lengths, rollouts, strict=True) if r.finish_reason != "length"]
+    played = [rollout for rollout in rollouts if not rollout.has_failed]
+    lengths = [len(rollout.sampled_ids) for rollout in played]
+    ended = [n for n, r in zip(lengths, played, strict=True) if r.finish_reason != "length"]
     totals = [rollout.reward for rollout in rollouts if rollout.reward == rollout.reward]
     metrics: dict[str, Metric] = {
         "reward": Mean(sum(totals), len(totals)),
@@ -70,7 +71,8 @@ def _of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 def staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, Metric]:
     """Age, in optimizer steps, of the weights that sampled the tokens that are first trained on in step `step`."""
-    ages = [step - version for rollout in rollouts for version in rollout.policy_versions]
+    played = [rollout for rollout in rollouts if not rollout.has_failed]  # others are not trained on
+    ages = [step - version for rollout in played for version in rollout.policy_versions]
     if not ages:
         return {}
     return {"sample/staleness_mean": Mean(sum(ages), len(ages)), "sample/staleness_max": Max(max(ages))}

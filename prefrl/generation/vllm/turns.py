@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prefrl.distributed import gather_objects
 from prefrl.errors import GenerationError
-from prefrl.generation.vllm.pending import MAX_RECOVERIES, Asker, Done, Lost, Outcome, raise_shared
+from prefrl.generation.vllm.pending import MAX_RECOVERIES, Asker, Done, Failed, Lost, Outcome, raise_shared
 from prefrl.generation.vllm.requests import Prompt
 
 if TYPE_CHECKING:
@@ -51,9 +51,10 @@ class VLLMTurns:
             self._num_asked += 1
             self._answers[number] = answer
         sampling = replace(self._sampling, max_tokens=max_tokens)
-        self._asker.submit(
+        work = self._asker.submit(
             [Prompt(number, prompt, seed, sampling, self._step(), home)], self._note, checks=number == 0
         )
+        answer.add_done_callback(lambda answer: self._forget(number, work) if answer.cancelled() else None)
         return answer
 
     def notify(self) -> None:
@@ -93,15 +94,24 @@ class VLLMTurns:
 
     def _note(self, outcome: Outcome) -> None:
         """Called on the request thread."""
+        number = outcome.prompt.number
         if isinstance(outcome, Done):
-            with self._lock:
-                answer = self._answers.pop(outcome.prompt.number)
-            if answer.set_running_or_notify_cancel():
+            answer = self._answers.get(number)
+            if answer is not None and answer.set_running_or_notify_cancel():
                 answer.set_result(outcome.completions[0])
-            return
+            with self._lock:  # not before the answer is there: else no conversation could go on in between
+                self._answers.pop(number, None)
         with self._lock:
-            if isinstance(outcome, Lost):
+            if number in self._answers and isinstance(outcome, Lost):
                 self._lost.append(outcome)
-            else:
+            elif number in self._answers and isinstance(outcome, Failed):
                 self._failure = self._failure or outcome.error
+        self._event.set()
+
+    def _forget(self, number: int, work: Future[None]) -> None:
+        """Give up a request whose conversation is over."""
+        work.cancel()
+        with self._lock:
+            self._answers.pop(number, None)
+            self._lost = [one for one in self._lost if one.prompt.number != number]
         self._event.set()

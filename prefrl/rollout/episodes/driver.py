@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from prefrl.rollout.episodes.environment import EnvironmentKind
 from prefrl.rollout.episodes.play import EnvironmentFailure, Played, Player, Task
 from prefrl.rollout.episodes.seats import Seat, Seats
 from prefrl.rollout.episodes.threads import MainThread
+from prefrl.rollout.episodes.watchdog import watched
 from prefrl.types import Completion, Episode, Rollout, Turn
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # How often an episode whose environment fails is begun, with environment_error="retry".
 _MAX_TRIES = 3
+# How much longer than a call may take the event loop may be blocked.
+_PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,11 @@ class EpisodeSampler:
         self.limits = limits
         self._loop = EventLoopThread()
         self.main_thread = MainThread()
-        self._seats = Seats(self.main_thread)
+        self._seats = Seats(self.main_thread, limits.tool_timeout)
         self._in_use: dict[int, Seat] = {}  # by identity of the environment, until the rollout is scored
         count = limits.max_concurrent_environments
         # Held by each episode that is played.
-        self.places = nullcontext() if count is None else asyncio.Semaphore(count)
+        self.places = asyncio.Semaphore(sys.maxsize if count is None else count)
         self._has_warned = False
 
     def start(
@@ -113,6 +117,10 @@ class EpisodeSampler:
         """Run a coroutine on the loop."""
         return self._loop.submit(work)
 
+    def watched(self, report: Callable[[EpisodeError], None]) -> AbstractContextManager[None]:
+        """Report that user code blocks the loop."""
+        return watched(self._loop, limit=self.limits.tool_timeout + _PATIENCE_SECONDS, report=report)
+
     def release(self, rollouts: Sequence[Rollout]) -> None:
         """Make the environments of these rollouts free for other episodes."""
         seats = []
@@ -125,13 +133,13 @@ class EpisodeSampler:
 
     async def _give_back(self, seats: Sequence[Seat]) -> None:
         for seat in seats:
-            await self._seats.give_back(seat, self.limits.tool_timeout)
+            self._seats.give_back(seat)
 
     def close(self) -> None:
         """Close all environments."""
         with suppress(TimeoutError):
             # Longer only if an async function blocks the loop: then its thread is left alone.
-            self._loop.submit(self._seats.close(self.limits.tool_timeout)).result(self.limits.tool_timeout + 1)
+            self._loop.submit(self._seats.close()).result(self.limits.tool_timeout + 1)
 
     async def played(self, row: Mapping[str, Any], group: int, seed: int, sample: _Sample) -> Rollout:
         """The rollout of one episode, begun again if its environment fails and the options say so."""
@@ -152,13 +160,14 @@ class EpisodeSampler:
             player = Player(task, seat, self.limits)
             try:
                 episode = await player.play()
-            except EnvironmentFailure as error:
-                seat.is_usable = False
-                await self._seats.give_back(seat, self.limits.tool_timeout)
+            except BaseException as error:  # also if the episode is canceled
+                self._seats.drop(seat)
+                if not isinstance(error, EnvironmentFailure):
+                    raise
                 self._note_failure(error)
                 continue
             if seat.environment is None:
-                await self._seats.give_back(seat, self.limits.tool_timeout)
+                self._seats.give_back(seat)
             else:
                 self._in_use[id(seat.environment)] = seat
             played = player.played
@@ -206,7 +215,10 @@ class EpisodesPending:
         self._ready: deque[tuple[int, list[Rollout]]] = deque()
         self._num_left = len(rows) * num_samples
         self._num_failed = 0
-        self._num_busy = 0  # episodes that neither wait for a completion nor have ended
+        self._num_busy = self._num_left  # episodes that wait neither for a completion nor for others to end
+        self._asked: set[Future[Completion]] = set()  # answers that episodes wait for
+        self._given: set[int] = set()  # numbers of the prompts whose rollouts have been read
+        self._is_canceled = False
         self._error: Exception | None = None
         self._work: list[Future[Any]] = [
             episodes.submit(self._play(number, sample, row, group, _seed(seed, sample)))
@@ -223,14 +235,17 @@ class EpisodesPending:
         """
         self._episodes.main_thread.wake = self._turns.notify
         try:
-            while True:
-                self._turns.serve(self)
-                if self._error is not None:
-                    raise self._error
-                if not self._ready:
-                    break
-                while self._ready:
-                    yield self._ready.popleft()
+            with self._episodes.watched(self._fail):
+                while True:
+                    self._turns.serve(self)
+                    if self._error is not None:
+                        raise self._error
+                    if not self._ready:
+                        break
+                    while self._ready:
+                        number, rollouts = self._ready.popleft()
+                        self._given.add(number)
+                        yield number, rollouts
         finally:
             self.cancel()
         if self._num_failed and self._num_failed == sum(map(len, self._found)):
@@ -240,9 +255,18 @@ class EpisodesPending:
             )
 
     def cancel(self) -> None:
-        """End all episodes that still go on."""
+        """End all episodes that still go on, and make the environments free that nobody reads the rollouts of."""
+        if self._is_canceled or len(self._given) == len(self._found):
+            return
+        self._is_canceled = True
         for work in self._work:
             work.cancel()
+        self._episodes.submit(self._let_go())
+
+    async def _let_go(self) -> None:
+        for number, rollouts in enumerate(self._found):
+            if number not in self._given:
+                self._episodes.release([rollout for rollout in rollouts if rollout is not None])
 
     def has_news(self) -> bool:
         """See `Conversations`."""
@@ -250,11 +274,21 @@ class EpisodesPending:
 
     def is_over(self) -> bool:
         """See `Conversations`."""
-        return self._num_left == 0
+        return self._num_left == 0 or self._error is not None
 
     def is_waiting(self) -> bool:
         """See `Conversations`."""
-        return self._num_busy == 0
+        return self._num_busy == 0 and not any(answer.done() for answer in tuple(self._asked))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """An episode waits for something that is not its own."""
+        self._num_busy -= 1
+        self._turns.notify()  # the sampler may have asked `is_waiting` just before
+        try:
+            yield
+        finally:
+            self._num_busy += 1
 
     def attend(self) -> None:
         """See `Conversations`."""
@@ -266,24 +300,36 @@ class EpisodesPending:
 
         async def sampled(token_ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
             answer = self._turns.ask(token_ids, max_tokens=max_tokens, seed=seed, home=home)
-            self._num_busy -= 1
+            self._asked.add(answer)
             try:
-                return await asyncio.wrap_future(answer)
+                with self._waiting():
+                    return await asyncio.wrap_future(answer)
             finally:
-                self._num_busy += 1
+                self._asked.discard(answer)
 
-        async with self._episodes.places:
-            self._num_busy += 1
+        try:
+            with self._waiting():
+                await self._episodes.places.acquire()
             try:
                 rollout = await self._episodes.played(row, group, seed, sampled)
-                self._note(number, sample, rollout)
-            except Exception as error:  # raised by the thread that reads the rollouts
-                self._error = self._error or error
             finally:
-                self._num_busy -= 1
-                self._turns.notify()
+                self._episodes.places.release()
+            self._note(number, sample, rollout)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._num_busy -= 1
+            self._turns.notify()
+
+    def _fail(self, error: Exception) -> None:
+        """Let the thread that reads the rollouts raise an error."""
+        self._error = self._error or error
+        self._turns.notify()
 
     def _note(self, number: int, sample: int, rollout: Rollout) -> None:
+        if self._is_canceled:
+            self._episodes.release([rollout])
+            return
         self._num_failed += rollout.has_failed
         self._found[number][sample] = rollout
         found = [one for one in self._found[number] if one is not None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefrl.data.tool_schemas import Schema, tool_schemas
 from prefrl.errors import ConfigError
+from prefrl.printable import reason_of
 from prefrl.rollout.episodes.threads import Worker
 
 if TYPE_CHECKING:
@@ -72,9 +73,10 @@ class Environment:
         """The reward of the episode, beside those of its observations; called once, at its end.
 
         Returns:
-            A number; a mapping of names to numbers, which are added and logged by name; None: no reward.
+            A number; a mapping of names to numbers, which are added and logged by name; None: no reward, unless an
+            observation had one.
         """
-        return None
+        return 0.0
 
     def close(self) -> Any:
         """Release what the instance holds; called once, when it is not needed any more."""
@@ -123,7 +125,7 @@ def environment_kinds(
 def _named(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Callable[..., Any]]:
     if tools is not None and not isinstance(tools, list | tuple):
         raise ConfigError(f"tools={tools!r}: must be a list of functions, such as [search]")
-    return {schema["function"]["name"]: tool for tool in tools or () for schema in tool_schemas([tool]).values()}
+    return dict(zip(tool_schemas(tools or ()), tools or (), strict=True))
 
 
 def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Callable[..., Any]]) -> EnvironmentKind:
@@ -131,7 +133,7 @@ def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Cal
     if not callable(make):
         raise ConfigError(f"{where}={make!r}: must be a class, or a function that returns a new environment")
     worker = Worker()
-    instance = worker.submit(make).result()
+    instance = _made(worker, make, where)
     cls = type(instance)
     members = {key for key, _ in inspect.getmembers(cls, inspect.isfunction) if not key.startswith("_")}
     is_full = isinstance(instance, Environment)
@@ -155,3 +157,12 @@ def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Cal
         edits=is_full and cls.edit is not Environment.edit,
         unused=[(instance, worker)],
     )
+
+
+def _made(worker: Worker, make: Callable[[], Any], where: str) -> Any:
+    try:
+        return worker.submit(make).result()
+    except Exception as error:  # user code
+        raise ConfigError(
+            f"{where}() raised {reason_of(error)}: must make an environment without arguments"
+        ) from error

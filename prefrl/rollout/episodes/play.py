@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefrl.data.chat import ChatTemplate, encode
 from prefrl.data.encode import kept
 from prefrl.data.formats import read_messages
-from prefrl.data.next_turn import Answer, next_context
+from prefrl.data.next_turn import Answer, next_context, said_text
 from prefrl.data.tokenize import completion_text
 from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
-from prefrl.errors import EpisodeError
+from prefrl.errors import DataError, EpisodeError
 from prefrl.printable import reason_of
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Observation
 from prefrl.rollout.episodes.seats import CallTimeout, Seat
@@ -88,12 +89,14 @@ class Player:
         Raises:
             EnvironmentFailure: The environment raised or hung.
             EpisodeError: A tool failed, and the options say that this ends the run.
-            DataError: The chat template cannot continue the conversation.
+            DataError: The chat template cannot continue the conversation, or the prompt is too long.
         """
         try:
-            async with asyncio.timeout(self._limits.episode_timeout):
+            async with asyncio.timeout(self._limits.episode_timeout) as limit:
                 stop_reason = await self._turns()
         except TimeoutError as error:
+            if not limit.expired():
+                raise
             if not self._answers:
                 raise EnvironmentFailure(f"no turn within episode_timeout={self._limits.episode_timeout} s") from error
             stop_reason = "timeout"
@@ -113,6 +116,11 @@ class Player:
     async def _turns(self) -> StopReason:
         token_ids = await self._begin()
         start = len(token_ids)
+        if self._room(start, start)[0] < 1:
+            raise DataError(
+                f"a prompt has {start} tokens, of at most {self._task.context_limit} in a prompt and its completion. "
+                "Shorten the prompts (max_prompt_length)"
+            )
         while True:
             room, at_limit = self._room(start, len(token_ids))
             if room < 1:
@@ -136,13 +144,17 @@ class Player:
             await self._guarded("set-up", self._seat.set_up(self._limits.tool_timeout))
             if self._kind.is_full:
                 self._seat.environment.seed = self._task.environment_seed
-            opening = await self._of_environment("reset", **_columns(row, self._kind))
+            # The environment may change what it is given; the row is that of other episodes, too.
+            opening = await self._of_environment("reset", **copy.deepcopy(_columns(row, self._kind)))
         self.played.prompt = self._seen = _opened(messages, opening, self._kind.name)
         if opening is None:
             return list(row["prompt_ids"])
         text = self._task.template.render(self._seen, add_generation_prompt=True)
         token_ids = encode(text, [], self._task.template.tokenizer).token_ids
-        return token_ids[kept(len(token_ids), self._limits.max_prompt_length, self._limits.truncation)]
+        try:
+            return token_ids[kept(len(token_ids), self._limits.max_prompt_length, self._limits.truncation)]
+        except DataError as error:
+            raise DataError(f"the prompt with what {self._kind.name}.reset returned {error}") from error
 
     def _room(self, start: int, length: int) -> tuple[int, StopReason]:
         """How many tokens may be sampled behind `length` ids, and what it means that they are used up."""
@@ -157,10 +169,10 @@ class Player:
             text: Any = completion_text(tokenizer, completion.token_ids, conversational=False)
             parsed = ParsedTurn(text, ())
         else:
-            text = tokenizer.decode(completion.token_ids)
-            before = tokenizer.decode(turn.sent_ids[-_PROMPT_END_IDS:])
+            text = tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False)
+            before = tokenizer.decode(turn.sent_ids[-_PROMPT_END_IDS:], clean_up_tokenization_spaces=False)
             parsed = self._task.reader.read(text, prompt=before)
-        message = self._as_message(parsed, text)
+        message = self._as_message(parsed, said_text(self._task.template, turn))
         self.played.turns.append(turn)
         self.played.turn_rewards.append(0.0)
         self.played.said.append(message)
@@ -169,6 +181,7 @@ class Player:
         return parsed
 
     def _as_message(self, parsed: ParsedTurn, text: str) -> Message:
+        """The message of a turn, of which `text` is all that was sampled before the token that ended it."""
         if any(not call.name for call in parsed.calls):  # what could not be read stays text
             return {"role": "assistant", "content": text}
         message: Message = {"role": "assistant", "content": parsed.text}
@@ -187,7 +200,7 @@ class Player:
 
     def _call_id(self, number: int) -> str:
         """Nine letters and digits, as some templates demand, that no other call of the conversation has."""
-        return f"call{len(self.played.turns) % 100:02}{number % 1000:03}"
+        return f"c{len(self.played.turns) % 10**4:04}{number % 10**4:04}"
 
     async def _answer(self, parsed: ParsedTurn) -> tuple[list[Message], StopReason | None]:
         """The messages that follow a turn, or why there are none."""
@@ -226,12 +239,14 @@ class Player:
         observation = await self._of_environment("respond", dict(self.played.said[-1]))
         if observation is None:
             return [], "stop"
-        if not isinstance(observation, Observation):
-            observation = Observation(_text(observation, f"{self._kind.name}.respond"))
+        name = f"{self._kind.name}.respond"
+        if not isinstance(observation, str | list | Observation):
+            raise EpisodeError(f"{name} returned {observation!r}: must be a text, an Observation or None")
+        observation = _observation(observation, name)
         self.played.turn_rewards[-1] += observation.reward
         reply: list[Message] = []
         if observation.content is not None:
-            reply = [{"role": "user", "content": _text(observation.content, f"{self._kind.name}.respond")}]
+            reply = [{"role": "user", "content": observation.content}]
         if observation.done or not reply:
             self.played.said += reply
             return [], "tool_done" if observation.done else "stop"
@@ -250,20 +265,16 @@ class Player:
             tool = getattr(where, call.name) if where is not None else self._kind.tools[call.name]
             try:
                 result = await self._seat.call(tool, timeout=self._limits.tool_timeout, **call.arguments)
-                observation = result if isinstance(result, Observation) else Observation(result)
-                text = _text(observation.content, f"tool {call.name}")
-                is_kept = observation.content is None or isinstance(observation.content, list)
-                return observation if is_kept else replace(observation, content=text)
             except CallTimeout as error:
-                problem, failure = f"No result within {self._limits.tool_timeout:g} seconds.", error
-            except EpisodeError:
-                raise
+                problem, failure = f"No result within {self._limits.tool_timeout:g} seconds", error
             except Exception as error:
                 problem, failure = reason_of(error), error
+            else:
+                return _observation(result, f"tool {call.name}")
         self.played.num_failed_calls += 1
         if failure is not None and self._limits.tool_error == "raise":
             raise EpisodeError(
-                f"tool {call.name!r} with arguments {dict(call.arguments)}: {problem} Mend the tool, or set "
+                f"tool {call.name!r} with arguments {dict(call.arguments)}: {problem}. Mend the tool, or set "
                 "tool_error='tell' to tell the model of it"
             ) from failure
         return Observation(json.dumps({"error": problem}, ensure_ascii=False))
@@ -273,7 +284,7 @@ class Player:
         shown = [self._accepted(self._shortened(_with_text(reply))) for reply in replies]
         visible = [*self._seen, *shown]
         if self._kind.edits:
-            visible = list(await self._of_environment("edit", [dict(message) for message in visible]))
+            visible = _edited(await self._of_environment("edit", copy.deepcopy(visible)), f"{self._kind.name}.edit")
         context = next_context(
             self._task.template,
             visible,
@@ -362,6 +373,27 @@ def _opened(messages: list[Message], opening: Any, name: str) -> list[Message]:
     raise EpisodeError(f"{name}.reset returned {opening!r}: must be None, a text, or a list of messages with text")
 
 
+def _observation(value: Any, what: str) -> Observation:
+    """What a tool or `respond` returned; a list of parts of a content stays one.
+
+    Raises:
+        EpisodeError: It cannot be shown to the model, or its reward is not a number.
+    """
+    observation = value if isinstance(value, Observation) else Observation(value)
+    content: Any = observation.content
+    if content is None and isinstance(value, Observation):
+        return Observation(None, _number(value.reward, what), bool(value.done))
+    text = _text(content, what)
+    is_kept = isinstance(content, list)
+    return Observation(content if is_kept else text, _number(observation.reward, what), bool(observation.done))
+
+
+def _edited(value: Any, what: str) -> list[Message]:
+    if not isinstance(value, list) or not all(isinstance(m, Mapping) and "role" in m for m in value):
+        raise EpisodeError(f"{what} returned {value!r:.200}: must be the list of messages that the next turn sees")
+    return value
+
+
 def _with_text(reply: Message) -> Message:
     return {**reply, "content": _text(reply["content"], "tool")}
 
@@ -384,7 +416,7 @@ def _number(value: Any, what: str) -> float:
     try:
         number = float(value)  # also of a tensor or an array
     except Exception as error:
-        raise EpisodeError(f"{what} returned {value!r}: must be a number") from error
+        raise EpisodeError(f"{what} returned the reward {value!r}: must be a number") from error
     if not math.isfinite(number):
-        raise EpisodeError(f"{what} returned {number}: must be finite")
+        raise EpisodeError(f"{what} returned the reward {number}: must be finite")
     return number

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from prefrl.rollout.episodes.threads import MainThread, Worker
+from prefrl.printable import reason_of
+from prefrl.rollout.episodes.threads import MainThread, Worker, reported
 
 if TYPE_CHECKING:
     from prefrl.rollout.episodes.environment import EnvironmentKind
 
 __all__ = ["CallTimeout", "Seat", "Seats"]
+
+logger = logging.getLogger(__name__)
 
 
 class CallTimeout(Exception):
@@ -50,27 +54,46 @@ class Seat:
 
         Raises:
             CallTimeout: It took too long. It is left alone, and the seat has a new thread.
+            RuntimeError: It raised something that would end the loop, such as SystemExit.
         """
-        if inspect.iscoroutinefunction(function):
-            return await _within(asyncio.ensure_future(function(*args, **kwargs)), timeout)
-        work = functools.partial(function, *args, **kwargs)
+        work = asyncio.create_task(self._called(function, args, kwargs), name=_name_of(function))
         try:
-            value = await self._sync(function, work, timeout)
-        except (CallTimeout, asyncio.CancelledError):
-            self._abandon()
-            raise
-        return await _within(asyncio.ensure_future(value), timeout) if inspect.isawaitable(value) else value
+            await asyncio.wait({work}, timeout=timeout)
+        finally:
+            is_late = not work.done()
+            if is_late:  # or the episode is over, so that nobody waits for the call any more
+                self._abandon(work)
+        if is_late:
+            raise CallTimeout
+        return work.result()
 
-    async def _sync(self, function: Callable[..., Any], work: Callable[[], Any], timeout: float | None) -> Any:
+    async def _called(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **kwargs)
+            value = await self._sync(function, functools.partial(function, *args, **kwargs))
+            return await value if inspect.isawaitable(value) else value
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise reported(error) from error
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise reported(error) from error
+
+    async def _sync(self, function: Callable[..., Any], work: Callable[[], Any]) -> Any:
         if not self._main_thread.is_needed_by(function):
             try:
-                return await _within(asyncio.wrap_future(self._worker.submit(work)), timeout)
+                return await asyncio.wrap_future(self._worker.submit(work))
             except ValueError as error:
                 if not self._main_thread.is_meant_by(error):
                     raise
         return await asyncio.wrap_future(self._main_thread.submit(function, work))
 
-    def _abandon(self) -> None:
+    def _abandon(self, work: asyncio.Task[Any]) -> None:
+        """Leave a call alone. Nothing waits for it to notice."""
+        work.cancel()
+        work.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else asks for its error
         self.is_usable = False
         self._worker.leave()
         self._worker = Worker()
@@ -91,12 +114,15 @@ class Seats:
 
     Args:
         main_thread: Calls functions that handle signals.
+        timeout: Seconds for closing an environment.
     """
 
-    def __init__(self, main_thread: MainThread) -> None:
+    def __init__(self, main_thread: MainThread, timeout: float | None) -> None:
         self._main_thread = main_thread
+        self._timeout = timeout
         self._free: dict[int, list[Seat]] = {}  # by identity of the kind
         self._all: set[Seat] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     def take(self, kind: EnvironmentKind) -> Seat:
         """A free seat, or a new one."""
@@ -107,25 +133,33 @@ class Seats:
         self._all.add(seat)
         return seat
 
-    async def give_back(self, seat: Seat, timeout: float | None) -> None:
+    def give_back(self, seat: Seat) -> None:
         """Make a seat free, or close it if it cannot be used any more."""
-        if seat.is_usable:
+        if seat.is_usable and seat in self._all:
             self._free[id(seat.kind)].append(seat)
-            return
+        else:
+            self.drop(seat)
+
+    def drop(self, seat: Seat) -> None:
+        """Begin to close a seat that is not used any more."""
         self._all.discard(seat)
-        await seat.close(timeout)
+        closing = asyncio.create_task(self._close(seat))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
-    async def close(self, timeout: float | None) -> None:
-        """Close all seats, each within the time limit; errors are not raised, because nothing depends on them."""
-        closing = [seat.close(timeout) for seat in self._all]
-        self._all, self._free = set(), {}
-        await asyncio.gather(*closing, return_exceptions=True)
+    async def close(self) -> None:
+        """Close all seats, each within the time limit."""
+        for seat in tuple(self._all):
+            self.drop(seat)
+        self._free = {}
+        await asyncio.gather(*self._closing)
+
+    async def _close(self, seat: Seat) -> None:
+        try:
+            await seat.close(self._timeout)
+        except Exception as error:  # of the environment; nothing depends on it
+            logger.warning("%s.close: %s", seat.kind.name, reason_of(error))
 
 
-async def _within(future: asyncio.Future[Any], timeout: float | None) -> Any:
-    """The result of a future, which is canceled after the time limit. Nothing waits for it to notice."""
-    done, _ = await asyncio.wait({future}, timeout=timeout)
-    if done:
-        return future.result()
-    future.cancel()
-    raise CallTimeout
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", function))

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["MainThread", "Worker"]
+from prefrl.printable import reason_of
+
+__all__ = ["MainThread", "Worker", "reported"]
 
 
 class Worker:
@@ -40,10 +42,8 @@ def _settle(result: Future[Any], function: Callable[[], Any]) -> None:
     """Set a future to what a function returns or raises."""
     try:
         value = function()
-    except StopIteration as error:  # asyncio's futures cannot hold it: whoever waits for it would wait for ever
-        result.set_exception(RuntimeError(f"StopIteration: {error}"))
     except BaseException as error:  # also SystemExit: user code must not end the thread that others wait for
-        result.set_exception(error)
+        result.set_exception(reported(error))
     else:
         result.set_result(value)
 
@@ -82,5 +82,18 @@ class MainThread:
                 continue
             _settle(result, work)
             error = result.exception()
-            if error is not None and not isinstance(error, Exception | SystemExit):
-                raise error  # of a signal, such as KeyboardInterrupt
+            if error is not None and isinstance(error.__cause__, KeyboardInterrupt):
+                raise error.__cause__  # of a signal
+
+
+def reported(error: BaseException) -> Exception:
+    """The error as one that may be raised in a task.
+
+    SystemExit would end the loop, StopIteration cannot be set as the result of a future, and CancelledError would pass
+    for the end of the episode.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    reported = RuntimeError(reason_of(error))
+    reported.__cause__ = error
+    return reported

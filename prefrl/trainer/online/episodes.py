@@ -79,8 +79,9 @@ class Episodes:
     def fingerprints(self) -> dict[str, str]:
         """A hash of each tool and each class of environments, by name."""
         tools = {name: tool for kind in self.kinds.values() for name, tool in kind.tools.items()}
-        classes = {kind.name: kind.cls for kind in self.kinds.values() if kind.cls is not None}
-        return {name: reward_fingerprint(code) for name, code in {**tools, **classes}.items()}
+        code: dict[str, Callable[..., Any]] = {**tools}
+        code |= {kind.name: kind.cls for kind in self.kinds.values() if kind.cls is not None}
+        return {name: reward_fingerprint(one) for name, one in code.items()}
 
     def training_prompts(self, dataset: Any, *, num_rows: int) -> Any:
         """The training dataset, see `with_prompts`; without one, empty prompts, which the environment fills.
