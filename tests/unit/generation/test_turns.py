@@ -273,6 +273,22 @@ def test_turns_that_are_lost_again_and_again_are_an_error() -> None:
     assert f"1 turns were lost {MAX_RECOVERIES + 1} times" in str(error)
 
 
+def test_turns_that_are_lost_now_and_then_are_none() -> None:
+    script, talks = Script(), Talks()
+    talks.waiting = True
+    turns = VLLMTurns(script, PARAMS, step=lambda: 0)
+    thread, errors = serving(turns, talks)
+    for number in range(0, 2 * MAX_RECOVERIES + 2, 2):
+        ask(turns, 5)
+        script.lost(number)
+        until(lambda number=number: len(script.asked) == number + 2)  # type: ignore[misc]
+        script.done(number + 1)
+    talks.news = True
+    turns.notify()
+    thread.join(20)
+    assert (script.num_recoveries, errors) == (MAX_RECOVERIES + 1, [])
+
+
 def test_a_failure_is_raised_although_conversations_go_on() -> None:
     script, talks = Script(), Talks()
     turns = VLLMTurns(script, PARAMS, step=lambda: 0)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ import pytest
 
 from prefrl import DataError, Environment, EpisodeError
 from prefrl.generation.base import SamplingParams
+from prefrl.generation.vllm.pending import Done, Lost
+from prefrl.generation.vllm.requests import Prompt
+from prefrl.generation.vllm.turns import VLLMTurns
 from prefrl.rollout.episodes import driver
 from prefrl.rollout.episodes.driver import EpisodeSampler, EpisodesPending
 from prefrl.types import Rollout
-from tests.unit.rollout.episodes.scripted import ASK, Scripted, call, params, row, sampler
+from tests.unit.rollout.episodes.scripted import ASK, Scripted, call, completion, hermes, params, row, sampler
 
 SAID = "said"
 
@@ -295,6 +299,52 @@ def test_a_row_must_name_its_environment() -> None:
                 DataError, match=rf"column 'environment' of a row is {name!r}: must be one of .*'a', 'b'"
             ):
                 read(episodes, start(episodes, [row(environment=name)]))
+
+
+class Flaky:
+    """Servers that lose every third request when it is sent first, and answer from a thread of theirs."""
+
+    longest_silence = 1.0
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._sent: set[int] = set()
+        self.num_recoveries = 0
+        self.pending: EpisodesPending
+
+    def submit(self, prompts: Any, report: Any, *, checks: bool = True) -> Future[None]:
+        return self._thread.submit(lambda: [self._answer(prompt, report) for prompt in prompts] and None)
+
+    def _answer(self, prompt: Prompt, report: Any) -> None:
+        is_new = prompt.seed not in self._sent
+        self._sent.add(prompt.seed)
+        if is_new and prompt.seed % 3 == 0:
+            report(Lost(prompt, "gone"))
+        else:
+            report(Done(prompt, [completion(hermes(), f"{prompt.seed}", prompt.sampling.max_tokens)]))
+
+    def recover(self) -> None:
+        assert self.pending.is_waiting(), "while an episode goes on by itself"
+        self.num_recoveries += 1
+
+    def turns(self, sampling: SamplingParams) -> VLLMTurns:
+        return VLLMTurns(self, sampling, step=lambda: 0)
+
+    context_limit = None
+
+
+@pytest.mark.parametrize("most", [None, 3])
+def test_turns_that_are_lost_come_back_and_no_episode_is_forgotten(most: int | None) -> None:
+    rows = [row(goal=number) for number in range(8)]
+    servers: Any = Flaky()
+    with closing(sampler(servers, factory=Dice, max_concurrent_environments=most)) as episodes:
+        servers.pending = start(episodes, rows, num_samples=3)
+        rollouts = read(episodes, servers.pending)
+    assert servers.num_recoveries > 0
+    expected = ids_of(rows)
+    assert [
+        [turn.sent_ids + turn.completion.token_ids for turn in one.turns] for group in rollouts for one in group
+    ] == expected
 
 
 # Instances.
