@@ -125,8 +125,10 @@ def test_an_episode_that_failed_is_not_scored() -> None:
     )
     collected = collector.collect(Request(1, ready, [1]))
     rollouts = collected.rollouts
-    assert [one.rewards for one in rollouts] == [{"count": 2.0, "W": 0.5}, {"count": None, "W": None}] + [
-        {"count": 2.0, "W": 0.5}
+    assert [one.rewards for one in rollouts] == [
+        {"count": 2.0, "W": 0.5},
+        {"count": None, "W": None},
+        {"count": 2.0, "W": 0.5},
     ]
     assert [rollouts[0].reward, rollouts[2].reward] == [2.5, 2.5]
     assert math.isnan(rollouts[1].reward)
