@@ -120,7 +120,7 @@ class Played:
         asyncio.run(self._play(task, kind, limits(**options)))
 
     async def _play(self, task: Task, kind: EnvironmentKind, options: EpisodeLimits) -> None:
-        self.seat = Seat(kind)
+        self.seat = Seat(kind, MainThread())
         player = Player(task, self.seat, options)
         try:
             self.episode = await player.play()
