@@ -18,6 +18,7 @@ from prefrl.rollout.episodes.environment import EnvironmentKind, environment_kin
 from prefrl.rollout.episodes.options import EpisodeLimits
 from prefrl.rollout.episodes.play import Player, Task
 from prefrl.rollout.episodes.seats import Seat
+from prefrl.rollout.episodes.threads import MainThread
 from prefrl.types import Completion, Episode, Rollout
 from tests.unit.data.tool_templates import HERMES, tool_template
 
