@@ -14,7 +14,7 @@ from tests.contract.cases import relative_difference, update_of
 from tests.vllm.faults import proxy_of, second_door
 from tests.vllm.server import Server
 from tests.vllm.test_training import key as key
-from tests.vllm.test_training import logged, online
+from tests.vllm.test_training import logged, online, policy
 
 pytestmark = pytest.mark.vllm
 
@@ -61,22 +61,24 @@ def test_the_turns_of_an_episode_stay_with_their_server(tmp_path: Path, server: 
 
 
 def test_a_random_policy_learns_through_the_server(tmp_path: Path, server: Server) -> None:
+    model = policy(server.model_dir)
+    model.generation_config.eos_token_id = [*range(128)]  # every token ends a turn
     options: dict[str, Any] = {
+        "model": model,
         "environment": episodes.LookUp,
         "reward": episodes.looked_up,
         "tool_parser": episodes.act,
         "train_dataset": Dataset.from_list(episodes.secrets(96)),
         "optim": "adamw_torch",
         "learning_rate": 3e-3,
-        "per_device_train_batch_size": 192,
-        "num_generations": 4,
-        "max_completion_length": 48,
+        "per_device_train_batch_size": 96,
+        "max_completion_length": 16,
         "max_turns": 2,
-        "max_steps": 60,
-        "logging_steps": 10,
+        "max_steps": 30,
     }
     trainer = online(tmp_path, server, **options)
     trainer.train()
     rewards = logged(trainer, "reward")
     assert rewards[0] < 0.45
-    assert rewards[-1] > 0.9
+    assert sum(rewards[-5:]) / 5 > 0.9
+    trainer.end()
