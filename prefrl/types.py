@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
+from prefrl.forest import Forest
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -135,62 +137,28 @@ class Rollout:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TokenBatch:
+class TokenBatch(Forest):
     """Rows of different lengths laid end to end, without padding; every prompt is stored once.
 
-    A row has one response, or several: an episode has one for each request to the sampler. Losses, advantages and
-    metrics see rows, the forward pass sees responses. Prompts are a forest, since a prompt may continue another:
-    response r follows the prompt `prompt_index[r]`, and that one its parents. Log-probs, losses and advantages exist
-    for response tokens only, so every `[N]` tensor is aligned with `response_ids`. Lengths and indices are host
-    integers, so reading them never waits for a device.
+    Log-probs, losses and advantages exist for response tokens only, so every `[N]` tensor is aligned with
+    `response_ids`. Lengths and indices are host integers, so reading them never waits for a device.
 
     A subclass is a stage. Its tensors have one entry for each response token, and its tuples one for each row.
     """
 
     prompt_ids: Tensor  # [sum(prompt_lengths)] int64
-    prompt_lengths: tuple[int, ...]  # P entries, each >= 1: the first response token is predicted from the prompt
-    prompt_index: tuple[int, ...]  # R entries
     response_ids: Tensor  # [N] int64
-    response_lengths: tuple[int, ...]  # R entries, each >= 1
     trainable: Tensor  # [N] bool: tokens that have a loss
-    group_index: tuple[int, ...]  # B entries: rows whose rewards are compared, or the two sides of a pair
-    # R entries: the row of each response, never decreasing, every row at least once. (): one response for each row.
-    response_row: tuple[int, ...] = ()
-    # P entries: the prompt that a prompt continues, a smaller number than its own; -1: none. (): no prompt has one.
-    prompt_parent: tuple[int, ...] = ()
     # B entries: trainable tokens of each row, counted at construction; they determine shapes in the forward pass.
     trainable_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Fill in the responses' rows, the prompts' parents and the trainable tokens' counts if not given."""
-        if not self.response_row:
-            object.__setattr__(self, "response_row", tuple(range(self.num_responses)))
-        if not self.prompt_parent:
-            object.__setattr__(self, "prompt_parent", (-1,) * self.num_prompts)
+        """Count the trainable tokens, unless the counts were given."""
+        super().__post_init__()
         if len(self.trainable_counts) != self.num_rows:
             counts = torch.zeros(self.num_rows, dtype=torch.long, device=self.device)
             counts.index_add_(0, self.row_index, self.trainable.long())
             object.__setattr__(self, "trainable_counts", tuple(counts.tolist()))
-
-    @property
-    def num_rows(self) -> int:
-        """B."""
-        return len(self.group_index)
-
-    @property
-    def num_responses(self) -> int:
-        """R."""
-        return len(self.response_lengths)
-
-    @property
-    def num_prompts(self) -> int:
-        """P."""
-        return len(self.prompt_lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """N, the number of response tokens."""
-        return sum(self.response_lengths)
 
     @property
     def num_trainable(self) -> int:
@@ -198,74 +166,9 @@ class TokenBatch:
         return sum(self.trainable_counts)
 
     @property
-    def num_forward_tokens(self) -> int:
-        """Number of tokens in a forward pass with shared prompts."""
-        return sum(self.prompt_lengths) + self.num_tokens
-
-    @property
     def device(self) -> torch.device:
         """Where the tensors live."""
         return self.response_ids.device
-
-    def responses(self, row: int) -> range:
-        """The responses of a row, in order."""
-        return self._responses[row]
-
-    def context(self, response: int) -> tuple[int, ...]:
-        """The prompts that a response follows, in order: a root, then each time a prompt that continues the last."""
-        return self._paths[self.prompt_index[response]]
-
-    def context_length(self, response: int) -> int:
-        """Number of tokens before a response."""
-        return self.prompt_stops[self.prompt_index[response]]
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether a prompt comes before several responses."""
-        return sum(map(self.context_length, range(self.num_responses))) > sum(self.prompt_lengths)
-
-    def segments(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """The prompts, each once, and responses of some rows: the number of tokens before each, and its own."""
-        prompts = [(self.prompt_stops[p] - self.prompt_lengths[p], self.prompt_lengths[p]) for p in self._used(rows)]
-        responses = [response for row in rows for response in self.responses(row)]
-        return [*prompts, *((self.context_length(i), self.response_lengths[i]) for i in responses)]
-
-    def forward_tokens(self, rows: Sequence[int]) -> int:
-        """Number of tokens of some rows in a forward pass with shared prompts."""
-        return sum(length for _, length in self.segments(rows))
-
-    @cached_property
-    def row_lengths(self) -> tuple[int, ...]:
-        """B entries: number of response tokens of each row."""
-        return tuple(sum(self.response_lengths[i] for i in responses) for responses in self._responses)
-
-    @cached_property
-    def prompt_stops(self) -> list[int]:
-        """P entries: number of tokens up to the end of each prompt, those that it continues included."""
-        stops: list[int] = []
-        for length, parent in zip(self.prompt_lengths, self.prompt_parent, strict=True):
-            stops.append(length if parent < 0 else stops[parent] + length)
-        return stops
-
-    @cached_property
-    def _responses(self) -> list[range]:
-        """The responses of each row."""
-        stops = [0] * self.num_rows
-        for response, row in enumerate(self.response_row):
-            stops[row] = response + 1
-        return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
-
-    @cached_property
-    def _paths(self) -> list[tuple[int, ...]]:
-        """Each prompt with those that it continues, root first."""
-        paths: list[tuple[int, ...]] = []
-        for prompt, parent in enumerate(self.prompt_parent):
-            paths.append((prompt,) if parent < 0 else (*paths[parent], prompt))
-        return paths
-
-    def _used(self, rows: Sequence[int]) -> list[int]:
-        """The prompts of some rows, each once, in order of first use and after those that they continue."""
-        return list(dict.fromkeys(p for row in rows for i in self.responses(row) for p in self.context(i)))
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -311,7 +214,8 @@ class TokenBatch:
     def per_row(self) -> dict[str, tuple[Any, ...]]:
         """The tuples with one entry per row, by name, except those that describe the layout."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, tuple) and name not in _LAYOUT}
+        layout = {f.name for f in dataclasses.fields(Forest)} - {"group_index"}
+        return {name: value for name, value in values.items() if isinstance(value, tuple) and name not in layout}
 
     def on_device(self, values: Sequence[float]) -> Tensor:
         """Host numbers as a tensor on the batch's device, without waiting for the device."""
@@ -326,7 +230,7 @@ class TokenBatch:
         bad = [row for row in rows if not 0 <= row < self.num_rows]
         if bad:
             raise IndexError(f"rows {bad} are outside 0..{self.num_rows - 1}")
-        prompts = self._used(rows)
+        prompts = self.used_prompts(rows)
         position = {-1: -1, **{prompt: i for i, prompt in enumerate(prompts)}}
         responses = [response for row in rows for response in self.responses(row)]
         return self.replace(
@@ -364,42 +268,7 @@ class TokenBatch:
         Raises:
             ValueError: The budget is not positive.
         """
-        if token_budget < 1:
-            raise ValueError(f"token_budget={token_budget}: needs to be >= 1")
-        pieces: list[tuple[int, list[int]]] = []  # cost in tokens, rows
-        for rows in _rows_by(self.group_index if whole_groups else self._roots()):
-            pieces.extend([(self.forward_tokens(rows), rows)] if whole_groups else self._pieces(rows, token_budget))
-        pieces.sort(key=lambda piece: -piece[0])
-        bins: list[tuple[int, list[int]]] = []
-        for cost, rows in pieces:
-            fitting = [i for i, (used, _) in enumerate(bins) if used + cost <= token_budget]
-            if fitting:
-                fullest = max(fitting, key=lambda i: bins[i][0])
-                bins[fullest] = (bins[fullest][0] + cost, bins[fullest][1] + rows)
-            else:
-                bins.append((cost, rows))
-        return [self.select(sorted(rows)) for _, rows in bins]
-
-    def _roots(self) -> list[int]:
-        """The prompt that each row begins with."""
-        return [self.context(responses[0])[0] for responses in self._responses]
-
-    def _pieces(self, rows: Sequence[int], token_budget: int) -> list[tuple[int, list[int]]]:
-        """Rows that begin with one prompt, cut whenever the budget is full."""
-        pieces: list[tuple[int, list[int]]] = []
-        held: set[int] = set()  # prompts of the last piece
-        for row in rows:
-            prompts = self._used([row])
-            added = self.row_lengths[row] + sum(
-                self.prompt_lengths[prompt] for prompt in prompts if prompt not in held
-            )
-            if pieces and pieces[-1][0] + added <= token_budget:
-                pieces[-1] = (pieces[-1][0] + added, [*pieces[-1][1], row])
-                held.update(prompts)
-            else:
-                pieces.append((self.forward_tokens([row]), [row]))
-                held = set(prompts)
-        return pieces
+        return [self.select(rows) for rows in self.cut(token_budget, whole_groups=whole_groups)]
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
@@ -429,10 +298,6 @@ class TokenBatch:
             **{name: sum((batch.per_row()[name] for batch in batches), ()) for name in batches[0].per_row()},
             **tensors,
         )
-
-
-# Host values that `select` and `concat` renumber. Other tuples have one entry for each row.
-_LAYOUT = ("prompt_lengths", "prompt_parent", "prompt_index", "response_lengths", "response_row")
 
 
 class IdleBatch(TokenBatch):
@@ -528,14 +393,6 @@ class ReadyBatch(SampledBatch):
     ref_logprobs: Tensor | None = None  # [N] nats, of the reference model; None: the loss has no KL term
     # [N, h] the reference's last hidden states; None: the KL term does not compare whole distributions.
     ref_hidden: Tensor | None = None
-
-
-def _rows_by(index: Sequence[int]) -> list[list[int]]:
-    """Row numbers with equal entries, in order of first appearance."""
-    rows: dict[int, list[int]] = {}
-    for row, key in enumerate(index):
-        rows.setdefault(key, []).append(row)
-    return list(rows.values())
 
 
 def _shifted(parts: Iterable[Sequence[int]], offsets: Sequence[int]) -> tuple[int, ...]:

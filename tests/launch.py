@@ -22,7 +22,7 @@ def launch(
     *arguments: str | Path,
     result: Path,
     num_processes: int = 2,
-    seconds: int = 900,
+    seconds: float = 900,
     environment: dict[str, str] | None = None,
 ) -> Any:
     """What rank 0 of `module` stored with `torch.save`.
@@ -45,7 +45,7 @@ def launch(
     return torch.load(result)
 
 
-def run(command: Sequence[str], *, seconds: int = 900, environment: dict[str, str] | None = None) -> str:
+def run(command: Sequence[str], *, seconds: float = 900, environment: dict[str, str] | None = None) -> str:
     """What a command wrote to standard output. None of its processes outlives the call, however it ends.
 
     Raises:

@@ -58,12 +58,12 @@ def flat_batch(
     groups = range(len(set(of_response))) if groups is None else groups
     _check_rows(prompts, responses, trainable, groups, of_response)
     share = share_equal if rows is None else share_prefixes
-    forest = share(prompts, [groups[row] for row in of_response])
+    shared = share(prompts, [groups[row] for row in of_response])
     return TokenBatch(
-        prompt_ids=torch.tensor(list(chain.from_iterable(forest.segments)), dtype=torch.long),
-        prompt_lengths=tuple(len(segment) for segment in forest.segments),
-        prompt_parent=tuple(forest.parents),
-        prompt_index=tuple(forest.ends),
+        prompt_ids=torch.tensor(list(chain.from_iterable(shared.segments)), dtype=torch.long),
+        prompt_lengths=tuple(len(segment) for segment in shared.segments),
+        prompt_parent=tuple(shared.parents),
+        prompt_index=tuple(shared.ends),
         response_ids=torch.tensor(list(chain.from_iterable(responses)), dtype=torch.long),
         response_lengths=tuple(len(response) for response in responses),
         response_row=tuple(of_response),

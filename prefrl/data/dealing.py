@@ -78,7 +78,9 @@ def forward_cost(prompt: Lengths, responses: Sequence[Lengths], *, hidden_size: 
         responses: R_i, tokens of each response.
         hidden_size: h.
     """
-    return cost_of_segments([(0 * prompt, prompt), *((prompt, r) for r in responses)], hidden_size=hidden_size)
+    segments = [(0 * prompt, prompt)]
+    segments += [(prompt, response) for response in responses]
+    return cost_of_segments(segments, hidden_size=hidden_size)
 
 
 def cost_of_segments(segments: Sequence[tuple[Lengths, Lengths]], *, hidden_size: int) -> Lengths:

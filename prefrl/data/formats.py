@@ -198,9 +198,13 @@ def read_text(row: Mapping[str, Any], column: str) -> str:
     raise DataError(f"column {column!r} is {value!r}: needs a non-empty str")
 
 
-def read_messages(row: Mapping[str, Any], column: str) -> list[Message]:
+def read_messages(row: Mapping[str, Any], column: str, *, allow_empty: bool = False) -> list[Message]:
     """The messages of a cell, without the keys that Arrow filled with None.
 
+    Args:
+        row: A row of a dataset.
+        column: The name of the cell's column.
+        allow_empty: Whether the user's messages may be empty texts, because an environment adds to them.
     Raises:
         DataError: The value is not a non-empty list of messages with an allowed role and a content, or a message of a
             tool answers no call.
@@ -213,7 +217,9 @@ def read_messages(row: Mapping[str, Any], column: str) -> list[Message]:
         )
     if not isinstance(value, list) or not value:
         raise DataError(f"column {column!r} is {value!r}: needs a non-empty list of messages")
-    messages = [_read_message(message, f"column {column!r}, message {turn}") for turn, message in enumerate(value)]
+    messages = [
+        _read_message(message, f"column {column!r}, message {turn}", allow_empty) for turn, message in enumerate(value)
+    ]
     _check_tool_turns(messages, column)
     return messages
 
@@ -351,7 +357,7 @@ def _convert_message(message: object) -> object:
     return {"role": _FROM_ROLES.get(role, role) if role else role, "content": message.get("value")} | others
 
 
-def _read_message(message: object, where: str) -> Message:
+def _read_message(message: object, where: str, allow_empty: bool) -> Message:
     if not isinstance(message, dict):
         raise DataError(f"{where} is {_short(message)}: needs a dict with 'role' and 'content'")
     clean: Message = _without_none(message)
@@ -365,15 +371,16 @@ def _read_message(message: object, where: str) -> Message:
         near = difflib.get_close_matches(str(role), ROLES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise DataError(f"{where} has role {role!r}{hint}: allowed are {', '.join(ROLES)}")
-    _check_content(clean, where)
+    _check_content(clean, where, allow_empty)
     return clean
 
 
-def _check_content(message: Message, where: str) -> None:
+def _check_content(message: Message, where: str, allow_empty: bool) -> None:
     content = message.get("content")
     if not isinstance(content, str | list | None):
         raise DataError(f"{where} (role {message['role']!r}) has content {content!r}: needs a str")
-    may_be_empty = message["role"] in ("system", "developer", "tool") and content == ""
+    roles = ("system", "developer", "tool", "user") if allow_empty else ("system", "developer", "tool")
+    may_be_empty = message["role"] in roles and content == ""
     if content or may_be_empty or any(message.get(key) for key in _CONTENT_SUBSTITUTES):
         return
     raise DataError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Forest", "share_equal", "share_prefixes"]
+__all__ = ["Segments", "share_equal", "share_prefixes"]
 
 # From this many tokens on, what prompts have in common becomes a segment of its own even if none of them ends there.
 # Less, like the header of a chat template's turn, saves less than a segment costs: a call of the kernel, copied keys.
@@ -18,7 +18,7 @@ Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Forest:
+class Segments:
     """P segments of prompts."""
 
     segments: list[Sequence[int]]  # ids, none empty
@@ -34,18 +34,18 @@ class _Beginning:
     length: int
     parent: int  # the next shorter beginning of the same prompts
     is_whole: bool  # one of them ends here
-    segment: int = -1  # its last tokens in the forest
+    segment: int = -1  # the one with its last tokens
 
 
-def share_equal(prompts: Sequence[Sequence[int]], groups: Sequence[int]) -> Forest:
+def share_equal(prompts: Sequence[Sequence[int]], groups: Sequence[int]) -> Segments:
     """Every prompt as one segment; equal prompts of a group are stored once, in order of first use."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = [(group, tuple(prompt)) for group, prompt in zip(groups, prompts, strict=True)]
     ends = [numbers.setdefault(key, len(numbers)) for key in keys]
-    return Forest([prompt for _, prompt in numbers], [-1] * len(numbers), ends)
+    return Segments([prompt for _, prompt in numbers], [-1] * len(numbers), ends)
 
 
-def share_prefixes(prompts: Sequence[Sequence[int]], groups: Sequence[int]) -> Forest:
+def share_prefixes(prompts: Sequence[Sequence[int]], groups: Sequence[int]) -> Segments:
     """Cut prompts into segments, of which those that prompts of a group have in common are stored once.
 
     A prompt that another one begins with is a segment that the other continues. So is a common beginning of prompts
@@ -61,11 +61,11 @@ def share_prefixes(prompts: Sequence[Sequence[int]], groups: Sequence[int]) -> F
     for group, tokens in zip(groups, arrays, strict=True):
         by_group.setdefault(group, {})[tokens.tobytes()] = tokens
     tries = {group: _trie(distinct) for group, distinct in by_group.items()}
-    forest = Forest([], [], [])
+    found = Segments([], [], [])
     for group, tokens in zip(groups, arrays, strict=True):
         beginnings, wholes = tries[group]
-        _add(forest, beginnings, wholes[tokens.tobytes()])
-    return forest
+        _add(found, beginnings, wholes[tokens.tobytes()])
+    return found
 
 
 def _trie(prompts: Mapping[bytes, Tokens]) -> tuple[list[_Beginning], dict[bytes, int]]:
@@ -93,7 +93,7 @@ def _trie(prompts: Mapping[bytes, Tokens]) -> tuple[list[_Beginning], dict[bytes
     return trie, wholes
 
 
-def _add(forest: Forest, trie: Sequence[_Beginning], whole: int) -> None:
+def _add(found: Segments, trie: Sequence[_Beginning], whole: int) -> None:
     """Add the segments that a prompt needs and that are not there yet."""
     missing = []
     number = whole
@@ -102,10 +102,10 @@ def _add(forest: Forest, trie: Sequence[_Beginning], whole: int) -> None:
         number = trie[number].parent
     for beginning in reversed(missing):
         parent = trie[beginning.parent]
-        beginning.segment = len(forest.segments)
-        forest.segments.append(beginning.prompt[parent.length : beginning.length].tolist())
-        forest.parents.append(parent.segment)
-    forest.ends.append(trie[whole].segment)
+        beginning.segment = len(found.segments)
+        found.segments.append(beginning.prompt[parent.length : beginning.length].tolist())
+        found.parents.append(parent.segment)
+    found.ends.append(trie[whole].segment)
 
 
 def _common_length(a: Tokens, b: Tokens) -> int:

@@ -119,7 +119,8 @@ class _PromptRow:
     def token_ids(self, row: Mapping[str, Any]) -> list[int]:
         """The prompt's tokens without truncation."""
         if self.encoder.is_conversational:
-            text = prompt_text(self.encoder.template(row), read_messages(row, self.column))
+            messages = read_messages(row, self.column, allow_empty=self.encoder.tools is not None)
+            text = prompt_text(self.encoder.template(row), messages)
             return encode(text, [], self.encoder.tokenizer).token_ids
         text = read_text(row, self.column)
         return [*self.encoder.prefix(text), *encode(text, [], self.encoder.tokenizer).token_ids]

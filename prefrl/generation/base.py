@@ -159,6 +159,10 @@ class Conversations(Protocol):
         """Whether all that go on are waiting for an answer, or for one of these to end."""
         ...
 
+    def attend(self) -> None:
+        """Do what only the thread that serves can do."""
+        ...
+
 
 class TurnSampler(Protocol):
     """Samples turns of conversations, each as soon as it is asked for."""
@@ -175,7 +179,7 @@ class TurnSampler(Protocol):
         ...
 
     def notify(self) -> None:
-        """Say that a conversation has ended or failed. May be called from any thread."""
+        """Say that a conversation has ended or failed, or needs attention. May be called from any thread."""
         ...
 
     def serve(self, conversations: Conversations) -> None:

@@ -28,8 +28,8 @@ while [[ $1 == --* ]]; do
   echo "$1" >> "$RECORDS/srun_$$"
   shift
 done
-for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i "$@" & done
 trap 'kill $(jobs -p) 2>/dev/null' TERM
+for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i "$@" & done
 status=0
 while [[ -n $(jobs -pr) ]]; do wait -n || { status=$?; kill $(jobs -p) 2>/dev/null; }; done
 exit $status
@@ -38,6 +38,7 @@ SCONTROL = """#!/bin/bash
 [[ "$1 $2" == "show hostnames" ]] && tr , '\\n' <<< "$3"
 """
 # Stands for `prefrl`: writes down how it was called. A server runs until it is ended, or fails if it is told to.
+# Training ends when there is a server: its end is the end of the server, too.
 RECORDER = """#!{python}
 import json, os, sys, time
 from pathlib import Path
@@ -46,8 +47,12 @@ Path(os.environ["RECORDS"], f"call_{{os.getpid()}}").write_text(json.dumps(call)
 serves = sys.argv[1] == "vllm-serve"
 if os.environ.get("SERVER_FAILS"):
     sys.exit(5) if serves else time.sleep(600)
+is_up = Path(os.environ["RECORDS"], "is_up")
 if serves:
+    is_up.touch()
     time.sleep(600)
+while not is_up.exists():
+    time.sleep(0.05)
 """
 
 

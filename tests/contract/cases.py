@@ -131,6 +131,9 @@ def make_trainer(
         options = {"tool_parser": episodes.parsed, "max_completion_length": 40, "max_turns": 4} | options
         options.setdefault("processing_class", episodes.tokenizer(forgets=talks == "forgetful"))
         options.setdefault("train_dataset", Dataset.from_list(episodes.prompts(rows)))
+        options.setdefault("environment", episodes.Talk)
+        reward = None
+    environment = options.pop("environment", None)
     extra = {key: options.pop(key) for key in ARGUMENTS if key in options}
     config = row.load_config()(
         **(
@@ -155,8 +158,7 @@ def make_trainer(
     extra.setdefault("processing_class", tiny_tokenizer())
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if algorithm in ONLINE:
-        arguments["reward_funcs"] = reward if talks is None else []
-        arguments["environment_factory"] = None if talks is None else episodes.Talk
+        arguments |= {"reward_funcs": reward, "environment_factory": environment}
     trainer = row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)
     if arrival is not None:
         assert isinstance(trainer, OnlineTrainer)

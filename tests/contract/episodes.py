@@ -60,3 +60,61 @@ class Talk(Environment):
 def prompts(num_rows: int) -> list[dict[str, Any]]:
     """Rows of a dataset."""
     return [{"prompt": [{"role": "user", "content": "?" * (i % 3 + 1) + str(i)}]} for i in range(num_rows)]
+
+
+# Tasks that a random model can learn: the first character of a turn decides what the turn does.
+
+
+def action(text: str, count: int) -> int:
+    """What a turn does, 0 .. count - 1."""
+    said = text.split("<|end|>")[0]
+    return ord(said[0]) % count if said else 0
+
+
+def act(text: str) -> dict[str, Any]:
+    """Action 0 looks up the secret; the others are the answers 1 to 3."""
+    number = action(text, 4)
+    calls = [{"function": {"name": "look_up", "arguments": {}}}] if number == 0 else []
+    return {"content": text.split("<|end|>")[0], "tool_calls": calls}
+
+
+class LookUp:
+    """The answer has to be looked up first. As in TRL, it does not derive from `prefrl.Environment`."""
+
+    def reset(self, secret: int, **row: Any) -> None:
+        self.secret = secret
+        self.has_looked = False
+
+    def look_up(self) -> str:
+        """Look up the secret."""
+        self.has_looked = True
+        return str(self.secret)
+
+
+def looked_up(completions: list[Any], environments: list[LookUp], **_: Any) -> list[float]:
+    """1 for the answer that was looked up, a little for looking it up alone, nothing for a guess."""
+    answers = [action(messages[-1]["content"], 4) for messages in completions]
+    return [
+        float(e.has_looked and answer == e.secret) * 0.8 + 0.2 * e.has_looked
+        for e, answer in zip(environments, answers, strict=True)
+    ]
+
+
+class Guess(Environment):
+    """Guess a number from 0 to 2 in two turns; after a wrong guess the game says in which direction it is."""
+
+    def reset(self, secret: int, **row: Any) -> None:
+        self.secret, self.is_right = secret - 1, False
+
+    def respond(self, message: Any) -> Observation:
+        guess = action(message["content"], 3)
+        self.is_right = guess == self.secret
+        return Observation("+" if guess < self.secret else "-", done=self.is_right)
+
+    def get_reward(self) -> float:
+        return float(self.is_right)
+
+
+def secrets(num_rows: int) -> list[dict[str, Any]]:
+    """Rows of a dataset: equal prompts with the secrets 1 to 3."""
+    return [{"prompt": [{"role": "user", "content": "?"}], "secret": i % 3 + 1} for i in range(num_rows)]

@@ -14,6 +14,7 @@ from datasets import Dataset, DatasetDict
 from prefrl import ConfigError, DataError, GRPOConfig, GRPOTrainer, PrefrlError, RewardError, SFTConfig, SFTTrainer
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer
+from tests.patience import PATIENCE
 
 
 def grpo(
@@ -124,12 +125,12 @@ def _raises(**_: Any) -> list[float]:
 
 
 def _sleeps(**_: Any) -> list[float]:
-    time.sleep(2)
+    time.sleep(8)  # shorter than until its process would be ended
     return []
 
 
 async def _sleeps_async(**_: Any) -> list[float]:
-    await asyncio.sleep(2)
+    await asyncio.sleep(600)
     return []
 
 
@@ -155,7 +156,8 @@ REWARD_CASES: list[Any] = [
 
 @pytest.mark.parametrize(("reward", "message"), REWARD_CASES)
 def test_bad_reward_stops_the_run(reward: Any, message: str, tmp_path: Path) -> None:
-    trainer = grpo(tmp_path, reward=reward, reward_timeout=0.2)
+    is_late = reward in (_sleeps, _sleeps_async)
+    trainer = grpo(tmp_path, reward=reward, reward_timeout=0.2 if is_late else PATIENCE)
     with pytest.raises(RewardError, match=f"(?s){message}"):
         trainer.train()
     assert trainer.state.global_step == 0

@@ -13,10 +13,17 @@ import torch
 import torch.distributed as dist
 
 from prefrl import distributed
+from prefrl.data.collate import flat_batch
 from prefrl.distributed.processes import form_teams, limit_waits
+from prefrl.models.forward import token_logprobs
+from prefrl.rollout.share import share_out
+from prefrl.types import TokenBatch
+from tests.assets import tiny_model
+from tests.property.test_types import rows_of
 
 NUM_PROCESSES = 4
-_LONGEST_WAIT = 1.0  # seconds
+# Seconds. Teams form within theirs, however busy the machine is; that of the group of all is shortened afterwards.
+_LONGEST_WAIT_IN_TEAMS, _LONGEST_WAIT = 10.0, 1.0
 CPU = torch.device("cpu")
 
 
@@ -59,11 +66,40 @@ def exchanged() -> dict[str, Any]:
     }
 
 
+def forest(process: int) -> TokenBatch:
+    """Two groups of two episodes, whose second context continues the first one, and a third one branches off."""
+    draw = torch.Generator().manual_seed(process)
+    contexts: list[list[int]] = []
+    for _ in range(2):
+        prompt, *more = (torch.randint(2, 128, (n,), generator=draw).tolist() for n in (4 + 3 * process, 3, 5, 2, 6))
+        contexts += [prompt, prompt + more[0], prompt + more[0] + more[1], prompt, prompt + more[2], prompt + more[3]]
+    responses = [torch.randint(2, 128, (2 + i % 4,), generator=draw).tolist() for i in range(len(contexts))]
+    groups = [2 * process, 2 * process, 2 * process + 1, 2 * process + 1]
+    return flat_batch(contexts, responses, groups=groups, rows=[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3])
+
+
+def scores_of_a_forest() -> dict[str, list[float]]:
+    """Log-probs of the same rows in all processes, and the gradient averaged over them."""
+    model, batch = tiny_model("llama"), forest(0)
+    logprobs = token_logprobs(model, batch, plan="shared_prefix").logprobs
+    (logprobs * torch.linspace(-1, 1, batch.num_tokens)).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    dist.all_reduce(gradient)
+    return {"logprobs": logprobs.tolist(), "gradient": (gradient / NUM_PROCESSES).tolist()}
+
+
+def dealt_rows(process: int) -> dict[str, list[dict[str, Any]]]:
+    """The rows that this process brings, and those that it gets."""
+    own = forest(process)
+    return {"own": rows_of(own), "dealt": rows_of(share_out(own, hidden_size=8, equal_counts=True, device=CPU))}
+
+
 def seconds_of_waits(folder: Path) -> list[float]:
     """How long process 0 waits for the others, in the group of all and in its team, and what it is told."""
-    limit_waits(_LONGEST_WAIT)
+    limit_waits(_LONGEST_WAIT_IN_TEAMS)
     form_teams(2)
     distributed.wait_for_all()
+    limit_waits(_LONGEST_WAIT)
     waits = []
     if distributed.is_main():
         for collective in (distributed.max_over_ranks, distributed.team_totals):
@@ -80,9 +116,10 @@ def seconds_of_waits(folder: Path) -> list[float]:
 def main(process: int, path: Path) -> None:
     """Alone, then in teams, then alone again."""
     dist.init_process_group("gloo")
-    alone = seen(process)
+    alone, scores, rows = seen(process), scores_of_a_forest(), dealt_rows(process)
     form_teams(2)
     results = {"alone": alone, "in_teams": seen(process), **exchanged()}
+    results |= {"scores": scores, "scores_in_teams": scores_of_a_forest(), "rows": rows}
     distributed.wait_for_all()
     form_teams(1)
     results["alone_again"] = seen(process)

@@ -13,7 +13,7 @@ from tests.launch import launch
 def test_partitioned_weights_are_read_bit_by_bit(backend: str, tmp_path: Path) -> None:
     """All weights, those below an adapter, and the adapter's files; see the worker for how they are read."""
     result = tmp_path / f"export_{backend}.pt"
-    results = launch("tests.distributed.export_worker", backend, tmp_path, result=result, seconds=600)
+    results = launch("tests.distributed.export_worker", backend, tmp_path, result=result)
     assert len(results) >= 19
     wrong = {(case, way): names for case, ways in results.items() for way, names in ways.items() if names}
     assert wrong == {}

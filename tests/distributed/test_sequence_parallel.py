@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path) -> dict[str, Any]:
     """Of two processes, by case."""
     result: dict[str, Any] = launch(
-        "tests.distributed.worker", BACKEND, folder, *NAMES, result=folder / f"{BACKEND}.pt", seconds=600
+        "tests.distributed.worker", BACKEND, folder, *NAMES, result=folder / f"{BACKEND}.pt"
     )
     return result
 

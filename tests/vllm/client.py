@@ -1,4 +1,4 @@
-"""Generators on real servers, with short deadlines."""
+"""Generators on real servers, which may share a busy machine with the tests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from prefrl.generation.vllm import asker, handshake
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
 from tests.assets import tiny_tokenizer
+from tests.patience import PATIENCE
 
 PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55, 56], [60], list(range(30, 70))]
 SEEDS = [2**63 - 1, 2, 3, 4]
@@ -32,6 +34,12 @@ def policy(model_dir: Path, *, seed: int = 1) -> PreTrainedModel:
     return model
 
 
+def be_patient(assign: Callable[[object, str, float], object] = setattr) -> None:
+    """Take no server for dead that stalls for some seconds: its prompts would be requested again, and be counted."""
+    for module in (asker, handshake):
+        assign(module, "PROBE_SECONDS", PATIENCE)
+
+
 MakeGenerator = Callable[..., VLLMGenerator]
 
 
@@ -42,10 +50,10 @@ def generators(model: PreTrainedModel, folder: Path, *, key: str | None) -> Iter
 
     def make(urls: Sequence[str], **options: Any) -> VLLMGenerator:
         http = Http(key=options.pop("key", key))
-        weight_sync = WeightSync(http, method="shm", folder=folder, timeout=30)
+        weight_sync = WeightSync(http, method="shm", folder=folder, timeout=PATIENCE)
         changes = options.pop("requirements", {})
         requirements = Requirements.of(model, tiny_tokenizer(), has_adapters=changes.pop("has_adapters", False))
-        defaults: dict[str, Any] = {"stop_ids": STOP_IDS, "server_timeout": 3.0, "request_timeout": 60.0}
+        defaults: dict[str, Any] = {"stop_ids": STOP_IDS, "server_timeout": PATIENCE, "request_timeout": PATIENCE}
         generator = VLLMGenerator(
             urls, http=http, weight_sync=weight_sync, requirements=requirements, **defaults | options
         )

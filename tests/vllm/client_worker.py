@@ -15,13 +15,14 @@ from torch.distributed.fsdp import fully_shard
 from prefrl.errors import PrefrlError
 from prefrl.generation.base import SamplingParams
 from prefrl.models.export import PolicyWeights
-from tests.vllm.client import PROMPTS, SEEDS, generators, policy
+from tests.vllm.client import PROMPTS, SEEDS, be_patient, generators, policy
 
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
     folder = Path(job["folder"])
+    be_patient()
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=job["rank"], world_size=2, timeout=timedelta(seconds=90)
+        "gloo", init_method=f"file://{folder}/meet", rank=job["rank"], world_size=2, timeout=timedelta(seconds=300)
     )
     model = policy(Path(job["model_dir"]))
     result: dict[str, Any] = {}

@@ -12,10 +12,15 @@ import pytest
 from transformers import PreTrainedModel
 
 from prefrl.http import Http
-from tests.vllm.client import MakeGenerator, generators, policy
+from tests.vllm.client import MakeGenerator, be_patient, generators, policy
 from tests.vllm.server import MAX_LORA_RANK, Server, save_tiny_model
 
 StartServer = Callable[..., AbstractContextManager[Server]]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session")

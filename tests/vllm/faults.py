@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _forward(self, body: bytes) -> tuple[int, bytes]:
         target = self.proxy.target
-        connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=60)
+        connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=120)
         names = ("Authorization", "Content-Type")
         headers = {name: self.headers[name] for name in names if name in self.headers}
         if self.proxy.key is not None:
@@ -173,6 +173,12 @@ def second_door(proxy: Proxy) -> None:
         proxy.fail(path, lambda handler, _: handler.answer(200, done))
 
 
+def vanish(proxy: Proxy) -> None:
+    """Let the server be gone until its client has noticed and waits for it, however long that takes."""
+    for path, times in {"/resume": 1, "/weight_info": 1, "/health": 2}.items():
+        proxy.fail(path, drop, times=times)
+
+
 def drop(handler: _Handler, _: Forward) -> None:
     """The connection breaks before an answer."""
     handler.break_off()
@@ -192,7 +198,7 @@ def only_for(token_ids: list[int], fault: Fault) -> Fault:
 
 def hang(handler: _Handler, _: Forward) -> None:
     """No answer, ever."""
-    handler.proxy.is_closing.wait(60)
+    handler.proxy.is_closing.wait()
 
 
 def dribble(handler: _Handler, forward: Forward) -> None:

@@ -26,7 +26,7 @@ MAX_MODEL_LEN = 256
 MAX_LORA_RANK = 8
 # Options of `prefrl vllm-serve` for a small machine.
 SMALL = {"dtype": "float32", "enforce_eager": True, "max_model_len": MAX_MODEL_LEN}
-START_SECONDS = 300.0  # 40 on a quiet machine; two replicas on a busy one need most of it
+START_SECONDS = 600.0  # 40 on a quiet machine; two replicas on a busy one have needed 300
 STOP_SECONDS = 20.0
 
 

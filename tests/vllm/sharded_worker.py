@@ -25,9 +25,11 @@ from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http, HttpError
 from prefrl.models.export import PolicyWeights
 from tests.distributed.backends import enter, leave_training
+from tests.patience import PATIENCE
+from tests.vllm.client import be_patient
 from tests.vllm.test_training import check_after_each_sync, logged, lora, online
 
-SECONDS_FOR_A_RUN = 150
+SECONDS_FOR_A_RUN = 400
 STRIKE = "/strike"
 
 
@@ -52,7 +54,7 @@ class Watched(PolicyWeights):
             self.read[-1] += 1
             if self.url is not None and (len(self.read), self.read[-1]) == (3, 12):
                 with contextlib.closing(Http(key=None)) as http, contextlib.suppress(HttpError):
-                    http.request("POST", self.url + STRIKE, timeout=10)
+                    http.request("POST", self.url + STRIKE, timeout=PATIENCE)
                 self._wait_until_the_sender_knows()
             yield weight
 
@@ -60,7 +62,7 @@ class Watched(PolicyWeights):
         """The rest of a tiny model may be read before the broken connection shows."""
         (server,) = self.sync._servers.values()
         assert server.answer is not None
-        futures.wait([server.answer], timeout=10)
+        futures.wait([server.answer], timeout=PATIENCE)
         assert server.answer.done()
 
 
@@ -95,6 +97,7 @@ def run(number: int, job: dict[str, Any], backend: dict[str, Any]) -> dict[str, 
 
 def main(job: dict[str, Any]) -> None:
     """All runs, one after another."""
+    be_patient()
     # A tiny model would go in one message.
     assert wire.messages.__kwdefaults__ is not None
     wire.messages.__kwdefaults__["bucket_bytes"] = 2**16

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.contract.survival_worker import Killed, forked, sealed
+from tests.vllm.client import be_patient
 from tests.vllm.test_training import online
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "rows": 40, "logging_steps": 99}
@@ -81,6 +82,7 @@ def main(server: Any, root: Path, kills: int) -> list[Any]:
 
 if __name__ == "__main__":
     gc.freeze()
+    be_patient()
     job = json.loads(sys.argv[1])
     given = SimpleNamespace(url=job["url"], model_dir=Path(job["model_dir"]))
     with open(os.devnull, "w") as silent:

@@ -157,10 +157,11 @@ def test_completions_that_are_under_way_during_a_sync_say_which_weights_sampled_
 ) -> None:
     generator = make([server.url], stop_ids=[1])
     how = sampling(num_samples=8, max_tokens=200)
-    for before in range(1, 40, 2):  # the sync may come before the first request, or after the last answer
+    # The sync may come before the first token, or after the last one: 200 times as late, at any speed of the machine.
+    for before in range(1, 24, 2):
         generator.sync(PolicyWeights(model), version=before)
         pending = generator.start(PROMPTS[:3], how, seeds=SEEDS[:3])
-        time.sleep(0.01 * before)
+        time.sleep(0.01 * 2 ** (before // 2))
         generator.sync(PolicyWeights(model), version=before + 1)
         versions = [c.policy_versions for _, group in pending.as_completed() for c in group]
         assert all(those == sorted(those) for those in versions)
@@ -179,7 +180,9 @@ def test_prompts_are_spread_over_servers(server: Server, model: PreTrainedModel,
         assert completions[:4] == completions[4:8] == completions[8:]
         counts = one.requests[GENERATE], other.requests[GENERATE]
         assert sum(counts) == 12
-        assert min(counts) >= 4, counts
+        # The first four turns go two and two. Each of the others goes to whoever is free, so that a slow server gets
+        # fewer; how turns are spread is tested in test_vllm_balance.
+        assert min(counts) >= 2, counts
         assert generator.stats().requests == 12
         assert generator.stats().requests == 0, "told twice"
 

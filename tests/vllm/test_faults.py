@@ -24,6 +24,7 @@ from prefrl.http import Http
 from prefrl.models.export import PolicyWeights
 from prefrl.types import Completion
 from tests.assets import tiny_tokenizer
+from tests.patience import PATIENCE
 from tests.vllm.client import PROMPTS, SEEDS, MakeGenerator, generators, policy
 from tests.vllm.faults import (
     GENERATE,
@@ -37,15 +38,16 @@ from tests.vllm.faults import (
     proxy_of,
     second_door,
     status,
+    vanish,
 )
-from tests.vllm.server import ROOT, Server, free_port
+from tests.vllm.server import ROOT, START_SECONDS, Server, free_port
 
 pytestmark = pytest.mark.vllm
 
 GREEDY = SamplingParams(num_samples=1, max_tokens=8, temperature=0)
 DRAWN = SamplingParams(num_samples=2, max_tokens=8)
-# For a machine that does other things too.
-GRACE = 5.0
+# What must not wait for a server would wait so many seconds for it.
+LONG = 600.0
 
 
 @pytest.fixture
@@ -63,10 +65,21 @@ def expected(model: PreTrainedModel) -> list[list[Completion]]:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """The block may take that long, on a busy machine a bit longer."""
+    """The block takes that long, on a busy machine longer, and far less than `LONG`."""
     started = time.monotonic()
     yield
-    assert time.monotonic() - started < seconds + GRACE, "later than its deadline"
+    assert time.monotonic() - started < seconds + PATIENCE, "later than its deadline"
+
+
+def give_up_after(seconds: float, generator: Any, url: str) -> None:
+    """Shorten the deadline of requests to one server, which hangs, and not of those that another one has to answer."""
+    send = generator._http.send
+
+    async def sent(method: str, target: str, *, timeout: float, **options: Any) -> Any:
+        is_short = target == url + GENERATE
+        return await send(method, target, timeout=min(timeout, seconds) if is_short else timeout, **options)
+
+    generator._http.send = sent
 
 
 def test_an_absent_server_is_an_error_that_says_what_to_start(model: PreTrainedModel, make: MakeGenerator) -> None:
@@ -78,22 +91,28 @@ def test_an_absent_server_is_an_error_that_says_what_to_start(model: PreTrainedM
 
 
 @pytest.mark.parametrize(
-    ("path", "fault"),
-    [("/health", hang), ("/health", status(503, "starting")), (INFO_PATH, hang), ("/health", drop)],
+    ("path", "fault", "seconds"),
+    [
+        ("/health", hang, 2.0),
+        ("/health", status(503, "starting"), 2.0),
+        (INFO_PATH, hang, 20.0),  # that it is healthy has to come before the deadline
+        ("/health", drop, 2.0),
+    ],
     ids=["health hangs", "health is 503 for ever", "info hangs", "connections break"],
 )
 def test_a_server_that_never_gets_ready_is_an_error_at_the_deadline(
-    path: str, fault: Fault, proxy: Proxy, model: PreTrainedModel, make: MakeGenerator
+    path: str, fault: Fault, seconds: float, proxy: Proxy, model: PreTrainedModel, make: MakeGenerator
 ) -> None:
     proxy.fail(path, fault)
-    generator = make([proxy.url], server_timeout=2.0)
-    with within(2.0), pytest.raises(GenerationError, match=f"{proxy.url} did not answer within 2 s .*{path}"):
+    generator = make([proxy.url], server_timeout=seconds)
+    words = f"{proxy.url} did not answer within {seconds:g} s .*{path}"
+    with within(seconds), pytest.raises(GenerationError, match=words):
         generator.sync(PolicyWeights(model), version=1)
 
 
 def test_a_server_that_starts_late_is_waited_for(proxy: Proxy, model: PreTrainedModel, make: MakeGenerator) -> None:
     proxy.fail("/health", status(503, "starting"), times=3)
-    generator = make([proxy.url], server_timeout=30.0)
+    generator = make([proxy.url])
     generator.sync(PolicyWeights(model), version=1)
     assert proxy.requests["/health"] == 4
     assert generator.stats().wait_s > 0.5
@@ -132,14 +151,14 @@ def test_adapters_need_a_server_that_takes_them(proxy: Proxy, model: PreTrainedM
 def test_a_server_of_somebody_else_is_refused(proxy: Proxy, model: PreTrainedModel, make: MakeGenerator) -> None:
     proxy.fail(INFO_PATH, status(404, "Not Found"))
     with within(0), pytest.raises(GenerationError, match=r"was not started by prefrl: .*404.*prefrl vllm-serve"):
-        make([proxy.url], server_timeout=60.0).sync(PolicyWeights(model), version=1)
+        make([proxy.url], server_timeout=LONG).sync(PolicyWeights(model), version=1)
 
 
 @pytest.mark.parametrize("key", ["a-wrong-key", None])
 def test_a_wrong_or_missing_key_is_refused_at_once(
     key: str | None, server: Server, model: PreTrainedModel, make: MakeGenerator
 ) -> None:
-    generator = make([server.url], key=key, server_timeout=60.0)
+    generator = make([server.url], key=key, server_timeout=LONG)
     with within(0), pytest.raises(GenerationError, match=f"{server.url} refuses the key: .*401.* VLLM_API_KEY"):
         generator.sync(PolicyWeights(model), version=1)
 
@@ -168,10 +187,10 @@ def test_what_fails_twice_is_tried_a_third_time(
 def test_a_healthy_server_that_always_fails_is_an_error_with_its_words(
     code: int, proxy: Proxy, model: PreTrainedModel, make: MakeGenerator
 ) -> None:
-    generator = synced(make([proxy.url], server_timeout=60.0), model)
+    generator = synced(make([proxy.url], server_timeout=LONG), model)
     proxy.fail(GENERATE, status(code, "out of luck"))
     words = f"4 prompts were lost 4 times.*{proxy.url}.* answered {code}: .*out of luck"
-    with within(15), pytest.raises(GenerationError, match=words):
+    with within(6), pytest.raises(GenerationError, match=words):
         generator.generate(PROMPTS, DRAWN, seeds=SEEDS)
 
 
@@ -193,19 +212,20 @@ def test_an_engine_that_dies_at_the_last_try_is_waited_for(
 
 
 def test_connections_that_always_break_are_an_error(proxy: Proxy, model: PreTrainedModel, make: MakeGenerator) -> None:
-    generator = synced(make([proxy.url]), model)
+    generator = synced(make([proxy.url], server_timeout=LONG), model)
     proxy.fail(GENERATE, drop)
-    with within(15), pytest.raises(GenerationError, match=f"4 prompts were lost 4 times.*{proxy.url}"):
+    with within(6), pytest.raises(GenerationError, match=f"4 prompts were lost 4 times.*{proxy.url}"):
         generator.generate(PROMPTS, DRAWN, seeds=SEEDS)
 
 
 def test_prompts_that_wait_do_not_ask_a_server_that_is_gone(
     proxy: Proxy, model: PreTrainedModel, make: MakeGenerator
 ) -> None:
-    generator = synced(make([proxy.url], max_concurrency=1, server_timeout=1.0), model)
+    generator = synced(make([proxy.url], max_concurrency=1), model)
+    generator.fleet.server_timeout = 1.0
     proxy.fail(GENERATE, drop)
     proxy.fail("/health", drop)
-    with within(5), pytest.raises(GenerationError, match=f"{proxy.url} did not answer within 1 s"):
+    with within(1), pytest.raises(GenerationError, match=f"{proxy.url} did not answer within 1 s"):
         generator.generate(PROMPTS, DRAWN, seeds=SEEDS)
     assert generator.stats().requests == 1, "asked again although it is gone"
 
@@ -225,7 +245,7 @@ def test_an_overdue_answer_is_an_error_after_two_deadlines(
 ) -> None:
     generator = synced(make([proxy.url], request_timeout=1.5), model)
     proxy.fail(GENERATE, fault)
-    with within(3.5), pytest.raises(GenerationError, match=r"no complete answer within 1\.5 s.*request_timeout"):
+    with within(4), pytest.raises(GenerationError, match=r"no complete answer within [\d.]+ s.*request_timeout"):
         generator.generate(PROMPTS, DRAWN, seeds=SEEDS)
     assert proxy.requests[GENERATE] <= 2 * len(PROMPTS)
 
@@ -241,7 +261,8 @@ def test_what_one_server_fails_at_another_one_does(
 ) -> None:
     with proxy_of(server.url) as other:
         second_door(other)
-        generator = synced(make([proxy.url, other.url], request_timeout=4.0), model)
+        generator = synced(make([proxy.url, other.url]), model)
+        give_up_after(2.0, generator, proxy.url)
         proxy.fail(GENERATE, fault)
         assert generator.generate(PROMPTS, GREEDY, seeds=SEEDS) == expected
         assert proxy.requests[GENERATE] > 0
@@ -264,10 +285,10 @@ def test_prompts_leave_a_server_that_disappears(
 ) -> None:
     with proxy_of(server.url) as other:
         second_door(other)
-        generator = synced(make([other.url, proxy.url]), model)
+        generator = synced(make([other.url, proxy.url], server_timeout=LONG), model)
         other.stop()
         try:
-            with within(10):
+            with within(0):
                 assert generator.generate(PROMPTS * 4, GREEDY, seeds=SEEDS * 4) == expected * 4
         finally:
             other.restart()
@@ -348,7 +369,7 @@ def test_a_server_that_lost_its_weights_gets_them_before_it_is_asked(
     server: Server, http: Http, proxy: Proxy, model: PreTrainedModel, make: MakeGenerator, expected: Any
 ) -> None:
     generator = synced(make([proxy.url]), model)
-    http.request("POST", f"{server.url}/update_weight_version", timeout=10, json={"new_version": "default"})
+    http.request("POST", f"{server.url}/update_weight_version", timeout=PATIENCE, json={"new_version": "default"})
     assert generator.generate(PROMPTS, GREEDY, seeds=SEEDS) == expected
     assert proxy.requests[GENERATE] == len(PROMPTS), "it was asked while it had other weights"
     assert proxy.requests["/update_weights"] == 2
@@ -360,7 +381,7 @@ def test_an_update_that_failed_is_not_taken_for_one(
 ) -> None:
     generator = synced(make([proxy.url]), model)
     proxy.fail("/update_weights", status(500, "no memory"), times=1)
-    with within(5), pytest.raises(WeightSyncError, match="no memory"):
+    with within(2), pytest.raises(WeightSyncError, match="no memory"):
         generator.sync(PolicyWeights(model), version=2)
     completions = generator.generate(PROMPTS, GREEDY, seeds=SEEDS)
     assert [group[0].token_ids for group in completions] == [group[0].token_ids for group in expected]
@@ -371,12 +392,11 @@ def test_a_server_that_dies_while_it_is_sent_weights_gets_them_when_it_is_back(
     proxy: Proxy, model: PreTrainedModel, make: MakeGenerator, expected: list[list[Completion]]
 ) -> None:
     def die(handler: Any, _: Any) -> None:
-        proxy.stop()
-        threading.Timer(1.0, proxy.restart).start()
+        vanish(proxy)
         handler.break_off()
 
     proxy.fail("/update_weights", die, times=1)
-    generator = make([proxy.url], server_timeout=30.0)
+    generator = make([proxy.url])
     generator.sync(PolicyWeights(model), version=1)
     assert proxy.requests["/update_weights"] == 2
     assert generator.generate(PROMPTS, GREEDY, seeds=SEEDS) == expected
@@ -385,10 +405,11 @@ def test_a_server_that_dies_while_it_is_sent_weights_gets_them_when_it_is_back(
 def test_a_server_that_dies_while_it_is_sent_weights_and_stays_away_is_an_error(
     proxy: Proxy, model: PreTrainedModel, make: MakeGenerator
 ) -> None:
-    generator = synced(make([proxy.url], server_timeout=2.0), model)
+    generator = synced(make([proxy.url]), model)
+    generator.fleet.server_timeout = 2.0
     proxy.fail("/update_weights", drop)
     proxy.fail("/health", drop)
-    with within(10), pytest.raises(GenerationError, match=f"{proxy.url} did not answer within 2 s"):
+    with within(2), pytest.raises(GenerationError, match=f"{proxy.url} did not answer within 2 s"):
         generator.sync(PolicyWeights(model), version=2)
 
 
@@ -396,8 +417,22 @@ def test_a_server_that_never_has_the_weights_that_it_was_sent_is_an_error(
     proxy: Proxy, model: PreTrainedModel, make: MakeGenerator
 ) -> None:
     proxy.fail("/weight_info", change(lambda answer: answer.update(weight_version="another:9")))
-    with within(10), pytest.raises(WeightSyncError, match=r"sent 3 times, but the server does not have them"):
-        make([proxy.url]).sync(PolicyWeights(model), version=1)
+    with within(0), pytest.raises(WeightSyncError, match=r"sent 3 times, but the server does not have them"):
+        make([proxy.url], server_timeout=LONG).sync(PolicyWeights(model), version=1)
+
+
+def freeze_after_an_answer(server: Server, generator: Any) -> None:
+    """Freeze a server when its first answer to a prompt is there, before the client gets it."""
+    send = generator._http.send
+
+    async def sent(method: str, url: str, **options: Any) -> Any:
+        answer = await send(method, url, **options)
+        if url.endswith(GENERATE) and generator._http.send is sent:
+            generator._http.send = send
+            server.freeze()
+        return answer
+
+    generator._http.send = sent
 
 
 def test_a_killed_server_that_is_started_again_goes_on_with_the_right_weights(
@@ -410,9 +445,10 @@ def test_a_killed_server_that_is_started_again_goes_on_with_the_right_weights(
     how = SamplingParams(num_samples=1, max_tokens=100, temperature=0)
     prompts, seeds = [[number] for number in range(8, 40)], list(range(32))
     with start_server(tied_model) as server, generators(model, tmp_path, key=server.key) as make:
-        generator = make([server.url], stop_ids=[1], max_concurrency=4, server_timeout=300.0)
+        generator = make([server.url], stop_ids=[1], max_concurrency=4, server_timeout=START_SECONDS)
         model.generation_config.eos_token_id = [1]
         generator.sync(PolicyWeights(model), version=3)
+        freeze_after_an_answer(server, generator)  # so that the kill does not come when all is done
         arriving = generator.start(prompts, how, seeds=seeds).as_completed()
         completions = dict([next(arriving)])
         restart = threading.Thread(target=server.restart)
@@ -425,9 +461,10 @@ def test_a_killed_server_that_is_started_again_goes_on_with_the_right_weights(
         assert stats.requests > len(prompts), "the kill came too late"
 
         generator.fleet.server_timeout = 2.0
+        server.freeze()
         arriving = generator.start(prompts, how, seeds=seeds).as_completed()
         server.kill()
-        with within(20), pytest.raises(GenerationError, match=f"{server.url} did not answer within 2 s.*vllm-serve"):
+        with within(2), pytest.raises(GenerationError, match=f"{server.url} did not answer within 2 s.*vllm-serve"):
             dict(arriving)
 
 
@@ -449,7 +486,7 @@ def test_processes_recover_and_fail_together(server: Server, proxy: Proxy, tmp_p
             )
             for number, url in enumerate([proxy.url, other.url])
         ]
-        results = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+        results = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in processes]
     assert f"{other.url} refuses the key" in results[1]["refusal"]
     assert results[0]["refusal"] == results[1]["refusal"]
     assert results[0]["completions"] == results[1]["completions"]

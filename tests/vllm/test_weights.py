@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ TOLERANCE = 1e-4  # nats, float32
 # nats: which of two tokens is the likelier one is then a matter of rounding, by which log-probs of a token differ by
 # up to 2.5e-5 after hundreds of tokens.
 TIE = 5e-5
-TIMEOUT = 30.0  # seconds
+TIMEOUT = 100.0  # seconds; what must not wait for it takes less than half
 
 
 class Answer(NamedTuple):
@@ -273,10 +274,14 @@ def test_files_are_private_and_gone_at_the_end(
     assert not list((tmp_path / "shared").iterdir())
 
 
-def until_cut(attempt: Callable[[], list[Answer]]) -> None:
-    """Repeat it until a sync fell into a request: a busy machine may answer them all before."""
-    for _ in range(10):
-        if max(len(answer.versions) for answer in attempt()) > 1:
+def until_cut(attempt: Callable[[float], list[Answer]]) -> None:
+    """Repeat it, with longer pauses before a sync, until one falls into a request.
+
+    Between its first and its last token are hundreds of others, so that one of the pauses does at any speed of the
+    machine.
+    """
+    for number in range(10):
+        if max(len(answer.versions) for answer in attempt(0.05 * 2**number)) > 1:
             return
     raise AssertionError("no sync fell into a request")
 
@@ -293,7 +298,7 @@ def test_requests_in_flight_go_on_and_know_which_weights_chose_each_token(
     url = server.url + "/inference/v1/generate"
     max_tokens = 240
 
-    def send_during_requests() -> list[Answer]:
+    def send_during_requests(pause: float) -> list[Answer]:
         sync.send({server.url: info}, PolicyWeights(models[names[0]]), version=names[0])
         name = sync.model_name(info)
         running = []
@@ -302,7 +307,7 @@ def test_requests_in_flight_go_on_and_know_which_weights_chose_each_token(
                 running.append(
                     http.submit(http.send("POST", url, timeout=120, json=request(prompt, name, max_tokens)))
                 )
-            time.sleep(0.1)
+            time.sleep(pause)
             sync.send({server.url: info}, PolicyWeights(models[version]), version=version)
         answers = [read_answer(future.result(timeout=120)) for future in running]
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -322,14 +327,14 @@ def test_requests_with_seeds_go_on_after_a_sync_that_makes_the_server_read_them_
     sync = make_sync("gloo")
     url = server.url + "/inference/v1/generate"
 
-    def send_during_requests() -> list[Answer]:
+    def send_during_requests(pause: float) -> list[Answer]:
         sync.send({server.url: info}, PolicyWeights(policy(server, seed=0)), version="run:0")
         running = []
         for seed in range(32):  # together more tokens than the server reads in one step
             body = request([6 + seed, *LONG[:99]], info.model, 150)
             body["sampling_params"] |= {"temperature": 1.0, "seed": seed}
             running.append(http.submit(http.send("POST", url, timeout=120, json=body)))
-        time.sleep(0.2)
+        time.sleep(pause)
         sync.send({server.url: info}, PolicyWeights(policy(server, seed=1)), version="run:1")
         answers = [read_answer(future.result(timeout=120)) for future in running]
         assert [len(answer.token_ids) for answer in answers] == [150] * 32
@@ -441,17 +446,20 @@ def test_an_error_of_the_trainer_reaches_the_caller_and_leaves_the_server_servin
 def test_a_trainer_that_is_silent_for_too_long_is_an_error_and_the_server_serves_on(
     server: Server, http: Http, info: ServerInfo, make_sync: MakeSync
 ) -> None:
-    def sleepy(weights: Iterable[Named]) -> Iterator[Named]:
-        time.sleep(4)
+    def silent(weights: Iterable[Named]) -> Iterator[Named]:
+        answer = short._servers[server.url].answer
+        assert answer is not None
+        futures.wait([answer], timeout=TIMEOUT)
+        assert answer.done(), "the server goes on waiting"
         yield from weights
 
-    sync = make_sync("gloo", timeout=2)
+    sync = make_sync("gloo")
+    short = make_sync("gloo", timeout=10)  # in which it also forms its group
     model = policy(server, seed=1)
     sync.send({server.url: info}, PolicyWeights(model), version="run:0")
-    started = time.monotonic()
-    with pytest.raises(WeightSyncError, match=r"Worker failed.*nothing was sent or received for 2 s"):
-        sync.send({server.url: info}, Altered(policy(server, seed=2), sleepy), version="run:1")
-    assert time.monotonic() - started < 4 + 2 * 2 + 2
+    with pytest.raises(WeightSyncError, match=r"Worker failed.*nothing was sent or received for 10 s"):
+        short.send({server.url: info}, Altered(policy(server, seed=2), silent), version="run:1")
+    sync.forget(server.url)  # the server has left its group for the other one
     assert not is_paused(http, server)
     assert_serves(model, http, server, name=info.model, version=UPDATING)
     sync.send({server.url: info}, PolicyWeights(model), version="run:2")
@@ -468,10 +476,8 @@ def test_an_invitation_by_nobody_is_refused_in_time_and_the_server_serves_on(
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     group = {"transport": "gloo", "host": "127.0.0.1", "port": port, "tag": "t", "world_size": 2, "timeout_s": 2.0}
-    started = time.monotonic()
-    with pytest.raises(Refused):
-        http.request("POST", server.url + "/init_weight_transfer_engine", json={"init_info": group}, timeout=30)
-    assert time.monotonic() - started < 10
+    with pytest.raises(Refused):  # and not Overdue
+        http.request("POST", server.url + "/init_weight_transfer_engine", json={"init_info": group}, timeout=TIMEOUT)
     assert_serves(model, http, server, name=info.model, version="run:0")
     sync.forget(server.url)  # its group was left for the invitation
     sync.send({server.url: info}, PolicyWeights(model), version="run:1")
@@ -493,7 +499,7 @@ def test_a_server_that_is_not_there_is_named_at_once(
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=f"{url}.*pausing.*Connect"):
         make_sync(method).send({url: info}, weights, version="run:0")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < TIMEOUT / 2
     assert weights.times_read == 0  # it may be large, and partitioned over processes
 
 
@@ -525,7 +531,7 @@ KILLED_TRAINER = """
             yield "model.other.weight", torch.ones(2**25)
             os._exit(9)
 
-    WeightSync(http, method="gloo", folder=None, timeout=60).send({url: info}, Weights(), version="dead:0")
+    WeightSync(http, method="gloo", folder=None, timeout=600).send({url: info}, Weights(), version="dead:0")
 """
 
 
@@ -533,12 +539,12 @@ def test_after_a_trainer_was_killed_while_sending_the_next_one_is_served_at_once
     server: Server, http: Http, info: ServerInfo, make_sync: MakeSync
 ) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED_TRAINER), server.url, server.key]
-    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 9
+    assert subprocess.run(command, cwd=ROOT, timeout=600).returncode == 9
     assert version_of(http, server) == UPDATING
     started = time.monotonic()
     model = policy(server, seed=8)
     make_sync("gloo").send({server.url: info}, PolicyWeights(model), version="run:0")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < TIMEOUT / 2
     assert_serves(model, http, server, name=info.model, version="run:0")
 
 

@@ -60,11 +60,13 @@ class LocalTurns:
             self._serve_together(conversations, self.sum_over_ranks)
             return
         while not conversations.has_news() and not conversations.is_over():
+            conversations.attend()
             self._answer(self._next_wave(self._events.get()))
 
     def _serve_together(self, conversations: Conversations, sum_over_ranks: Callable[[int], int]) -> None:
         while sum_over_ranks(int(not conversations.is_over())):
-            wave = self._next_wave(None) if conversations.is_over() else self._next_wave(self._wait(_HELP_SECONDS))
+            conversations.attend()
+            wave = [] if conversations.is_over() else self._next_wave(self._wait(_HELP_SECONDS))
             if sum_over_ranks(len(wave)):
                 self._answer(wave, always=True)
 

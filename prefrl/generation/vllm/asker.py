@@ -132,10 +132,13 @@ class ServerAsker:
             if server is None:
                 return Lost(prompt, self._balance.reasons)
             deadline = deadline or clock() + 2 * (self._request_timeout + _BACKOFF_SECONDS)
+            timeout = min(self._request_timeout, deadline - clock())
+            if attempt > 0 and timeout <= 0:  # its turn came too late: a request would end at once
+                self._balance.give_back(server)
+                break
             self._fleet.stats.requests += 1
             self._fleet.stats.retries += attempt > 0
             try:
-                timeout = min(self._request_timeout, deadline - clock())
                 completions = await self._ask_once(server, prompt, timeout)
                 if prompt.home is not None:
                     prompt.home.url = server.url

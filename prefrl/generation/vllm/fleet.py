@@ -167,7 +167,7 @@ class Fleet:
         except HttpError:
             self._connect()
             try:
-                versions = self._versions()
+                versions = self._versions(timeout=self.server_timeout)
             except HttpError as error:
                 raise GenerationError(f"a vLLM server runs, but does not tell its weight version: {error}") from error
         for url in self._with_our_weights & {url for url, found in versions.items() if found == _FRESH}:
@@ -176,8 +176,8 @@ class Fleet:
             self._weight_sync.forget(url)
         return {url: self.infos[url] for url, found in versions.items() if found != self.version}
 
-    def _versions(self) -> dict[str, str]:
-        calls = {url: self._http.submit(weight_version(self._http, url)) for url in self._urls}
+    def _versions(self, *, timeout: float | None = None) -> dict[str, str]:
+        calls = {url: self._http.submit(weight_version(self._http, url, timeout=timeout)) for url in self._urls}
         return {url: call.result() for url, call in calls.items()}
 
     def _has_died(self, servers: Mapping[str, ServerInfo]) -> bool:

@@ -174,13 +174,18 @@ async def is_healthy(http: Http, url: str) -> bool:
     return True
 
 
-async def weight_version(http: Http, url: str) -> str:
+async def weight_version(http: Http, url: str, *, timeout: float | None = None) -> str:
     """The server's name for its weights.
+
+    Args:
+        http: HTTP client, with the key if there is one.
+        url: Base URL.
+        timeout: Time limit, in seconds; None: that of requests that cost the server almost nothing.
 
     Raises:
         HttpError: The request failed, or the answer has no version.
     """
-    answer = await http.send("GET", f"{url}/weight_info", timeout=PROBE_SECONDS)
+    answer = await http.send("GET", f"{url}/weight_info", timeout=timeout or PROBE_SECONDS)
     try:
         return str(answer["weight_version"])
     except (KeyError, TypeError) as error:

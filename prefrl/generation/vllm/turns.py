@@ -68,6 +68,7 @@ class VLLMTurns:
         """See `TurnSampler`."""
         while not conversations.has_news():
             self._event.clear()
+            conversations.attend()
             if conversations.has_news():
                 return
             if self._failure is None and not conversations.is_over() and not self._is_stuck(conversations):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses.advantage.scored import centered, check_finite, group_count, numbered
+from prefrl.losses.advantage.scored import centered, check_finite, group_count, group_sum, numbered
 from prefrl.losses.advantage.tokens import to_go
 from prefrl.losses.checks import check_same_shape
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["turn_advantages"]
 
 
-def turn_advantages(rewards: Tensor, episode_index: Tensor, groups: Tensor, *, discount: float) -> Tensor:
+def turn_advantages(
+    rewards: Tensor, episode_index: Tensor, groups: Tensor, *, discount: float, epsilon: float | None = None
+) -> Tensor:
     """Return from a turn on, minus the mean of the other episodes' returns from the same turn on.
 
     For turn t of episode i, with j over the n - 1 other episodes of the group that have a reward,
@@ -32,11 +34,17 @@ def turn_advantages(rewards: Tensor, episode_index: Tensor, groups: Tensor, *, d
     that is alone in its group, the advantage is exactly 0. An episode with a NaN reward, or without turns, has no
     reward: it gets 0 and enters no baseline.
 
+    With `epsilon`, A_it is divided by s + epsilon, where s is the standard deviation of the group's returns around the
+    means of their turns, as `grpo` divides by that of the rewards: with T turns of the group's longest episode,
+
+        s^2 = sum_jt (R_jt - mean_t)^2 / (T (n - 1))
+
     Args:
         rewards: [U] of the U turns of B episodes, laid end to end, the turns of an episode in order.
         episode_index: [U] int64, episode of each turn, in 0 .. B-1, never decreasing.
         groups: [B] int64, arbitrary ids; equal for the episodes of a prompt. Pass whole groups.
         discount: Factor on rewards for each turn that they come later.
+        epsilon: Added to standard deviations before dividing by them; None: nothing is divided.
 
     Returns:
         [U] in the dtype of the rewards.
@@ -59,8 +67,31 @@ def turn_advantages(rewards: Tensor, episode_index: Tensor, groups: Tensor, *, d
     returns = returns.masked_fill(~has_reward[:, None], torch.nan).flatten()
     same_turn = (numbered(groups)[:, None] * num_turns + torch.arange(num_turns, device=groups.device)).flatten()
     count = group_count(returns, same_turn)[same_turn]
-    advantages = centered(returns, same_turn) * count / (count - 1).clamp(min=1)
+    deviations = centered(returns, same_turn)
+    advantages = deviations * count / (count - 1).clamp(min=1)
+    if epsilon is not None:
+        has_turn = torch.zeros(num_episodes, num_turns, dtype=torch.bool, device=values.device)
+        has_turn[episode_index, turn] = True
+        advantages = advantages / (_deviation(deviations, has_turn & has_reward[:, None], same_turn) + epsilon)
     return advantages.view(num_episodes, num_turns)[episode_index, turn].nan_to_num(nan=0.0).to(rewards.dtype)
+
+
+def _deviation(deviations: Tensor, has_turn: Tensor, same_turn: Tensor) -> Tensor:
+    """[B T] standard deviation of each group's returns around the means of their turns.
+
+    Args:
+        deviations: [B T] from the mean of the turn; NaN without a reward.
+        has_turn: [B, T] whether an episode with a reward has the turn.
+        same_turn: [B T] int64, equal for the same turn of the episodes of a group: group * T + turn.
+    """
+    num_turns = has_turn.shape[1]
+    # In a turn that no episode of the group has, nothing deviates and nothing is free to.
+    is_played = torch.zeros_like(deviations).index_add(0, same_turn, has_turn.flatten().to(deviations.dtype)) > 0
+    num_free = (group_count(deviations, same_turn) - 1).clamp(min=0) * is_played
+    group = torch.div(torch.arange(len(deviations), device=deviations.device), num_turns, rounding_mode="floor")
+    squares = group_sum(deviations.square(), same_turn)
+    square, free = (torch.zeros_like(x).index_add(0, group, x) for x in (squares, num_free))
+    return (square / free.clamp(min=1)).sqrt()[torch.div(same_turn, num_turns, rounding_mode="floor")]
 
 
 def _check_turns(rewards: Tensor, episode_index: Tensor, groups: Tensor) -> None:

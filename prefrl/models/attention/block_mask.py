@@ -158,8 +158,9 @@ def _touched(segments: _Segments, total: int, window: int) -> Tensor:
     Segments are cut where blocks begin. What the queries of a piece see of an ancestor, or of their own segment, is an
     interval of keys, so pieces and ancestors are enumerated, not tokens.
     """
-    first = torch.cat([segments.start, torch.arange(0, total, BLOCK)]).unique()[:-1]  # without the end
-    last = torch.cat([first[1:], first.new_tensor([total])]) - 1
+    cuts = torch.unique(torch.cat([segments.start, torch.arange(0, total, BLOCK)]))
+    first = cuts[:-1]
+    last = cuts[1:] - 1
     segment = torch.searchsorted(segments.start, first, right=True) - 1
     shift = segments.position[segment] - segments.start[segment]
     seen = []  # row of blocks, first column, one past the last column

@@ -22,6 +22,7 @@ from prefrl.rewards.call import EventLoopThread
 from prefrl.rollout.episodes.environment import EnvironmentKind
 from prefrl.rollout.episodes.play import EnvironmentFailure, Played, Player, Task
 from prefrl.rollout.episodes.seats import Seat, Seats
+from prefrl.rollout.episodes.threads import MainThread
 from prefrl.rollout.episodes.watchdog import watched
 from prefrl.types import Completion, Episode, Rollout, Turn
 
@@ -72,7 +73,8 @@ class EpisodeSampler:
         self._generator = generator
         self.limits = limits
         self._loop = EventLoopThread()
-        self._seats = Seats(limits.tool_timeout)
+        self.main_thread = MainThread()
+        self._seats = Seats(self.main_thread, limits.tool_timeout)
         self._in_use: dict[int, Seat] = {}  # by identity of the environment, until the rollout is scored
         count = limits.max_concurrent_environments
         # Held by each episode that is played.
@@ -231,6 +233,7 @@ class EpisodesPending:
             EpisodeError: A tool or an environment failed, and the options say so; or all environments failed.
             GenerationError: A completion could not be generated.
         """
+        self._episodes.main_thread.wake = self._turns.notify
         try:
             with self._episodes.watched(self._fail):
                 while True:
@@ -287,6 +290,10 @@ class EpisodesPending:
         finally:
             self._num_busy += 1
 
+    def attend(self) -> None:
+        """See `Conversations`."""
+        self._episodes.main_thread.attend()
+
     async def _play(self, number: int, sample: int, row: Mapping[str, Any], group: int, seed: int) -> None:
         """Play an episode, and note what became of it; on the loop, like all that follows."""
         home = Home()
@@ -320,9 +327,6 @@ class EpisodesPending:
         self._turns.notify()
 
     def _note(self, number: int, sample: int, rollout: Rollout) -> None:
-        if self._is_canceled:
-            self._episodes.release([rollout])
-            return
         self._num_failed += rollout.has_failed
         self._found[number][sample] = rollout
         found = [one for one in self._found[number] if one is not None]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefrl.data.tool_schemas import Schema, tool_schemas
 from prefrl.errors import ConfigError
 from prefrl.printable import reason_of
-from prefrl.rewards.call import EventLoopThread
+from prefrl.rollout.episodes.threads import Worker
 
 if TYPE_CHECKING:
     from prefrl.data.formats import Message
 
-__all__ = ["Environment", "EnvironmentKind", "Observation", "environment_kinds"]
+__all__ = ["EMPTY_PROMPT", "Environment", "EnvironmentKind", "Observation", "environment_kinds"]
+
+# The prompt of a dataset without prompts, which `reset` fills.
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class EnvironmentKind:
     is_one_of_several: bool = False  # chosen by the dataset's column `environment`
     has_reward: bool = False
     edits: bool = False  # it overrides `edit`
+    # Instances that no episode has had yet, each with the thread that made it: they may belong to that thread.
+    unused: list[tuple[Any, Worker]] = field(default_factory=list)
 
 
 def environment_kinds(
@@ -102,7 +107,7 @@ def environment_kinds(
 ) -> dict[str | None, EnvironmentKind]:
     """The kinds of episodes, by the value of the dataset's column `environment`; None: the only one.
 
-    Each factory is called once, to find out what its instances are.
+    Each factory is called once, to find out what its instances are; the first episode gets this instance.
 
     Raises:
         ConfigError: A tool has no schema, an environment has no `reset`, or two tools have one name.
@@ -127,7 +132,8 @@ def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Cal
     where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
     if not callable(make):
         raise ConfigError(f"{where}={make!r}: must be a class, or a function that returns a new environment")
-    instance = _made(make, where)
+    worker = Worker()
+    instance = _made(worker, make, where)
     cls = type(instance)
     members = {key for key, _ in inspect.getmembers(cls, inspect.isfunction) if not key.startswith("_")}
     is_full = isinstance(instance, Environment)
@@ -138,8 +144,6 @@ def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Cal
     own = {"reset", "get_reward"} | (set(vars(Environment)) if is_full else set())
     methods = sorted(members - own)
     schemas = tool_schemas([*functions.values(), *(getattr(instance, method) for method in methods)])
-    if is_full:
-        _close(instance)
     return EnvironmentKind(
         cls.__name__,
         make,
@@ -151,24 +155,14 @@ def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Cal
         is_one_of_several=name is not None,
         has_reward=is_full or "get_reward" in members,
         edits=is_full and cls.edit is not Environment.edit,
+        unused=[(instance, worker)],
     )
 
 
-def _made(make: Callable[[], Any], where: str) -> Any:
+def _made(worker: Worker, make: Callable[[], Any], where: str) -> Any:
     try:
-        return make()
+        return worker.submit(make).result()
     except Exception as error:  # user code
         raise ConfigError(
             f"{where}() raised {reason_of(error)}: must make an environment without arguments"
         ) from error
-
-
-def _close(instance: Environment) -> None:
-    """Close an instance that was only looked at. Where a loop is running already, as in a notebook, it has another."""
-    closed = instance.close()
-    if inspect.isawaitable(closed):
-
-        async def wait() -> None:
-            await closed
-
-        EventLoopThread().submit(wait()).result()

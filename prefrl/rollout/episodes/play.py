@@ -18,7 +18,7 @@ from prefrl.data.tokenize import completion_text
 from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
 from prefrl.errors import DataError, EpisodeError
 from prefrl.printable import reason_of
-from prefrl.rollout.episodes.environment import EnvironmentKind, Observation
+from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Observation
 from prefrl.rollout.episodes.seats import CallTimeout, Seat
 from prefrl.types import Episode, Turn
 
@@ -137,16 +137,14 @@ class Player:
     async def _begin(self) -> list[int]:
         """Begin the episode; returns the ids of the prompt."""
         row = self._task.row
-        messages = list(read_messages(row, "prompt"))
+        messages = list(read_messages(row, "prompt", allow_empty=True))
         opening = None
         if self._kind.make is not None:
             await self._guarded("set-up", self._seat.set_up(self._limits.tool_timeout))
             if self._kind.is_full:
                 self._seat.environment.seed = self._task.environment_seed
-            hidden = ("prompt_ids", "environment") if self._kind.is_one_of_several else ("prompt_ids",)
             # The environment may change what it is given; the row is that of other episodes, too.
-            columns = {name: copy.deepcopy(value) for name, value in row.items() if name not in hidden}
-            opening = await self._of_environment("reset", **columns)
+            opening = await self._of_environment("reset", **copy.deepcopy(_columns(row, self._kind)))
         self.played.prompt = self._seen = _opened(messages, opening, self._kind.name)
         if opening is None:
             return list(row["prompt_ids"])
@@ -214,7 +212,9 @@ class Player:
         replies: list[Message] = []
         for number, call in enumerate(parsed.calls):
             observation = await self._result(call)
-            message = {"role": "tool", "name": call.name, "content": observation.content or ""}
+            # A list stays one for the rewards; the model sees its text.
+            content: Any = "" if observation.content is None else observation.content
+            message = {"role": "tool", "name": call.name, "content": content}
             if call.name:
                 message["tool_call_id"] = self._call_id_of_last(number)
             replies.append(message)
@@ -280,8 +280,8 @@ class Player:
 
     async def _continue(self, replies: list[Message]) -> list[int]:
         """The ids of the next turn, which sees these messages, too."""
-        replies = [self._accepted(self._shortened(reply)) for reply in replies]
-        visible = [*self._seen, *replies]
+        shown = [self._accepted(self._shortened(_with_text(reply))) for reply in replies]
+        visible = [*self._seen, *shown]
         if self._kind.edits:
             visible = _edited(await self._of_environment("edit", copy.deepcopy(visible)), f"{self._kind.name}.edit")
         context = next_context(
@@ -291,7 +291,8 @@ class Player:
             answers=self._answers,
             reasoning=self._limits.reasoning_in_history,
         )
-        self.played.said += replies
+        is_list = [isinstance(reply["content"], list) for reply in replies]
+        self.played.said += [reply if raw else text for reply, text, raw in zip(replies, shown, is_list, strict=True)]
         self._seen = visible
         return context.token_ids
 
@@ -344,6 +345,16 @@ class Player:
             raise EnvironmentFailure(f"{name}: {reason_of(error)}") from error
 
 
+def _columns(row: Mapping[str, Any], kind: EnvironmentKind) -> dict[str, Any]:
+    """What `reset` is given of a row of the dataset."""
+    hidden = {"prompt_ids"}
+    if kind.is_one_of_several:
+        hidden.add("environment")
+    if row["prompt"] == EMPTY_PROMPT:
+        hidden.add("prompt")
+    return {name: value for name, value in row.items() if name not in hidden}
+
+
 def _opened(messages: list[Message], opening: Any, name: str) -> list[Message]:
     """The prompt with what `reset` returned: text at the end of the last message, or messages after it."""
     if opening is None:
@@ -362,21 +373,28 @@ def _opened(messages: list[Message], opening: Any, name: str) -> list[Message]:
 
 
 def _observation(value: Any, what: str) -> Observation:
-    """What a tool or `respond` returned.
+    """What a tool or `respond` returned; a list of parts of a content stays one.
 
     Raises:
         EpisodeError: It cannot be shown to the model, or its reward is not a number.
     """
-    if not isinstance(value, Observation):
-        return Observation(_text(value, what))
-    content = None if value.content is None else _text(value.content, what)
-    return Observation(content, _number(value.reward, what), bool(value.done))
+    observation = value if isinstance(value, Observation) else Observation(value)
+    content: Any = observation.content
+    if content is None and isinstance(value, Observation):
+        return Observation(None, _number(value.reward, what), bool(value.done))
+    text = _text(content, what)
+    is_kept = isinstance(content, list)
+    return Observation(content if is_kept else text, _number(observation.reward, what), bool(observation.done))
 
 
 def _edited(value: Any, what: str) -> list[Message]:
     if not isinstance(value, list) or not all(isinstance(m, Mapping) and "role" in m for m in value):
         raise EpisodeError(f"{what} returned {value!r:.200}: must be the list of messages that the next turn sees")
     return value
+
+
+def _with_text(reply: Message) -> Message:
+    return {**reply, "content": _text(reply["content"], "tool")}
 
 
 def _text(value: Any, what: str) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
-import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from prefrl.printable import reason_of
+from prefrl.rollout.episodes.threads import MainThread, Worker, reported
 
 if TYPE_CHECKING:
     from prefrl.rollout.episodes.environment import EnvironmentKind
@@ -25,47 +24,23 @@ class CallTimeout(Exception):
     """A call of user code took too long."""
 
 
-class _Worker:
-    """A thread that calls functions one after another. It does not keep the process from ending."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="prefrl-environment", daemon=True).start()
-
-    def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        result: Future[Any] = Future()
-        self._calls.put((result, function))
-        return result
-
-    def leave(self) -> None:
-        """End the thread after the call that it is in."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            result, function = call
-            if not result.set_running_or_notify_cancel():
-                continue
-            try:
-                value = function()
-            except BaseException as error:  # also SystemExit: user code must not end the thread that others wait for
-                result.set_exception(_reported(error))
-            else:
-                result.set_result(value)
-
-
 class Seat:
     """A place for one episode at a time: an instance of an environment, and the thread of its calls.
 
     Args:
         kind: The environment's; without one there are only functions to call.
+        main_thread: Calls functions that handle signals.
     """
 
-    def __init__(self, kind: EnvironmentKind) -> None:
+    def __init__(self, kind: EnvironmentKind, main_thread: MainThread) -> None:
         self.kind = kind
-        self.environment: Any = None
+        self._main_thread = main_thread
         self.is_usable = True  # False once a call has hung or the environment has failed
-        self._worker = _Worker()
+        self.environment: Any = None
+        if kind.unused:
+            self.environment, self._worker = kind.unused.pop()
+        else:
+            self._worker = Worker()
 
     async def set_up(self, timeout: float | None) -> None:
         """Make the environment, if it does not exist yet."""
@@ -74,6 +49,8 @@ class Seat:
 
     async def call(self, function: Callable[..., Any], *args: Any, timeout: float | None, **kwargs: Any) -> Any:
         """What a function returns: an async one on this loop, another one on the seat's thread.
+
+        A function that handles signals, as Python only allows on the main thread, is called there, without a limit.
 
         Raises:
             CallTimeout: It took too long. It is left alone, and the seat has a new thread.
@@ -94,15 +71,24 @@ class Seat:
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            value = await asyncio.wrap_future(self._worker.submit(lambda: function(*args, **kwargs)))
+            value = await self._sync(function, functools.partial(function, *args, **kwargs))
             return await value if inspect.isawaitable(value) else value
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise _reported(error) from error
+            raise reported(error) from error
         except (SystemExit, KeyboardInterrupt) as error:
-            raise _reported(error) from error
+            raise reported(error) from error
+
+    async def _sync(self, function: Callable[..., Any], work: Callable[[], Any]) -> Any:
+        if not self._main_thread.is_needed_by(function):
+            try:
+                return await asyncio.wrap_future(self._worker.submit(work))
+            except ValueError as error:
+                if not self._main_thread.is_meant_by(error):
+                    raise
+        return await asyncio.wrap_future(self._main_thread.submit(function, work))
 
     def _abandon(self, work: asyncio.Task[Any]) -> None:
         """Leave a call alone. Nothing waits for it to notice."""
@@ -110,7 +96,7 @@ class Seat:
         work.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else asks for its error
         self.is_usable = False
         self._worker.leave()
-        self._worker = _Worker()
+        self._worker = Worker()
 
     async def close(self, timeout: float | None) -> None:
         """Close the environment, if it is a `prefrl.Environment`, and end the thread."""
@@ -128,10 +114,12 @@ class Seats:
     It is only used on the loop's thread.
 
     Args:
+        main_thread: Calls functions that handle signals.
         timeout: Seconds for closing an environment.
     """
 
-    def __init__(self, timeout: float | None) -> None:
+    def __init__(self, main_thread: MainThread, timeout: float | None) -> None:
+        self._main_thread = main_thread
         self._timeout = timeout
         self._free: dict[int, list[Seat]] = {}  # by identity of the kind
         self._all: set[Seat] = set()
@@ -142,7 +130,7 @@ class Seats:
         free = self._free.setdefault(id(kind), [])
         if free:
             return free.pop()
-        seat = Seat(kind)
+        seat = Seat(kind, self._main_thread)
         self._all.add(seat)
         return seat
 
@@ -176,16 +164,3 @@ class Seats:
 
 def _name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", function))
-
-
-def _reported(error: BaseException) -> Exception:
-    """The error as one that may be raised in a task.
-
-    SystemExit would end the loop, StopIteration cannot be set as the result of a future, and CancelledError would pass
-    for the end of the episode.
-    """
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    reported = RuntimeError(reason_of(error))
-    reported.__cause__ = error
-    return reported

@@ -14,7 +14,7 @@ from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
 from prefrl.errors import ConfigError
 from prefrl.rewards.fingerprint import reward_fingerprint
 from prefrl.rollout.episodes.driver import EpisodeSampler
-from prefrl.rollout.episodes.environment import EnvironmentKind, environment_kinds
+from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, environment_kinds
 from prefrl.rollout.episodes.options import EpisodeLimits
 from prefrl.rollout.samplers import CompletionSampler, RolloutSampler
 from prefrl.trainer.base.config import TRUNCATION_SIDES
@@ -79,32 +79,36 @@ class Episodes:
     def fingerprints(self) -> dict[str, str]:
         """A hash of each tool and each class of environments, by name."""
         tools = {name: tool for kind in self.kinds.values() for name, tool in kind.tools.items()}
-        classes = {kind.name: kind.cls for kind in self.kinds.values() if kind.cls is not None}
-        return {name: reward_fingerprint(code) for name, code in {**tools, **classes}.items()}
+        code: dict[str, Callable[..., Any]] = {**tools}
+        code |= {kind.name: kind.cls for kind in self.kinds.values() if kind.cls is not None}
+        return {name: reward_fingerprint(one) for name, one in code.items()}
 
-    def with_prompts(self, dataset: Any, *, num_rows: int) -> Any:
-        """The dataset, with empty prompts where environments bring their own.
+    def training_prompts(self, dataset: Any, *, num_rows: int) -> Any:
+        """The training dataset, see `with_prompts`; without one, empty prompts, which the environment fills.
 
         Args:
-            dataset: The training dataset; None: it has only empty prompts.
-            num_rows: The number of prompts if there is no dataset.
+            dataset: The training dataset, or None.
+            num_rows: The number of prompts if there is none.
 
         Raises:
-            ConfigError: Without a dataset, there are several environments or no number of steps.
+            ConfigError: Without a dataset, there are several environments.
         """
-        if not self.has_environments:
+        if not self.has_environments or dataset is not None or self._args.max_steps <= 0:
+            return self.with_prompts(dataset)
+        if None not in self.kinds:
+            raise ConfigError(
+                "train_dataset=None with several environments: the column 'environment' of a dataset says which one "
+                "an episode is played in. Give train_dataset, or one environment."
+            )
+        return datasets.Dataset.from_dict({"prompt": [EMPTY_PROMPT] * num_rows})
+
+    def with_prompts(self, dataset: Any) -> Any:
+        """A dataset, or several by name, with empty prompts where environments bring their own."""
+        if isinstance(dataset, Mapping):
+            return {name: self.with_prompts(one) for name, one in dataset.items()}
+        if not self.has_environments or not isinstance(dataset, datasets.Dataset) or "prompt" in dataset.column_names:
             return dataset
-        empty = [{"role": "user", "content": ""}]
-        if dataset is None and self._args.max_steps > 0:
-            if None not in self.kinds:
-                raise ConfigError(
-                    "train_dataset=None with several environments: the column 'environment' of a dataset says which "
-                    "one an episode is played in. Give train_dataset, or one environment."
-                )
-            return datasets.Dataset.from_dict({"prompt": [empty] * num_rows})
-        if isinstance(dataset, datasets.Dataset) and "prompt" not in dataset.column_names:
-            return dataset.add_column("prompt", [empty] * len(dataset))
-        return dataset
+        return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
 
     def sampler(self, tokenizer: PreTrainedTokenizerBase, generator: Callable[[], Generator]) -> RolloutSampler:
         """Samples rollouts as the arguments say.

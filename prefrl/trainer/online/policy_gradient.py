@@ -22,7 +22,6 @@ from prefrl.losses.advantage.estimators import (
     normalize_rows,
     row_totals,
 )
-from prefrl.losses.advantage.scored import group_std, numbered
 from prefrl.losses.advantage.turns import turn_advantages
 from prefrl.losses.advantage.whitening import Moments, moments, whitened
 from prefrl.losses.kl.estimators import KL_ESTIMATORS
@@ -312,10 +311,16 @@ class PolicyGradient:
         rewards, episodes = turn_rewards(rollouts, (totals + rows.penalties)[mine])
         if self._takes_kl_from_rows:
             rewards -= self.objective.beta * row_sums(kl, batch.trainable, index, len(rewards)).double()
-        values = turn_advantages(rewards, episodes, rows.groups[mine], discount=self.args.turn_discount)
-        if isinstance(params, ScaleParams) and params.scale_rewards != "none":
-            groups = numbered(rows.groups) if params.scale_rewards == "group" else torch.zeros_like(rows.groups)
-            values = values / (group_std(totals, groups) + params.advantage_epsilon)[mine][episodes]
+        epsilon = None
+        if isinstance(params, ScaleParams) and params.scale_rewards == "group":
+            epsilon = params.advantage_epsilon
+        values = turn_advantages(
+            rewards,
+            episodes,
+            rows.groups[mine],
+            discount=self.args.turn_discount,
+            epsilon=epsilon,
+        )
         return values.float()[index]
 
     def _rewards_of_tokens(self, batch: SampledBatch, rollouts: Sequence[Rollout], totals: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from prefrl.errors import ConfigError
-from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams, GrpoParams
+from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams, GrpoParams, ScaleParams
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.fields import opt
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
@@ -98,6 +98,7 @@ class PolicyGradientConfig(
         given = {
             "reward_shaping_kwargs": self.shaping_params.has_effect,
             f"reward_balance={self.reward_balance!r}": self.reward_balance is not None,
+            "scale_rewards='batch'": isinstance(params, ScaleParams) and params.scale_rewards == "batch",
             "multi_objective_aggregation='normalize_then_sum'": isinstance(params, GrpoParams)
             and params.multi_objective_aggregation == "normalize_then_sum",
         }

@@ -124,7 +124,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if args is None:
             args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
         self.episodes = Episodes(args, tools, environment_factory)
-        shared["train_dataset"] = self.episodes.with_prompts(train_dataset, num_rows=args.completions_per_rank)
+        shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=args.completions_per_rank)
+        shared["eval_dataset"] = self.episodes.with_prompts(eval_dataset)
         self.rewards = RewardRunner(
             reward_funcs or [],
             weights=args.reward_weights,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -38,12 +40,48 @@ def test_trainable_flags_follow_the_response_tokens():
         ([[5]], [[]], {}, "response of 0"),
         ([[5]], [[1]], {"trainable": [[True, True]]}, "row 0: 2 trainable flags for 1"),
         ([[5]], [[1]], {"groups": [0, 0]}, "'groups': 2"),
+        ([[5], [5]], [[1], [2]], {"groups": [0, 1], "rows": [0, 0]}, "{'rows': 1, 'groups': 2}"),
+        ([[5], [5]], [[1], [2]], {"rows": [0]}, "'responses': 2, 'trainable': 2, 'rows': 1"),
+        ([[5], [5]], [[1], [2]], {"rows": [0, 2]}, "rows=[0, 2]: must be numbered"),
+        ([[5], [5]], [[1], [2]], {"rows": [1, 0]}, "rows=[1, 0]: must be numbered"),
+        ([[5], [5]], [[1], [2]], {"rows": [-1, 0]}, "rows=[-1, 0]: must be numbered"),
     ],
 )
 def test_rows_that_do_not_fit_together_are_refused(prompts, responses, options, part):
     with pytest.raises(DataError) as error:
         flat_batch(prompts, responses, **options)
     assert part in str(error.value)
+
+
+def test_with_one_response_each_and_equal_prompts_rows_change_nothing():
+    prompts, responses, groups = [[5, 6], [7], [5, 6], [7]], [[1], [2, 3], [4], [5]], [10, 11, 10, 10]
+    plain = flat_batch(prompts, responses, groups=groups)
+    numbered = flat_batch(prompts, responses, groups=groups, rows=range(4))
+    for field in dataclasses.fields(plain):
+        before, after = getattr(plain, field.name), getattr(numbered, field.name)
+        assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+    assert plain.response_row == (0, 1, 2, 3)
+    assert plain.prompt_parent == (-1, -1, -1)
+
+
+def test_contexts_of_a_group_share_what_they_begin_with():
+    batch = flat_batch(
+        [[5, 6], [5, 6, 7], [5, 6, 7, 8], [5, 6]], [[1], [2, 3], [4], [9]], groups=[3, 3], rows=[0, 0, 1, 1]
+    )
+    assert batch.prompt_ids.tolist() == [5, 6, 7, 8]
+    assert batch.prompt_lengths == (2, 1, 1)
+    assert batch.prompt_parent == (-1, 0, 1)
+    assert batch.prompt_index == (0, 1, 2, 0)
+    assert batch.response_row == (0, 0, 1, 1)
+    assert batch.group_index == (3, 3)
+    assert batch.row_lengths == (3, 2)
+    assert batch.trainable_counts == (3, 2)
+    assert batch.row_index.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_without_rows_a_prompt_is_never_cut():
+    batch = flat_batch([[5, 6], [5, 6, 7]], [[1], [2]], groups=[0, 0])
+    assert (batch.prompt_lengths, batch.prompt_parent) == ((2, 3), (-1, -1))
 
 
 def test_sft_prompt_ends_before_the_first_loss_and_the_tail_without_loss_is_cut():

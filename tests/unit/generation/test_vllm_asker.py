@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from prefrl.generation.vllm.fleet import VLLMStats
 from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
 from prefrl.generation.vllm.requests import Aborted, Prompt
 from prefrl.http import Overdue, Refused, Unreachable
+from tests.patience import PATIENCE, wait_until
 from tests.unit.generation.scripted import A, B, ScriptedHttp
 
 GENERATE = "/inference/v1/generate"
@@ -50,7 +52,7 @@ class Servers:
 class Asking:
     """An asker with all that it needs."""
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, request_timeout: float) -> None:
         self.http = ScriptedHttp(servers.answer)
         self.fleet = SimpleNamespace(
             run="run",
@@ -68,13 +70,13 @@ class Asking:
             http=self.http,
             vocab_size=8,
             stop_ids=[7],
-            request_timeout=5.0,
+            request_timeout=request_timeout,
             guided=None,
         )
 
     def ask(self) -> Outcome:
         outcomes: list[Outcome] = []
-        self.asker.submit([PROMPT], outcomes.append).result(timeout=20)
+        self.asker.submit([PROMPT], outcomes.append).result(timeout=PATIENCE)
         (outcome,) = outcomes
         return outcome
 
@@ -82,21 +84,21 @@ class Asking:
         return self.http.paths(url).count(GENERATE)
 
 
+MakeAsking = Callable[..., Asking]
+
+
 @pytest.fixture
-def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Servers], Asking]]:
+def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeAsking]:
     monkeypatch.setattr(code, "_BACKOFF_SECONDS", 0.01)
     made: list[Asking] = []
 
-    def make(servers: Servers) -> Asking:
-        made.append(Asking(servers))
+    def make(servers: Servers, *, request_timeout: float = PATIENCE) -> Asking:
+        made.append(Asking(servers, request_timeout))
         return made[-1]
 
     yield make
     for each in made:
         each.http.close()
-
-
-MakeAsking = Callable[[Servers], Asking]
 
 
 def fails(error: Exception) -> Callable[[str, Any], Any]:
@@ -128,6 +130,28 @@ def test_another_server_is_tried_before_the_one_that_failed_is_tried_again(askin
     ask.balance.servers[1].num_failures = 9  # its other requests fail too
     assert isinstance(ask.ask(), Done)
     assert (ask.requests(A), ask.requests(B)) == (1, 1)
+
+
+def test_a_prompt_whose_next_turn_comes_after_its_deadline_is_lost_and_not_late(asking: MakeAsking) -> None:
+    def busy(url: str, json: Any) -> Any:
+        if url == A:
+            raise Unreachable("busy")
+        return completion(json)
+
+    async def free_the_other_one() -> None:
+        ask.balance.give_back(ask.balance.servers[1])
+
+    ask = asking(Servers(busy), request_timeout=0.01)
+    ask.balance.servers[1].under_way = 4  # requests that take long
+    outcomes: list[Outcome] = []
+    asked = ask.asker.submit([PROMPT], outcomes.append)
+    assert wait_until(lambda: ask.requests(A) == 1)
+    time.sleep(0.1)  # the prompt is given up 0.04 s after its first turn
+    ask.http.submit(free_the_other_one()).result(timeout=PATIENCE)
+    asked.result(timeout=PATIENCE)
+    assert outcomes == [Lost(PROMPT, f"{A}: busy")]
+    assert (ask.requests(B), ask.fleet.stats.retries) == (0, 0)
+    assert [server.under_way for server in ask.balance.servers] == [0, 3], "the turn was not given back"
 
 
 def test_a_prompt_is_lost_when_all_servers_are_gone_and_asked_for_after_recovery(asking: MakeAsking) -> None:

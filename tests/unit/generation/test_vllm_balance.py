@@ -7,11 +7,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from prefrl.generation.vllm.balance import Balance, Server
+from tests.patience import PATIENCE
 
 
 def run(scenario: Callable[[Balance], Coroutine[Any, Any, None]], max_under_way: int = 2) -> None:
     async def main() -> None:
-        await asyncio.wait_for(scenario(Balance(["a", "b"], max_under_way)), timeout=10)
+        await asyncio.wait_for(scenario(Balance(["a", "b"], max_under_way)), timeout=PATIENCE)
 
     asyncio.run(main())
 

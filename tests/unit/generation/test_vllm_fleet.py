@@ -12,8 +12,8 @@ from prefrl.errors import GenerationError, WeightSyncError
 from prefrl.generation.server_info import INFO_PATH, ServerInfo
 from prefrl.generation.vllm import fleet as code
 from prefrl.generation.vllm.fleet import Fleet
-from prefrl.generation.vllm.handshake import Requirements
-from prefrl.http import Unreachable
+from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
+from prefrl.http import Overdue, Unreachable
 from tests.unit.generation.scripted import A, B, ScriptedHttp, info
 
 
@@ -126,6 +126,23 @@ def test_a_server_that_does_not_come_back_is_an_error(fleet: Fleet, servers: Ser
     with pytest.raises(GenerationError, match=rf"{A} did not answer within 0\.3 s"):
         fleet.sync(Weights(), version=2)
     assert fleet.stats.wait_s > 0
+
+
+def test_a_server_that_is_slow_to_tell_its_weights_is_waited_for(
+    fleet: Fleet, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.server_timeout = 2 * PROBE_SECONDS
+    send = ScriptedHttp.send
+
+    async def slow(http: ScriptedHttp, method: str, url: str, *, timeout: float, **options: Any) -> Any:
+        if url.endswith("/weight_info") and timeout <= PROBE_SECONDS:
+            raise Overdue("late")
+        return await send(http, method, url, timeout=timeout, **options)
+
+    monkeypatch.setattr(ScriptedHttp, "send", slow)
+    servers.versions = dict.fromkeys((A, B), f"{fleet.run}:1")
+    fleet.sync(Weights(), version=1)
+    assert servers.sent == [], "their versions are not known"
 
 
 def test_weights_that_do_not_stay_are_an_error(fleet: Fleet, servers: Servers) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from prefrl.generation.weights import process_group, wire
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 TAG = "test"
@@ -47,8 +49,8 @@ class Members:
         host = process_group.Host("gloo", "127.0.0.1", 9, num_workers=num_workers, tag=TAG, timeout=timeout)
         trainer = host.join()
         workers = [in_thread(lambda i=i: process_group.join(host.invitation, worker=i)) for i in range(num_workers)]
-        self.trainer = trainer.result(timeout=30)
-        self.workers = [worker.result(timeout=30) for worker in workers]
+        self.trainer = trainer.result(timeout=PATIENCE)
+        self.workers = [worker.result(timeout=PATIENCE) for worker in workers]
 
     def close(self) -> None:
         for group in (self.trainer, *self.workers):
@@ -90,7 +92,7 @@ def test_what_arrives_is_what_was_sent_bit_for_bit_and_in_order(members: Members
     weights = mixed_weights()
     receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     members.send(weights, bucket_bytes=bucket_bytes)
-    assert_same(receiving.result(timeout=20), weights)
+    assert_same(receiving.result(timeout=PATIENCE), weights)
 
 
 def test_all_workers_receive_and_a_group_serves_many_transfers() -> None:
@@ -103,7 +105,7 @@ def test_all_workers_receive_and_a_group_serves_many_transfers() -> None:
             receiving = [in_thread(lambda worker=worker: wire.receive(worker, KEY)) for worker in members.workers]
             members.send(weights)
             for future in receiving:
-                assert_same(future.result(timeout=20), weights)
+                assert_same(future.result(timeout=PATIENCE), weights)
     finally:
         members.close()
 
@@ -115,7 +117,7 @@ def test_views_that_are_not_contiguous_and_tensors_larger_than_a_message(
     weights = [("transposed", torch.arange(600.0).view(20, 30).T), ("part", torch.arange(40)[3:30:2])]
     receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     members.send(weights, bucket_bytes=1000)
-    assert_same(receiving.result(timeout=20), weights)
+    assert_same(receiving.result(timeout=PATIENCE), weights)
 
 
 def test_buckets_are_closed_before_they_overflow_and_a_large_tensor_stands_alone() -> None:
@@ -149,7 +151,7 @@ def test_the_receiver_is_told_why_the_sender_gave_up(members: Members) -> None:
     with pytest.raises(RuntimeError, match="second layer"):
         members.send(weights())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the trainer stopped sending: RuntimeError: no memory for the second layer"):
-        receiving.result(timeout=20)
+        receiving.result(timeout=PATIENCE)
 
 
 def test_dtypes_that_cannot_be_sent_are_named(members: Members) -> None:
@@ -157,7 +159,7 @@ def test_dtypes_that_cannot_be_sent_are_named(members: Members) -> None:
     with pytest.raises(ValueError, match="phases: complex64"):
         members.send([("phases", torch.zeros(2, dtype=torch.complex64))])
     with pytest.raises(ValueError, match="stopped sending"):
-        receiving.result(timeout=20)
+        receiving.result(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("length", [-1, 2**62])
@@ -165,7 +167,7 @@ def test_noise_is_refused_before_memory_is_taken_for_it(members: Members, length
     receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     members.trainer.broadcast(torch.tensor([length]).view(torch.uint8))
     with pytest.raises(ValueError, match="not a prefrl trainer"):
-        receiving.result(timeout=20)
+        receiving.result(timeout=PATIENCE)
 
 
 def receive_or_leave(group: process_group.Group, key: bytes) -> Named:
@@ -182,7 +184,7 @@ def test_weights_of_a_stranger_are_refused(members: Members, key: bytes | None) 
     with suppress(RuntimeError):  # the receiver leaves
         members.send([("w", torch.full((3,), 666.0))], key=key or KEY)
     with pytest.raises(ValueError, match="the seal is wrong"):
-        receiving.result(timeout=20)
+        receiving.result(timeout=PATIENCE)
 
 
 # length, header, seal and bytes of two buckets; the end and its seal
@@ -200,7 +202,7 @@ def test_one_bit_that_changes_on_the_way_is_noticed_before_the_weights_are_retur
             changed[0] ^= position == number
             members.trainer.broadcast(changed)
     with pytest.raises(ValueError, match="the seal is wrong"):
-        receiving.result(timeout=20)
+        receiving.result(timeout=PATIENCE)
 
 
 def test_a_transfer_without_a_key_is_refused(members: Members) -> None:
@@ -209,34 +211,37 @@ def test_a_transfer_without_a_key_is_refused(members: Members) -> None:
 
 
 def test_a_silent_sender_is_waited_for_no_longer_than_the_timeout() -> None:
-    members = Members(timeout=1.0)
+    members = Members(timeout=PATIENCE)
+    worker = members.workers[0]
+    worker.invitation = replace(worker.invitation, timeout_s=1.0)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="nothing was sent or received for 1 s"):
-        wire.receive(members.workers[0], KEY)
-    assert 0.9 < time.monotonic() - started < 5
+        wire.receive(worker, KEY)
+    assert 1.0 <= time.monotonic() - started < PATIENCE / 2
     members.close()
 
 
 def test_a_member_that_leaves_ends_the_wait_of_the_others(members: Members) -> None:
     receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
-    time.sleep(0.1)
-    started = time.monotonic()
+    time.sleep(0.1)  # usually it waits by now; it is told of the end in any case
     members.trainer.close()
-    with pytest.raises(RuntimeError):
-        receiving.result(timeout=10)
-    assert time.monotonic() - started < 5
+    with pytest.raises(RuntimeError):  # a wait until the deadline ends in a TimeoutError
+        receiving.result(timeout=PATIENCE)
 
 
 def test_leaving_never_waits_and_may_be_repeated() -> None:
-    members = Members(timeout=2.0)
+    members = Members(timeout=PATIENCE)
     members.trainer.start(torch.zeros(2**26, dtype=torch.uint8))  # more than the sockets hold: nobody receives it
     pauses = [time.monotonic()]
     members.trainer.close()
     members.trainer.close()
-    while pauses[-1] - pauses[0] < 3:  # what ends in the background stops nothing here either
+    (leaving,) = (thread for thread in threading.enumerate() if thread.name == "prefrl-group-end")
+    while leaving.is_alive():  # what ends in the background stops nothing here either
         time.sleep(0.01)
         pauses.append(time.monotonic())
-    assert max(after - before for before, after in itertools.pairwise(pauses)) < 1.0
+        if pauses[-1] - pauses[0] > 1:  # now the message breaks; otherwise it would end at its deadline
+            members.workers[0].close()
+    assert max(after - before for before, after in itertools.pairwise(pauses)) < PATIENCE / 4
     members.close()
 
 
@@ -257,13 +262,13 @@ def test_nobody_to_meet_is_an_error_within_the_timeout() -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError):
         process_group.join(invitation, worker=0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < PATIENCE  # torch's own is 300 s
 
 
 def test_a_trainer_alone_gives_up_within_the_timeout() -> None:
     host = process_group.Host("gloo", "127.0.0.1", 9, num_workers=1, tag=TAG, timeout=1.0)
     with pytest.raises(TimeoutError, match="not all of 1 workers arrived within 1 s"):
-        host.join().result(timeout=10)
+        host.join().result(timeout=PATIENCE)
 
 
 def test_a_trainer_stops_waiting_for_workers_when_told() -> None:
@@ -274,7 +279,7 @@ def test_a_trainer_stops_waiting_for_workers_when_told() -> None:
         joining.result(timeout=0.3)
     host.cancel()
     with pytest.raises(RuntimeError, match="cancelled"):
-        joining.result(timeout=5)
+        joining.result(timeout=30)
 
 
 @pytest.mark.parametrize("end", ["close()", "__class__", "start(torch.zeros(2**26, dtype=torch.uint8)) or g.close()"])
@@ -282,32 +287,32 @@ def test_a_program_ends_well_with_a_group_that_is_closed_open_or_busy(end: str) 
     program = f"""
         import torch
         from tests.unit.generation.test_wire import Members
-        members = Members(timeout=2)
+        members = Members()
         g = members.trainer
         g.{end}
     """
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, timeout=60, capture_output=True
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, timeout=300, capture_output=True
     )
     assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_the_rendezvous_of_a_local_server_listens_on_loopback_alone() -> None:
-    host = process_group.Host("gloo", "localhost", 8000, num_workers=1, tag=TAG, timeout=5.0)
+    host = process_group.Host("gloo", "localhost", 8000, num_workers=1, tag=TAG, timeout=20.0)
     assert host.invitation.host in ("127.0.0.1", "::1")
-    with socket.create_connection((host.invitation.host, host.invitation.port), timeout=5):
+    with socket.create_connection((host.invitation.host, host.invitation.port), timeout=20):
         pass
     elsewhere = "127.0.0.2" if host.invitation.host == "127.0.0.1" else "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((elsewhere, host.invitation.port), timeout=5)
+        socket.create_connection((elsewhere, host.invitation.port), timeout=20)
 
 
 def test_the_rendezvous_ends_when_all_members_are_connected() -> None:
     members = Members(num_workers=3)
     address = (members.trainer.invitation.host, members.trainer.invitation.port)
     with pytest.raises(ConnectionRefusedError):  # noqa: PT012 - it is closed within moments
-        for _ in range(100):
-            socket.create_connection(address, timeout=5).close()
+        for _ in range(1000):
+            socket.create_connection(address, timeout=20).close()
             time.sleep(0.05)
     members.close()
 
@@ -318,5 +323,5 @@ def test_groups_with_other_tags_do_not_meet() -> None:
     stale = process_group.Invitation(**(host.invitation.as_json() | {"tag": "old"}))
     with pytest.raises(RuntimeError):
         process_group.join(stale, worker=0)
-    with pytest.raises(TimeoutError):
-        joining.result(timeout=10)
+    with pytest.raises(TimeoutError, match="not all of 1 workers arrived"):
+        joining.result(timeout=PATIENCE)

@@ -8,7 +8,7 @@ from prefrl.losses.advantage.turns import turn_advantages
 NAN = float("nan")
 
 
-def advantages(episodes, groups, *, discount=1.0, dtype=torch.float64):
+def advantages(episodes, groups, *, discount=1.0, epsilon=None, dtype=torch.float64):
     """Advantages of each episode's turns, from lists of their rewards."""
     lengths = [len(rewards) for rewards in episodes]
     found = turn_advantages(
@@ -16,6 +16,7 @@ def advantages(episodes, groups, *, discount=1.0, dtype=torch.float64):
         torch.arange(len(episodes)).repeat_interleave(torch.tensor(lengths)),
         torch.tensor(groups),
         discount=discount,
+        epsilon=epsilon,
     )
     assert found.dtype == dtype
     return [turns.tolist() for turns in found.split(lengths)]
@@ -72,3 +73,27 @@ def test_turns_that_do_not_fit_are_errors(rewards, episodes, num_episodes, messa
     groups = torch.zeros(num_episodes, dtype=torch.long)
     with pytest.raises(ValueError, match=message):
         turn_advantages(torch.tensor(rewards), torch.tensor(episodes), groups, discount=1.0)
+
+
+def test_the_scale_is_the_deviation_around_the_means_of_the_turns():
+    # Returns: (3, 1), (1) and (2, 2); around the means 2 and 1 the squares are 1 + 1 + 0 and 0 + 1 + 1, of 2 + 2 free.
+    scaled = advantages([[2.0, 1.0], [1.0], [0.0, 2.0]], [5, 5, 5], epsilon=0.5)
+    check(scaled, [[1.5 / 1.5, 0.0], [-1.5 / 1.5], [0.0, 1.5 / 1.5]])
+
+
+def test_one_turn_is_scaled_like_a_completion():
+    found = advantages([[1.0], [2.0], [6.0]], [5, 5, 5], epsilon=1e-4)
+    std = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64).std().item()
+    check(found, [[x * 1.5 / (std + 1e-4)] for x in (-2.0, -1.0, 3.0)])
+
+
+def test_the_scale_of_a_group_does_not_depend_on_longer_episodes_of_others():
+    alone = advantages([[1.0, 2.0], [2.0]], [0, 0], epsilon=1e-4)
+    check(advantages([[1.0, 2.0], [2.0], [1.0] * 9, [2.0]], [0, 0, 1, 1], epsilon=1e-4)[:2], alone)
+    check(advantages([[1.0, 2.0], [2.0], [NAN] * 9], [0, 0, 0], epsilon=1e-4)[:2], alone)
+
+
+def test_equal_totals_of_episodes_of_different_lengths_have_bounded_advantages():
+    found = advantages([[0.0, 1.0], [1.0], [1.0]], [5, 5, 5], epsilon=1e-4)
+    assert max(abs(value) for turns in found for value in turns) < 3
+    assert advantages([[1.0, 0.0], [1.0], [1.0]], [5, 5, 5], epsilon=1e-4) == [[0.0, 0.0], [0.0], [0.0]]

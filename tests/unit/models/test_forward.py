@@ -365,6 +365,17 @@ class TestSelfCheckCatches:
         monkeypatch.setattr(attention, "flat_attention", fused)
         assert set(self.reasons(tiny_model("llama"))) == {"shared_prefix"}
 
+    def test_a_branch_of_a_branch_that_sees_itself_alone(self, monkeypatch):
+        def cut(query, key, value, layout, **kwargs):
+            parents = [parent for _, parent in layout.forest]
+            is_deep = [parent >= 0 and parents[parent] >= 0 for parent in parents]
+            trees = tuple((n, -1 if deep else p) for (n, p), deep in zip(layout.forest, is_deep, strict=True))
+            return plain_flat(query, key, value, attention.Layout(trees), **kwargs)
+
+        plain_flat = attention.flat_attention
+        monkeypatch.setattr(attention, "flat_attention", cut)
+        assert set(self.reasons(tiny_model("llama"))) == {"shared_prefix"}
+
     @pytest.mark.parametrize("window", [8, 100])
     def test_a_window_that_is_ignored(self, window, monkeypatch):
         plain_flat = attention.flat_attention

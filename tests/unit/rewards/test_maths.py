@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +15,10 @@ from prefrl.rewards import (
     accuracy_reward,
     get_cosine_scaled_reward,
     math_checker,
-    maths,
     reasoning_accuracy_reward,
 )
 from prefrl.rewards.math_checker import MathChecker, Verdict
+from tests.patience import PATIENCE, before_a_deadline, wait_until
 
 pytest.importorskip("math_verify")
 
@@ -68,7 +67,7 @@ def new_checker() -> Iterator[Callable[..., MathChecker]]:
     started: list[MathChecker] = []
 
     def new(**options: Any) -> MathChecker:
-        started.append(MathChecker(**{"timeout": 5.0, "budget": 60.0, "num_workers": 1, **options}))
+        started.append(MathChecker(**{"timeout": PATIENCE, "budget": 10 * PATIENCE, "num_workers": 1, **options}))
         return started[-1]
 
     yield new
@@ -81,36 +80,35 @@ def check(checker: MathChecker, text: str) -> Verdict:
 
 
 def process_of(checker: MathChecker) -> subprocess.Popen[str]:
-    process = checker._workers[0].process
-    assert process is not None
-    return process
-
-
-def has_time_now(checker: MathChecker) -> None:
-    """Give the worker's next process time to answer on a busy machine."""
-    checker._workers[0].timeout = 20.0
+    """The process of its worker, which runs."""
+    worker = checker._take()
+    checker._idle.append(worker)
+    return worker.running()
 
 
 def test_worker_that_hangs_is_ended_at_the_deadline_and_replaced(
-    new_checker: Any, caplog: pytest.LogCaptureFixture
+    new_checker: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checker = new_checker(timeout=0.5)
-    check(checker, "")
-    process = process_of(checker)
-    started = time.monotonic()
-    with caplog.at_level(logging.WARNING):
+    monkeypatch.setattr(math_checker, "_GRACE_S", PATIENCE)  # so that it is not killed before
+
+    def attempt(seconds: float) -> tuple[MathChecker, subprocess.Popen[str], Verdict] | None:
+        caplog.clear()
+        checker = new_checker(timeout=seconds)
+        process = process_of(checker)
         verdict = check(checker, rf"\boxed{{{TOWER}}}")
-    assert time.monotonic() - started < 5
-    assert (verdict.gold, verdict.is_correct, verdict.is_checked) == ("3", False, False)
+        return None if verdict.gold is None else (checker, process, verdict)
+
+    with caplog.at_level(logging.WARNING):
+        checker, process, verdict = before_a_deadline(attempt)
+    assert verdict == Verdict("3", is_checked=False)
     assert "the completion scores 0" in caplog.text
-    assert process.returncode is not None  # no zombie
-    has_time_now(checker)
+    assert process.returncode == 1, "it did not end itself"  # and is no zombie
+    checker._workers[0].timeout = PATIENCE
     assert check(checker, r"\boxed{3}").is_correct
 
 
 def test_worker_killed_between_questions_is_replaced(new_checker: Any) -> None:
     checker = new_checker()
-    check(checker, "")
     process_of(checker).kill()
     process_of(checker).wait()
     assert check(checker, r"\boxed{3}").is_correct
@@ -121,27 +119,42 @@ def test_worker_that_is_stopped_is_killed_and_replaced(
     length: int, new_checker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(math_checker, "_GRACE_S", 0.1)
-    checker = new_checker(timeout=0.2)
-    check(checker, "")
+    checker = new_checker()
     process_of(checker).send_signal(signal.SIGSTOP)
+    checker._workers[0].timeout = 0.2
     verdicts: list[Verdict] = []
     thread = threading.Thread(target=lambda: verdicts.append(check(checker, "x" * length)), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert verdicts == [Verdict(None, is_checked=False)]
-    has_time_now(checker)
+    checker._workers[0].timeout = PATIENCE
     assert check(checker, r"\boxed{3}").is_correct
 
 
 def test_endless_answers_share_a_budget(new_checker: Any, caplog: pytest.LogCaptureFixture) -> None:
-    checker = new_checker(timeout=0.3, budget=0.2)
-    verdicts = checker.check([(rf"\boxed{{{TOWER}}}", "3")] * 3 + [(r"\boxed{3}", "3")])
+    def attempt(seconds: float) -> tuple[float, list[Verdict]] | None:
+        checker = new_checker(timeout=seconds, budget=seconds)
+        verdicts = checker.check([(rf"\boxed{{{TOWER}}}", "3")] * 3 + [(r"\boxed{3}", "3")])
+        return (seconds, verdicts) if verdicts[0].gold is not None else None
+
+    seconds, verdicts = before_a_deadline(attempt)
     assert verdicts == [Verdict("3", is_checked=False)] + [Verdict(None, is_checked=False)] * 3
-    assert "3 of 4 completions were not checked within 0.2 s" in caplog.text
+    assert f"3 of 4 completions were not checked within {seconds} s" in caplog.text
 
 
-def test_others_are_checked_while_an_endless_answer_runs(new_checker: Any) -> None:
-    checker = new_checker(timeout=4.0, budget=2.0, num_workers=2)
+def test_others_are_checked_while_an_endless_answer_runs(new_checker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = new_checker(num_workers=2)
+    check_one = math_checker._Worker.check
+    done: list[Verdict] = []
+
+    def end_the_endless_one_last(worker: Any, text: str, gold: str) -> Verdict:
+        done.append(check_one(worker, text, gold))
+        if len(done) == 4:
+            (other,) = (each for each in checker._workers if each is not worker)
+            other.process.kill()
+        return done[-1]
+
+    monkeypatch.setattr(math_checker._Worker, "check", end_the_endless_one_last)
     verdicts = checker.check([(rf"\boxed{{{TOWER}}}", "3")] + [(r"\boxed{3}", "3"), (r"\boxed{4}", "3")] * 2)
     assert [verdict.is_checked for verdict in verdicts] == [False, True, True, True, True]
     assert [verdict.is_correct for verdict in verdicts] == [False, True, False, True, False]
@@ -150,15 +163,12 @@ def test_others_are_checked_while_an_endless_answer_runs(new_checker: Any) -> No
 
 def test_worker_does_not_outlive_the_process_that_started_it() -> None:
     code = (
-        "import os; from prefrl.rewards.maths import _checker; _checker.check([('', '3')]);"
-        "print(_checker._workers[0].process.pid, flush=True); os._exit(0)"
+        "import os; from prefrl.rewards.maths import _checker;"
+        "print(_checker._take().running().pid, flush=True); os._exit(0)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     pid = int(run.stdout)
-    deadline = time.monotonic() + 10
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _is_running(pid)
+    assert wait_until(lambda: not _is_running(pid))
 
 
 def _is_running(pid: int) -> bool:
@@ -166,10 +176,13 @@ def _is_running(pid: int) -> bool:
     return listed.strip() != "" and not listed.strip().startswith("Z")
 
 
-def test_share_of_unchecked_completions_and_parsed_texts_are_logged(
-    new_checker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(maths, "_checker", new_checker(timeout=0.5))
+def test_share_of_unchecked_completions_and_parsed_texts_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_one = math_checker._Worker.check
+
+    def give_up_the_tower(worker: Any, text: str, gold: str) -> Verdict:
+        return Verdict(gold, is_checked=False) if TOWER in text else check_one(worker, text, gold)
+
+    monkeypatch.setattr(math_checker._Worker, "check", give_up_the_tower)
     scores = RewardRunner(accuracy_reward).score(
         ["p"] * 5,
         [r"\boxed{3}", "nothing to compare with", rf"\boxed{{{TOWER}}}", "none", r"\boxed{4}"],

@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards import REWARD_FUNCTIONS, RewardRunner, RewardScores, numeric_reward
 from prefrl.types import Episode
+from tests.patience import PATIENCE, before_a_deadline
 
 TEXTS = ["a", "bb", "cccc"]
 
@@ -386,22 +387,24 @@ def test_async_functions_run_together_and_beside_the_others() -> None:
         return reward
 
     def plain(completions: list[str]) -> list[float]:
-        assert all(event.wait(20) for event in async_ones)
+        assert all(event.wait(PATIENCE) for event in async_ones)
         is_sync_running.set()
         return [2.0] * 3
 
-    scores = score([waiting(0), plain, waiting(1)], timeout=20.0)
+    scores = score([waiting(0), plain, waiting(1)], timeout=PATIENCE)
     assert scores.by_name == {"reward": [1.0] * 3, "plain": [2.0] * 3, "reward_2": [1.0] * 3}
 
 
-def test_three_async_rewards_take_the_time_of_one() -> None:
-    async def sleeps(completions: list[str]) -> list[float]:
-        await asyncio.sleep(0.5)
+def test_three_async_rewards_wait_at_the_same_time() -> None:
+    begun = []
+
+    async def waits_for_the_others(completions: list[str]) -> list[float]:
+        begun.append(True)
+        while len(begun) < 3:
+            await asyncio.sleep(0.001)
         return [0.0] * 3
 
-    started = time.monotonic()
-    score([sleeps] * 3)
-    assert time.monotonic() - started < 1.2
+    score([waits_for_the_others] * 3, timeout=PATIENCE)
 
 
 def test_works_where_an_event_loop_is_running() -> None:
@@ -425,51 +428,79 @@ def test_async_clients_outlive_a_call() -> None:
     assert not loops[0].is_closed()
 
 
-def sleeps_for_long(completions: list[str]) -> list[float]:
-    time.sleep(3)
-    return [0.0] * 3
+@pytest.fixture
+def is_over() -> Iterator[threading.Event]:
+    """Of the test: what waits for it waits for too long."""
+    event = threading.Event()
+    yield event
+    event.set()
 
 
-def spins(completions: list[str]) -> list[float]:
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline:
-        pass
-    return [0.0] * 3
+def waits(is_over: threading.Event) -> Any:
+    def waits_for_long(completions: list[str]) -> list[float]:
+        is_over.wait()
+        return [0.0] * 3
+
+    return waits_for_long
 
 
-async def awaits_for_long(completions: list[str]) -> list[float]:
-    await asyncio.sleep(60)
-    return [0.0] * 3
+def spins(is_over: threading.Event) -> Any:
+    def spins_for_long(completions: list[str]) -> list[float]:
+        while not is_over.is_set():
+            pass
+        return [0.0] * 3
+
+    return spins_for_long
 
 
-async def never_awaits(completions: list[str]) -> list[float]:
-    return sleeps_for_long(completions)
+def awaits(is_over: threading.Event) -> Any:
+    async def awaits_for_long(completions: list[str]) -> list[float]:
+        await asyncio.sleep(600)
+        return [0.0] * 3
+
+    return awaits_for_long
 
 
-@pytest.mark.parametrize("reward", [sleeps_for_long, spins, awaits_for_long, never_awaits])
-def test_time_out_ends_the_wait_and_names_the_function(reward: Any) -> None:
+def blocks(is_over: threading.Event) -> Any:
+    async def never_awaits(completions: list[str]) -> list[float]:
+        is_over.wait()
+        return [0.0] * 3
+
+    return never_awaits
+
+
+@pytest.mark.parametrize("make", [waits, spins, awaits, blocks])
+def test_time_out_ends_the_wait_and_names_the_function(make: Any, is_over: threading.Event) -> None:
     async def innocent(completions: list[str]) -> list[float]:
         return [0.0] * 3
 
-    blamed = "async rewards 'innocent', 'never_awaits': one of them" if reward is never_awaits else "reward '{}'"
-    started = time.monotonic()
-    with pytest.raises(RewardError, match=f"^{blamed.format(reward.__name__)} took more than reward_timeout=0.2 s"):
-        score([length, innocent, reward], timeout=0.2)
-    assert time.monotonic() - started < 2.5
+    def attempt(seconds: float) -> tuple[float, str] | None:
+        with pytest.raises(RewardError) as caught:
+            score([length, innocent, reward], timeout=seconds)
+        is_stalled = str(caught.value).startswith("reward 'length' took")
+        return None if is_stalled else (seconds, str(caught.value))
+
+    reward = make(is_over)
+    seconds, words = before_a_deadline(attempt)
+    blamed = (
+        "async rewards 'innocent', 'never_awaits': one of them" if make is blocks else f"reward {reward.__name__!r}"
+    )
+    assert words.startswith(f"{blamed} took more than reward_timeout={seconds} s")
 
 
-def test_runner_is_usable_after_a_blocked_event_loop() -> None:
+def test_runner_is_usable_after_a_blocked_event_loop(is_over: threading.Event) -> None:
     is_blocking = [True]
 
     async def reward(completions: list[str]) -> list[float]:
         if is_blocking.pop():
-            time.sleep(2)
+            is_over.wait()
         return [1.0]
 
     runner = RewardRunner(reward, timeout=0.1)
     with pytest.raises(RewardError):
         runner.score(["p"], ["c"], [[1]], {})
     is_blocking.append(False)
+    runner.timeout = PATIENCE
     assert runner.score(["p"], ["c"], [[1]], {}).by_name == {"reward": [1.0]}
 
 

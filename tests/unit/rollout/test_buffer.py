@@ -97,6 +97,7 @@ FULL: list[TokenBatch] = [
         cov_tokens=torch.tensor([True, False] * 3),
     ),
     LabeledBatch.of(batch(10), is_preferred=(True, False, None), weights=(1.0, 0.5, 1 / 3)),
+    TokenBatch.of(batch(10), prompt_parent=(-1, 0), response_row=(0, 1, 1), group_index=(4, 5), trainable_counts=()),
 ]
 
 

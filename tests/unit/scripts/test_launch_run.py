@@ -30,8 +30,9 @@ def end(*_):
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, end)
-with open(record, "w") as file:
+with open(record + ".new", "w") as file:
     file.write(str(child.pid))
+os.rename(record + ".new", record)  # whole as soon as it is there
 
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -49,9 +50,9 @@ if task == "break":
     sys.exit(7)
 if task == "serve and break":
     server = http.server.HTTPServer(("127.0.0.1", port), Health)
-    server.handle_request()
+    server.timeout = 0.1
     while not os.path.exists(os.path.join(os.path.dirname(record), "training")):
-        time.sleep(0.1)
+        server.handle_request()
     sys.exit(3)
 if task == "die":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -154,7 +155,7 @@ def test_a_signal_ends_all_of_it(number: signal.Signals, tmp_path: Path, capfd: 
             time.sleep(0.05)
         os.kill(os.getpid(), number)
 
-    threading.Thread(target=send_when_it_runs).start()
+    threading.Thread(target=send_when_it_runs, daemon=True).start()
     launched = Launched(tmp_path, "sleep", "serve")
     assert launched.code == 128 + number
     launched.assert_nothing_is_left("training", "server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,31 +13,42 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prefrl.errors import GenerationError
+from prefrl.scripts import supervisor
 from prefrl.scripts.supervisor import Supervisor
+from tests.patience import wait_until
 
+# A stall may cost an answer, and the server counts it as given.
+MANY_200 = (200, 200, 200)
 # Takes the port, what /health answers one after the other (the last for ever; 0: nothing), and a file for what it
-# started. Its child ignores signals, as an engine in a collective does, and its shared memory is left behind.
+# started; beside it is a file for each question. Its child ignores signals, as an engine in a collective does, and its
+# shared memory is left behind.
 SERVER = """
-import json, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import resource_tracker, shared_memory
 
 port, answers, record = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+asked = 0
 memory = shared_memory.SharedMemory(create=True, size=8)
 resource_tracker.unregister(memory._name, "shared_memory")
 ignore = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE)
 child.stdout.readline()
-with open(record, "w") as file:
+with open(record + ".new", "w") as file:
     json.dump({"child": child.pid, "memory": memory.name}, file)
+os.rename(record + ".new", record)  # whole as soon as it is there
 
 class Health(BaseHTTPRequestHandler):
     def do_GET(self):
+        global asked
+        asked += 1
+        open(f"{record}.{asked}", "w").close()
         status = answers.pop(0) if len(answers) > 1 else answers[0]
         if status == 0:
             time.sleep(600)
@@ -59,6 +71,11 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_POLL_SECONDS", 0.1)
+
+
+@pytest.fixture(autouse=True)
 def heeded_signals() -> Iterator[None]:
     """As in a terminal: tests that run in the background, or under nohup, ignore some, and so would the server."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
@@ -70,19 +87,19 @@ def heeded_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def run(folder: Path, *answers: int, start_timeout: float = 60.0, health_timeout: float = 60.0) -> signal.Signals:
+def run(folder: Path, *answers: int, start_timeout: float = 600.0, health_timeout: float = 600.0) -> signal.Signals:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, "-c", SERVER, str(port), json.dumps(answers), str(folder / "record")]
-    supervisor = Supervisor(
+    it = Supervisor(
         command,
         os.environ,
         address=("127.0.0.1", port),
         start_timeout=start_timeout,
         health_timeout=health_timeout,
     )
-    return supervisor.run(when_ready="it is ready")
+    return it.run(when_ready="it is ready")
 
 
 def assert_nothing_is_left(folder: Path) -> None:
@@ -105,12 +122,11 @@ def test_a_signal_ends_the_server_politely_and_its_child_by_force(
     handler = signal.getsignal(number)
 
     def send_when_it_runs() -> None:
-        while not (tmp_path / "record").exists():
+        while not (tmp_path / "record.9").exists():  # it is known by now that it answers
             time.sleep(0.05)
-        time.sleep(2.0)
         os.kill(os.getpid(), number)
 
-    threading.Thread(target=send_when_it_runs).start()
+    threading.Thread(target=send_when_it_runs, daemon=True).start()
     assert run(tmp_path, 200) is number
     captured = capsys.readouterr()
     assert captured.out == "it is ready\n"
@@ -137,26 +153,43 @@ def test_a_server_that_ends_by_itself_is_told_with_the_error_in_its_log(tmp_path
 def test_a_server_whose_engine_died_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("prefrl.scripts.supervisor._LAST_WORDS_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "_LAST_WORDS_SECONDS", 0.5)
     with pytest.raises(GenerationError, match=re.escape("vLLM's engine died.")):
-        run(tmp_path, 200, 503)
+        run(tmp_path, *MANY_200, 503)
     assert capsys.readouterr().out == "it is ready\n"
     assert_nothing_is_left(tmp_path)
 
 
 def test_a_server_that_hangs_is_ended(tmp_path: Path) -> None:
     with pytest.raises(GenerationError, match="vLLM hung: no answer for health_timeout=1 s"):
-        run(tmp_path, 200, 0, health_timeout=1.0)
+        run(tmp_path, *MANY_200, 0, health_timeout=1.0)
     assert_nothing_is_left(tmp_path)
 
 
-def test_a_short_silence_is_no_hang(tmp_path: Path) -> None:
+def test_a_short_silence_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def clock() -> float:
+        """Two seconds for each question, at any speed of the machine, and a moment for each look."""
+        return 2.0 * len(list(tmp_path.glob("record.*"))) + 1e-3 * next(calls)
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(supervisor, "_POLL_SECONDS", 1.5e-3)
     with pytest.raises(GenerationError, match="exit code 4"):
-        run(tmp_path, 200, 500, 200, 500, 200, 500, -4, health_timeout=4.0)
+        run(tmp_path, *4 * (*MANY_200, 500), -4, health_timeout=12.0)
 
 
-def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(GenerationError, match="not ready after start_timeout=3 s"):
-        run(tmp_path, 404, start_timeout=3.0)
+def test_a_server_that_is_not_ready_in_time_is_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def health(address: tuple[str, int]) -> int | None:
+        """It has started something by then."""
+        assert wait_until((tmp_path / "record").exists)
+        return health_now(address)
+
+    health_now = supervisor.health
+    monkeypatch.setattr(supervisor, "health", health)
+    with pytest.raises(GenerationError, match="not ready after start_timeout=1 s"):
+        run(tmp_path, 404, start_timeout=1.0)
     assert capsys.readouterr().out == ""
     assert_nothing_is_left(tmp_path)
