@@ -18,6 +18,7 @@ from prefrl.rewards.judge import PairwiseJudge, get_judge_reward
 from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from prefrl.rewards.model import ModelReward
 from prefrl.rewards.named import REWARD_FUNCTIONS
+from prefrl.rewards.reasoning_gym import ReasoningGym, reasoning_gym_dataset
 from prefrl.rewards.runner import RewardRunner, RewardScores
 from prefrl.rewards.sandbox import LocalSandbox, RemoteSandbox, SandboxLimits
 
@@ -30,6 +31,7 @@ __all__ = [
     "PairwiseJudge",
     "PairwiseModel",
     "PythonGrader",
+    "ReasoningGym",
     "RemoteSandbox",
     "RewardFunction",
     "RewardRunner",
@@ -49,5 +51,6 @@ __all__ = [
     "get_soft_overlong_punishment",
     "numeric_reward",
     "reasoning_accuracy_reward",
+    "reasoning_gym_dataset",
     "think_format_reward",
 ]

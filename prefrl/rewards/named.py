@@ -18,6 +18,7 @@ from prefrl.rewards.graders.models import LabelModel, ScoreModel
 from prefrl.rewards.graders.python import PythonGrader
 from prefrl.rewards.graders.texts import StringCheck, TextSimilarity
 from prefrl.rewards.maths import accuracy_reward, reasoning_accuracy_reward
+from prefrl.rewards.reasoning_gym import PREFIX, ReasoningGym
 
 __all__ = ["GRADERS", "REWARD_FUNCTIONS", "reward_by_name"]
 
@@ -45,7 +46,7 @@ def reward_by_name(name: str) -> RewardFunction:
     """The reward that an entry of `reward_funcs` names.
 
     Args:
-        name: A name of `REWARD_FUNCTIONS`; `module:function`; or a grader with its parameters,
+        name: A name of `REWARD_FUNCTIONS`; `module:function`; `reasoning_gym:task`; or a grader with its parameters,
             `string_check(reference='{answer}')`, whose values are texts, numbers, lists, mappings, and for rewards
             such entries as this one. It is read, never run as Python.
     Raises:
@@ -55,6 +56,8 @@ def reward_by_name(name: str) -> RewardFunction:
         return REWARD_FUNCTIONS[name]
     if "(" in name:
         return _from_call(name)
+    if name.startswith(PREFIX):
+        return ReasoningGym(name.removeprefix(PREFIX))
     if ":" not in name:
         remedy = nearest(name, [*REWARD_FUNCTIONS, *GRADERS])
         if name in GRADERS:

@@ -93,6 +93,7 @@ OPTIONAL = {
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/texts.py",),
+    "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),
     "matplotlib": ("prefrl/scripts/",),
 }
 

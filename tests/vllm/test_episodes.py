@@ -11,7 +11,7 @@ from datasets import Dataset
 from prefrl.generation.vllm.client import VLLMGenerator
 from tests.contract import episodes
 from tests.contract.cases import relative_difference, update_of
-from tests.vllm.faults import proxy_of
+from tests.vllm.faults import proxy_of, second_door
 from tests.vllm.server import Server
 from tests.vllm.test_training import key as key
 from tests.vllm.test_training import logged, online
@@ -41,9 +41,10 @@ def test_async_episodes_train(tmp_path: Path, server: Server) -> None:
 
 def test_the_turns_of_an_episode_stay_with_their_server(tmp_path: Path, server: Server) -> None:
     with proxy_of(server.url) as one, proxy_of(server.url) as other:
+        second_door(other)
         urls = [one.url, other.url]
-        trainer = online(tmp_path, server, vllm_server_base_url=urls, talks="faithful", max_steps=1)
-        homes: list[set[str]] = []
+        trainer = online(tmp_path, server, vllm_server_base_url=urls, weight_sync="shm", talks="faithful", max_steps=1)
+        homes: list[tuple[int, str]] = []
         generator = trainer.generator
         assert isinstance(generator, VLLMGenerator)
         asked = generator._asker._ask_once
