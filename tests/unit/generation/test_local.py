@@ -451,6 +451,8 @@ def test_turns_have_the_limits_of_their_requests(model: PreTrainedModel) -> None
     class Once:
         is_over = is_waiting = has_news = lambda self: all(answer.done() for answer in answers)
 
+        def attend(self) -> None: ...
+
     generator = LocalGenerator(model)
     turns = generator.turns(sampled(99, 3))
     answers = [turns.ask(PROMPTS[0], max_tokens=limit, seed=limit, home=Home()) for limit in (3, 6)]

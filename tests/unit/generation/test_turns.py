@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +16,7 @@ from prefrl.generation.vllm.pending import MAX_RECOVERIES, Done, Failed, Lost, O
 from prefrl.generation.vllm.requests import Prompt
 from prefrl.generation.vllm.turns import VLLMTurns
 from prefrl.types import Completion
+from tests.patience import PATIENCE, wait_until
 
 
 def completion(*ids: int) -> Completion:
@@ -28,6 +28,7 @@ class Talks:
 
     def __init__(self) -> None:
         self.news = self.over = self.waiting = False
+        self.num_attended = 0
 
     def has_news(self) -> bool:
         return self.news
@@ -37,6 +38,9 @@ class Talks:
 
     def is_waiting(self) -> bool:
         return self.waiting
+
+    def attend(self) -> None:
+        self.num_attended += 1
 
 
 def seeds(wave: Sequence[TurnRequest]) -> list[int]:
@@ -60,13 +64,6 @@ def serving(turns: Any, talks: Any) -> tuple[threading.Thread, list[BaseExceptio
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     return thread, errors
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # In this process.
@@ -114,7 +111,23 @@ def test_serving_ends_when_it_is_told_to(what: str) -> None:
     assert thread.is_alive()
     setattr(talks, what, True)
     turns.notify()
-    thread.join(20)
+    thread.join(PATIENCE)
+    assert (thread.is_alive(), errors) == (False, [])
+
+
+@pytest.mark.parametrize("kind", ["local", "together", "vllm"])
+def test_the_main_thread_attends_whenever_it_is_notified(kind: str) -> None:
+    sums = {"local": None, "together": lambda number: number}
+    talks = Talks()
+    turns = VLLMTurns(Script(), PARAMS, step=lambda: 0) if kind == "vllm" else LocalTurns(lambda wave: [], sums[kind])
+    thread, errors = serving(turns, talks)
+    for _ in range(3):
+        before = talks.num_attended
+        turns.notify()
+        assert wait_until(lambda before=before: talks.num_attended > before)
+    talks.news = talks.over = True
+    turns.notify()
+    thread.join(PATIENCE)
     assert (thread.is_alive(), errors) == (False, [])
 
 
@@ -122,7 +135,7 @@ class Ranks:
     """Adds up numbers of two threads."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=20)
+        self._barrier = threading.Barrier(2, timeout=PATIENCE)
         self._sum, self._lock = 0, threading.Lock()
 
     def __call__(self, number: int) -> int:
@@ -158,7 +171,7 @@ def test_ranks_that_need_each_other_generate_together_until_all_are_over() -> No
         talks[rank].news = rank == 1  # does not end it: the others need this rank
     threads = [serving(turns[rank], talks[rank]) for rank in (0, 1)]
     for thread, errors in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
         assert (thread.is_alive(), errors) == (False, [])
     assert len(waves[0]) == len(waves[1])  # each wave is a forward pass of all
     assert [wave for wave in waves[0] if wave] == [[0], [1]]
@@ -219,15 +232,17 @@ def test_lost_turns_are_asked_for_again_once_all_wait_for_the_servers() -> None:
     turns = VLLMTurns(script, PARAMS, step=lambda: 0)
     answers = [ask(turns, 5), ask(turns, 6)]
     thread, errors = serving(turns, talks)
+    talks.waiting = True
     script.lost(0)
     thread.join(0.05)
     assert script.num_recoveries == 0  # the other request may still be answered
+    talks.waiting = False
     script.done(1)
     thread.join(0.05)
     assert script.num_recoveries == 0  # the other conversation goes on
     talks.waiting = True
     turns.notify()
-    until(lambda: len(script.asked) == 3)
+    assert wait_until(lambda: len(script.asked) == 3)
     assert script.num_recoveries == 1
     again = script.asked[2][0]
     assert (again.number, again.seed) == (0, 5)
@@ -236,7 +251,7 @@ def test_lost_turns_are_asked_for_again_once_all_wait_for_the_servers() -> None:
     assert answers[0].result(0).token_ids == [5]
     talks.news = True
     turns.notify()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert (thread.is_alive(), errors) == (False, [])
 
 
@@ -250,10 +265,10 @@ def test_a_tool_that_runs_is_not_waited_for_by_the_recovery() -> None:
     assert script.num_recoveries == 0
     talks.over = True  # the other conversation ended
     turns.notify()
-    until(lambda: script.num_recoveries == 1)
+    assert wait_until(lambda: script.num_recoveries == 1)
     talks.news = True
     turns.notify()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert (thread.is_alive(), errors) == (False, [])
 
 
@@ -264,9 +279,9 @@ def test_turns_that_are_lost_again_and_again_are_an_error() -> None:
     ask(turns, 5)
     thread, errors = serving(turns, talks)
     for number in range(MAX_RECOVERIES + 1):
-        until(lambda number=number: len(script.asked) == number + 1)  # type: ignore[misc]
+        assert wait_until(lambda number=number: len(script.asked) == number + 1)
         script.lost(number)
-    thread.join(20)
+    thread.join(PATIENCE)
     assert script.num_recoveries == MAX_RECOVERIES
     (error,) = errors
     assert isinstance(error, GenerationError)
@@ -281,11 +296,11 @@ def test_turns_that_are_lost_now_and_then_are_none() -> None:
     for number in range(0, 2 * MAX_RECOVERIES + 2, 2):
         ask(turns, 5)
         script.lost(number)
-        until(lambda number=number: len(script.asked) == number + 2)  # type: ignore[misc]
+        assert wait_until(lambda number=number: len(script.asked) == number + 2)
         script.done(number + 1)
     talks.news = True
     turns.notify()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert (script.num_recoveries, errors) == (MAX_RECOVERIES + 1, [])
 
 
@@ -296,7 +311,7 @@ def test_a_failure_is_raised_although_conversations_go_on() -> None:
     thread, errors = serving(turns, talks)
     prompt, report, _ = script.asked[0]
     report(Failed(prompt, GenerationError("mine")))
-    thread.join(20)
+    thread.join(PATIENCE)
     assert [str(error) for error in errors] == ["mine"]
 
 
@@ -314,11 +329,11 @@ def test_a_request_that_was_given_up_is_canceled_and_its_outcome_is_nobodys(outc
     talks.waiting = True
     thread, errors = serving(turns, talks)
     script.lost(1)  # now all that is asked for is lost
-    until(lambda: len(script.asked) == 3)
+    assert wait_until(lambda: len(script.asked) == 3)
     assert script.asked[2][0].seed == 6
     script.done(2)
     assert other.result(0).token_ids == [6]
     talks.news = True
     turns.notify()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert (thread.is_alive(), errors) == (False, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from prefrl.rollout.episodes.play import Player, Task
 from prefrl.rollout.episodes.seats import Seat
 from prefrl.rollout.episodes.threads import MainThread
 from prefrl.types import Completion, Episode, Rollout
+from tests.patience import PATIENCE
 from tests.unit.data.tool_templates import HERMES, tool_template
 
 ASK = {"role": "user", "content": "hi"}
@@ -30,17 +32,12 @@ NEEDS_IDS = HERMES.replace(
     "{% for m in messages %}{% if m.role == 'tool' and not m.tool_call_id %}{{ raise_exception('id') }}{% endif %}",
     1,
 )
-# What the policy says of tokens that no text has: the text is cut off.
-Answer = str | Callable[[], Any]
-
 hermes = functools.cache(lambda: tool_template(HERMES))
 
 
 def call(name: str, **arguments: Any) -> str:
     """A turn that calls a tool."""
-    from json import dumps
-
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {dumps(arguments)}}}\n</tool_call>'
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 def limits(**changes: Any) -> EpisodeLimits:
@@ -51,7 +48,7 @@ def limits(**changes: Any) -> EpisodeLimits:
         "max_characters": 20_000,
         "max_turns": None,
         "max_tool_calling_iterations": None,
-        "tool_timeout": 20.0,
+        "tool_timeout": PATIENCE,
         "episode_timeout": None,
         "tool_error": "tell",
         "environment_error": "raise",
@@ -107,8 +104,9 @@ class Played:
         self.sent: list[tuple[list[int], int, int]] = []  # ids, limit, seed
         self._answers = list(answers)
         reader = tool_call_reader(self.template, kind.schemas) if kind.schemas else None
+        self.row = {**row(template=self.template), **(columns or {})}
         task = Task(
-            {**row(template=self.template), **(columns or {})},
+            self.row,
             self.template,
             reader,
             seeds=lambda turn: 100 + turn,
@@ -164,14 +162,12 @@ class Scripted:
         self._answer = answer
         self.context_limit = context_limit
         self.requests: list[TurnRequest] = []
-        self.waves: list[int] = []
 
     def turns(self, sampling: SamplingParams) -> LocalTurns:
         return LocalTurns(self._generate)
 
     def _generate(self, wave: Sequence[TurnRequest]) -> list[Completion]:
         self.requests += wave
-        self.waves.append(len(wave))
         texts = (self._answer(hermes().tokenizer.decode(list(one.prompt)), one.seed) for one in wave)
         return [completion(hermes(), text, one.max_tokens) for text, one in zip(texts, wave, strict=True)]
 

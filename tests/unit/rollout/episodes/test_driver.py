@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefrl import DataError, Environment, EpisodeError
 from prefrl.generation.base import SamplingParams
+from prefrl.generation.local.turns import LocalTurns
 from prefrl.generation.vllm.pending import Done, Lost
 from prefrl.generation.vllm.requests import Prompt
 from prefrl.generation.vllm.turns import VLLMTurns
 from prefrl.rollout.episodes import driver
 from prefrl.rollout.episodes.driver import EpisodeSampler, EpisodesPending
 from prefrl.types import Rollout
+from tests.patience import PATIENCE, wait_until
 from tests.unit.rollout.episodes.scripted import ASK, Scripted, call, completion, hermes, params, row, sampler
 
 SAID = "said"
@@ -53,49 +51,52 @@ def read(episodes: EpisodeSampler, pending: EpisodesPending) -> list[list[Rollou
 
 
 class Answering(Environment):
-    """Answers `num_answers` times, each after a while."""
+    """Answers twice, and then no more."""
 
-    num_answers = 3
-    seconds = 0.0
-    running, most, lock = 0, 0, threading.Lock()
+    seen: dict[str, Any] = {}  # noqa: RUF012
 
     def reset(self, **row: Any) -> None:
-        self.row, self.num_left = row, self.num_answers
+        Answering.seen, self.num_left = row, 3
 
     def respond(self, message: Any) -> str | None:
-        with Answering.lock:
-            Answering.running += 1
-            Answering.most = max(Answering.most, Answering.running)
-        time.sleep(self.seconds)
-        with Answering.lock:
-            Answering.running -= 1
         self.num_left -= 1
         return "more" if self.num_left else None
 
 
-class Slow(Answering):
-    seconds = 0.1
+class Meeting(Answering):
+    """Answers once as many others are asked at the same time."""
+
+    barrier = threading.Barrier(1)
+    running, most, lock = 0, 0, threading.Lock()
+
+    def respond(self, message: Any) -> str | None:
+        with self.lock:
+            Meeting.running += 1
+            Meeting.most = max(Meeting.most, Meeting.running)
+        self.barrier.wait(PATIENCE)
+        with self.lock:
+            Meeting.running -= 1
+        return super().respond(message)
 
 
 def talk(conversation: str, seed: int) -> str:
     return SAID
 
 
-def test_environments_work_at_the_same_time() -> None:
-    with closing(sampler(Scripted(talk), factory=Slow)) as episodes:
-        started = time.monotonic()
+def test_all_environments_work_at_the_same_time_in_each_turn() -> None:
+    Meeting.barrier = threading.Barrier(32)
+    with closing(sampler(Scripted(talk), factory=Meeting, tool_timeout=2 * PATIENCE)) as episodes:
         rollouts = read(episodes, start(episodes, [row()] * 8, num_samples=4))
-        seconds = time.monotonic() - started
     assert [len(group) for group in rollouts] == [4] * 8
     assert {len(rollout.turns) for group in rollouts for rollout in group} == {3}
-    assert seconds < 32 * 3 * 0.1 / 3  # one after another
 
 
 def test_no_more_are_played_at_once_than_allowed() -> None:
-    Answering.most = 0
-    with closing(sampler(Scripted(talk), factory=Slow, max_concurrent_environments=2)) as episodes:
+    Meeting.barrier, Meeting.most = threading.Barrier(2), 0
+    options = {"max_concurrent_environments": 2, "tool_timeout": 2 * PATIENCE}
+    with closing(sampler(Scripted(talk), factory=Meeting, **options)) as episodes:
         read(episodes, start(episodes, [row()] * 4))
-    assert Answering.most == 2
+    assert Meeting.most == 2
 
 
 class Gated(Environment):
@@ -103,7 +104,7 @@ class Gated(Environment):
 
     def reset(self, is_slow: bool = False, **row: Any) -> None:
         if is_slow:
-            assert Gated.gate.wait(20)
+            assert Gated.gate.wait(PATIENCE)
 
 
 def test_a_slow_environment_delays_only_its_own_group() -> None:
@@ -114,14 +115,6 @@ def test_a_slow_environment_delays_only_its_own_group() -> None:
         assert sorted(first) == [0, 2, 3]
         Gated.gate.set()
         assert [number for number, _ in arrivals] == [1]
-
-
-def test_whoever_is_ready_shares_a_wave() -> None:
-    generator = Scripted(talk)
-    with closing(sampler(generator, factory=Answering)) as episodes:
-        read(episodes, start(episodes, [row()] * 16))
-    assert sum(generator.waves) == 48
-    assert max(generator.waves) > 4
 
 
 # Seeds.
@@ -294,6 +287,7 @@ def test_a_row_must_name_its_environment() -> None:
             episodes, start(episodes, [row(environment="a"), row(environment="b", number=0, failures=0)])
         )
         assert [one.episode.kind for one in (rollout, other) if one.episode] == ["Answering", "Failing"]
+        assert Answering.seen == {"prompt": [ASK]}  # the column says which one it is, and is nothing for it
         for name in ("c", None):
             with pytest.raises(
                 DataError, match=rf"column 'environment' of a row is {name!r}: must be one of .*'a', 'b'"
@@ -347,6 +341,63 @@ def test_turns_that_are_lost_come_back_and_no_episode_is_forgotten(most: int | N
     ] == expected
 
 
+def test_an_error_ends_the_wait_for_other_processes_too() -> None:
+    class Together(Scripted):
+        def turns(self, sampling: SamplingParams) -> LocalTurns:
+            return LocalTurns(self._generate, lambda number: number)
+
+    def broken() -> None:
+        """Break."""
+        raise OSError("gone")
+
+    episodes = sampler(Together(lambda *_: call("broken")), broken, tool_error="raise")
+    with closing(episodes), pytest.raises(EpisodeError, match=r"tool 'broken' with arguments {}: OSError: gone"):
+        read(episodes, start(episodes, [row()] * 2))
+
+
+class Silent(Scripted):
+    """The test answers; notes whether all waited whenever it was notified."""
+
+    def __init__(self) -> None:
+        super().__init__(talk)
+        self.asked: list[Future[Any]] = []
+        self.waited: list[bool] = []
+        self.pending: EpisodesPending | None = None
+
+    def turns(self, sampling: SamplingParams) -> Any:
+        return self
+
+    def ask(self, *_: Any, **__: Any) -> Future[Any]:
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def notify(self) -> None:
+        self.waited.append(self.pending is not None and self.pending.is_waiting())
+
+
+def test_an_episode_waits_from_its_request_until_its_answer_and_the_sampler_is_told() -> None:
+    silent, gate = Silent(), threading.Event()
+
+    async def block() -> None:
+        gate.wait(PATIENCE)
+
+    with closing(sampler(silent, factory=Gated, max_concurrent_environments=1)) as episodes:
+        Gated.gate = threading.Event()
+        silent.pending = pending = start(episodes, [row(is_slow=True)] * 2)
+        assert not pending.is_waiting()
+        Gated.gate.set()
+        assert wait_until(pending.is_waiting)
+        assert wait_until(lambda: silent.waited[-1])
+        assert len(silent.asked) == 1
+        episodes.submit(block())
+        silent.asked[0].set_result(completion(hermes(), SAID, 9))
+        assert not pending.is_waiting()  # the loop has not seen the answer yet
+        gate.set()
+        assert wait_until(lambda: len(silent.asked) == 2)
+        assert wait_until(pending.is_waiting)
+        pending.cancel()
+
+
 # Instances.
 
 
@@ -361,7 +412,7 @@ class Counted(Environment):
     def reset(self, is_slow: bool = False, **row: Any) -> None:
         Counted.resets += 1
         if is_slow:
-            assert Gated.gate.wait(20)
+            assert Gated.gate.wait(PATIENCE)
 
     def close(self) -> None:
         Counted.closed.append(self)
@@ -370,18 +421,11 @@ class Counted(Environment):
 @pytest.fixture
 def counted() -> Iterator[EpisodeSampler]:
     Gated.gate = threading.Event()
-    episodes = sampler(Scripted(talk), factory=Counted)
     Counted.made, Counted.closed, Counted.resets = [], [], 0
+    episodes = sampler(Scripted(talk), factory=Counted)
     yield episodes
     Gated.gate.set()
     episodes.close()
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_instances_are_kept_until_the_rollouts_are_scored_and_then_used_again(counted: EpisodeSampler) -> None:
@@ -402,25 +446,34 @@ def test_instances_are_kept_until_the_rollouts_are_scored_and_then_used_again(co
     assert sorted(map(id, Counted.closed)) == sorted(map(id, Counted.made))
 
 
-def test_what_nobody_reads_is_given_up(counted: EpisodeSampler) -> None:
-    arrivals = start(counted, [row(is_slow=number == 0) for number in range(3)], num_samples=2).as_completed()
+def test_what_is_read_stays_with_its_reader(counted: EpisodeSampler) -> None:
+    arrivals = start(counted, [row(is_slow=number == 0) for number in range(2)], num_samples=2).as_completed()
     number, rollouts = next(arrivals)
     arrivals.close()  # type: ignore[attr-defined]
-    # The hung ones are closed, the one group is held by its reader, the other is free.
-    until(lambda: len(Counted.closed) == 2)
-    assert number in (1, 2)
-    assert all(rollout.episode is not None and rollout.episode.environment is not None for rollout in rollouts)
-    until(lambda: len(counted._in_use) == 2)
+    assert wait_until(lambda: len(Counted.closed) == 2)  # the hung ones
+    assert number == 1
+    held = {id(rollout.episode.environment) for rollout in rollouts if rollout.episode}
+    assert held == set(counted._in_use)
     read(counted, start(counted, [row()] * 2))
     assert len(Counted.made) == 6
 
 
+def test_what_nobody_reads_is_free_again(counted: EpisodeSampler) -> None:
+    pending = start(counted, [row(is_slow=number == 0) for number in range(2)], num_samples=2)
+    pending._turns.serve(pending)
+    assert len(counted._in_use) == 2
+    pending.cancel()
+    assert wait_until(lambda: len(Counted.closed) == 2 and not counted._in_use)
+    read(counted, start(counted, [row()] * 2))
+    assert len(Counted.made) == 4
+
+
 def test_a_request_that_is_dropped_before_it_is_read_leaves_nothing_behind(counted: EpisodeSampler) -> None:
     pending = start(counted, [row()] * 3)
-    until(lambda: Counted.resets == 3)
+    assert wait_until(lambda: Counted.resets == 3)
     pending.cancel()
     pending.cancel()
-    until(lambda: len(Counted.closed) == 3)
+    assert wait_until(lambda: len(Counted.closed) == 3)
     assert not counted._in_use
     assert len(read(counted, start(counted, [row()]))) == 1
 
@@ -428,49 +481,22 @@ def test_a_request_that_is_dropped_before_it_is_read_leaves_nothing_behind(count
 # What blocks.
 
 
-async def blocks() -> str:
-    """Sleep."""
-    time.sleep(Blocked.seconds)  # not await asyncio.sleep
-    return "late"
-
-
-class Blocked:
-    seconds = 1.5
-
-
 def test_an_async_tool_that_blocks_the_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    async def blocks() -> str:
+        """Wait, but not with await."""
+        gate.wait(PATIENCE)
+        return "late"
+
     monkeypatch.setattr(driver, "_PATIENCE_SECONDS", 0.3)
-    answers = iter([call("blocks"), "ok"])
-    episodes = sampler(Scripted(lambda *_: next(answers)), blocks, tool_timeout=0.1)
-    message = r"blocked for 0.4 s \(line \d+ of .*test_driver.py\): an async function .* Use await"
-    with pytest.raises(EpisodeError, match=message):
-        read(episodes, start(episodes, [row()]))
-
-
-HANGING = """
-    import os, threading
-    from tests.unit.rollout.episodes.scripted import Scripted, call, row, sampler
-    from tests.unit.rollout.episodes.test_driver import read, start
-
-    def hang() -> str:
-        \"\"\"Hang.\"\"\"
-        threading.Event().wait()
-
-    answers = iter([call("hang"), "ok"])
-    episodes = sampler(Scripted(lambda *_: next(answers)), hang, tool_timeout=0.1)
-    ((rollout,),) = read(episodes, start(episodes, [row()]))
-    print(rollout.text[1]["content"])
-"""
-
-
-def test_a_process_with_a_hung_tool_ends() -> None:
-    root = Path(__file__).parents[4]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(HANGING)], cwd=root, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == '{"error": "No result within 0.1 seconds"}\n'
-    assert done.stderr == ""
+    episodes = sampler(Scripted(lambda *_: call("blocks")), blocks, tool_timeout=0.1)
+    message = r"blocked for 0.4 s \(line \d+ of .*\): an async function of a tool or an environment .* Use await"
+    try:
+        with pytest.raises(EpisodeError, match=message):
+            read(episodes, start(episodes, [row()]))
+    finally:
+        gate.set()
 
 
 def test_options_of_sampling_are_those_of_the_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -61,8 +62,6 @@ class Paid(Plain, Walker):
 
 
 class Full(Environment):
-    num_closed = 0
-
     def move(self, to: str) -> str:
         """Move.
 
@@ -72,9 +71,6 @@ class Full(Environment):
         return to
 
     def respond(self, message: Any) -> None: ...
-
-    async def close(self) -> None:
-        Full.num_closed += 1
 
 
 class Editor(Full):
@@ -99,10 +95,17 @@ def test_methods_of_the_base_class_are_no_tools() -> None:
     assert environment_kinds(None, Editor)[None].edits
 
 
-def test_an_instance_that_was_only_looked_at_is_closed() -> None:
-    Full.num_closed = 0
-    environment_kinds(None, {"a": Full, "b": Editor})
-    assert Full.num_closed == 2
+def test_the_instance_that_was_looked_at_is_kept_for_an_episode_with_its_thread() -> None:
+    made = []
+
+    class Threaded(Plain):
+        def __init__(self) -> None:
+            made.append(threading.get_ident())
+
+    (kind,) = environment_kinds(None, Threaded).values()
+    ((instance, worker),) = kind.unused
+    assert isinstance(instance, Threaded)
+    assert [worker.submit(threading.get_ident).result(5)] == made
 
 
 def test_environments_by_name_and_from_functions() -> None:

@@ -15,6 +15,7 @@ from prefrl.data.chat import ChatTemplate, special_tokens
 from prefrl.rollout.episodes.play import EnvironmentFailure
 from prefrl.rollout.rows import responses_of
 from prefrl.types import Completion
+from tests.patience import PATIENCE, before_a_deadline
 from tests.unit.data import templates
 from tests.unit.data.tool_templates import tool_template
 from tests.unit.rollout.episodes.scripted import ASK, END, NEEDS_IDS, Played, call, completion, hermes, kind_of
@@ -206,8 +207,12 @@ def test_a_time_limit_keeps_the_turns_that_there_are() -> None:
         await asyncio.sleep(1000)
 
     for answers in ([call("add", a=2, b=3), forever], [call("give")]):
-        given = Given(forever)
-        played = Played(kind_of(add, given.tool), *answers, episode_timeout=0.2)
+
+        def attempt(seconds: float, answers: list[Any] = answers) -> Played | None:
+            played = Played(kind_of(add, Given(forever).tool), *answers, episode_timeout=seconds)
+            return played if played.error is None else None
+
+        played = before_a_deadline(attempt)
         assert (played.episode.stop_reason, len(played.rollout.turns)) == ("timeout", 1)
         assert played.rollout.finish_reason == "length"
     played = Played(kind_of(add), forever, episode_timeout=0.1)
@@ -267,12 +272,17 @@ def test_an_error_of_a_tool_is_told_or_raised() -> None:
 
 def test_a_hung_tool_is_told_and_the_next_call_works() -> None:
     gate = threading.Event()
-    given = Given(gate.wait, "fine")
+
+    def attempt(seconds: float) -> Played | None:
+        given = Given(gate.wait, "fine")
+        played = Played(kind_of(given.tool), call("give"), call("give"), "ok", tool_timeout=seconds)
+        assert played.told[0] == json.dumps({"error": f"No result within {seconds:g} seconds"})
+        return played if played.told[1] == "fine" else None
+
     try:
-        played = Played(kind_of(given.tool), call("give"), call("give"), "ok", tool_timeout=0.1)
+        played = before_a_deadline(attempt)
     finally:
         gate.set()
-    assert played.told == ['{"error": "No result within 0.1 seconds"}', "fine"]
     assert played.episode.stop_reason == "stop"
 
 
@@ -293,7 +303,7 @@ def test_a_hung_tool_is_told_and_the_next_call_works() -> None:
 )
 def test_results_are_shown_as_text(result: Any, told: str) -> None:
     played = Played(kind_of(Given(result).tool), call("give"), "ok")
-    assert played.told == [told]
+    assert played.told == [result if isinstance(result, list) else told]  # rewards see lists as they are
     assert reply(told) in played.text(1)
 
 
@@ -340,6 +350,7 @@ def test_reset_gets_the_row() -> None:
 
     played = world("x", does={"reset": reset}, columns={"goal": 3})
     assert World.seen[0][1] == {"prompt": [], "goal": 3}
+    assert played.row["prompt"] == [ASK]
     assert played.played.prompt == [ASK]
     assert played.sent[0][0] == hermes().tokenizer(hermes().render([ASK], add_generation_prompt=True)).input_ids
 
@@ -421,7 +432,7 @@ def test_the_environment_answers_until_it_is_done() -> None:
         (None, [], "stop"),
         (Observation(), [], "stop"),
         (Observation(done=True), [], "tool_done"),
-        ([{"type": "text", "text": "x"}], ["x"], "max_turns"),
+        ([{"type": "text", "text": "x"}], [[{"type": "text", "text": "x"}]], "max_turns"),
         ("bye", ["bye"], "max_turns"),
     ],
 )
@@ -488,9 +499,9 @@ def test_what_get_reward_may_not_return(reward: Any, message: str) -> None:
 
 @pytest.mark.parametrize("method", ["reset", "respond", "get_reward", "edit"])
 def test_a_failure_of_the_environment_is_no_result(method: str) -> None:
-    def play(failure: Any) -> Played:
+    def play(failure: Any, seconds: float = PATIENCE) -> Played:
         does = {"respond": deque(["go on", None]), "edit": lambda messages: messages, method: failure}
-        return world("a", "b", kind=Editing, does=does, tool_timeout=0.1)
+        return world("a", "b", kind=Editing, does=does, tool_timeout=seconds)
 
     played = play(OSError("gone"))
     assert isinstance(played.error, EnvironmentFailure)
@@ -498,7 +509,12 @@ def test_a_failure_of_the_environment_is_no_result(method: str) -> None:
     gate = threading.Event()
     try:
         for hangs in (lambda _: asyncio.sleep(1000), lambda _: gate.wait()):
-            assert str(play(hangs).error) == f"Editing.{method}: no result within tool_timeout=0.1 s"
+
+            def attempt(seconds: float, hangs: Any = hangs) -> bool | None:
+                said = str(play(hangs, seconds).error)
+                return said == f"Editing.{method}: no result within tool_timeout={seconds:g} s" or None
+
+            assert before_a_deadline(attempt)
     finally:
         gate.set()
 
@@ -515,17 +531,20 @@ def test_edited_history_is_a_row_of_its_own_and_keeps_what_was_sampled() -> None
         messages[0]["content"] = "changed"  # in place, which must not reach what rewards see
         return kept
 
+    as_it_is = lambda messages: later(messages)  # noqa: E731
     does = {
-        "respond": deque(["more", "more", None]),
-        "edit": deque([lambda messages: later(messages), drop_first_answer]),
+        "respond": deque(["more", "more", "more", None]),
+        "edit": deque([as_it_is, drop_first_answer, as_it_is]),
     }
-    played = world("one", "two", "three", kind=Editing, does=does)
+    played = world("one", "two", "three", "four", kind=Editing, does=does)
     assert played.error is None
     assert played.text(1) == f"{played.text(0)}one{END}\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
     assert played.text(2) == played.text(1).replace("one", "two").replace("user\nhi", "user\nchanged")
+    assert played.text(3) == f"{played.text(2)}three{END}\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
     assert played.played.prompt == [ASK]
-    ends = [played.sent[i][0] + played.rollout.turns[i].completion.token_ids for i in range(3)]
-    assert rows(played) == [ends[1], ends[2]]
+    assert [message["content"] for message in played.played.said[::2]] == ["one", "two", "three", "four"]
+    ends = [played.sent[i][0] + played.rollout.turns[i].completion.token_ids for i in range(4)]
+    assert rows(played) == [ends[1], ends[3]]
 
 
 @pytest.mark.parametrize("edited", [None, "x", [1], [{"content": "x"}]], ids=str)
