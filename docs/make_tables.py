@@ -123,7 +123,7 @@ def tables(config: type[Any]) -> str:
     fields = {field.name: field for field in dataclasses.fields(config)}
     meanings = {
         option.name: f"{option.description} [Keys](../{KEY_PAGES.get(option.name, 'losses.md')}#keys)."
-        for option in config.kwargs_options
+        for option in getattr(config, "kwargs_options", ())
     }
     parts = []
     for group in config.__mro__:

@@ -11,6 +11,13 @@ import pytest
 
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 
+# The template of `tiny_tokenizer`, which also shows the names of tools, and calls.
+TEMPLATE = (
+    "{% for t in tools or [] %}<|system|>{{ t.function.name }}<|end|>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}'
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 PAIRS = Path(__file__).parents[1] / "data" / "gsm8k_pairs_8.jsonl"
 
 
@@ -18,7 +25,7 @@ PAIRS = Path(__file__).parents[1] / "data" / "gsm8k_pairs_8.jsonl"
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-model")
     tiny_model("qwen2").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tiny_tokenizer(chat_template=TEMPLATE).save_pretrained(folder)
     return folder
 
 

@@ -152,3 +152,14 @@ def test_example_scripts_train(script: str, data: str, workspace: Path, model_fo
     write_jsonl(workspace / "gsm8k.jsonl", [{"question": "What is 2+3?", "answer": "#### 5"}] * 4)
     module(ROOT / "examples" / script).main(str(model_folder), data, "out")
     assert (workspace / "out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("script", ["grpo_calculator.py", "grpo_guessing_game.py"])
+@pytest.mark.parametrize("is_tiny", [True, False])
+def test_examples_of_episodes_train(
+    script: str, is_tiny: bool, workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    model = None if is_tiny else str(model_folder)
+    rewards = module(ROOT / "examples" / script).main(model, "out", max_steps=1)
+    assert len(rewards) == 1
