@@ -151,7 +151,6 @@ def _score(
     for rollout in rollouts:
         rollout.rewards = dict.fromkeys(rewards.names)
     if not scored:
-        _set_totals(rollouts, rewards.weights)
         return {}, {}
     names = [name for name in scored[0].row if name not in ("prompt", "prompt_ids")]
     scores = rewards.score(

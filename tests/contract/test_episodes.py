@@ -32,8 +32,8 @@ def rewards_of(trainer: Any) -> list[float]:
 
 def learner(folder: Path, environment: type, **options: Any) -> Any:
     data = Dataset.from_list(episodes.secrets(96))
-    model = tiny_model(eos_token_id=[*range(128)])  # every token ends a turn
-    return make_trainer("grpo", folder, model=model, train_dataset=data, environment=environment, **LEARNING | options)
+    options.setdefault("model", tiny_model(eos_token_id=[*range(128)]))  # every token ends a turn
+    return make_trainer("grpo", folder, train_dataset=data, environment=environment, **LEARNING | options)
 
 
 def test_a_random_policy_learns_to_look_up_and_then_to_answer(tmp_path: Path) -> None:

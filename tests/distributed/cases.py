@@ -119,6 +119,9 @@ CASES: dict[str, Case] = {
     "grpo_reuse": Case("grpo", {"beta": 0.04, **REUSE}),
     "grpo_not_gathered": Case("grpo", {"ds3_gather_for_generation": False, **EVAL}, eval_rows=5),
     "grpo_full_kl_by_name": Case("grpo", {"beta": 0.1, "kl_estimator": "full"}, by_name=True),
+    # Ranks whose episodes have different numbers of turns sample together.
+    "grpo_episodes": Case("grpo", {"talks": "forgetful", "turn_credit": "return"}),
+    "grpo_episodes_not_gathered": Case("grpo", {"talks": "faithful", "ds3_gather_for_generation": False}),
     "grpo_scored_first": Case(
         "grpo",
         {

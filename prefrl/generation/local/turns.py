@@ -66,7 +66,7 @@ class LocalTurns:
     def _serve_together(self, conversations: Conversations, sum_over_ranks: Callable[[int], int]) -> None:
         while sum_over_ranks(int(not conversations.is_over())):
             conversations.attend()
-            wave = self._next_wave(None) if conversations.is_over() else self._next_wave(self._wait(_HELP_SECONDS))
+            wave = [] if conversations.is_over() else self._next_wave(self._wait(_HELP_SECONDS))
             if sum_over_ranks(len(wave)):
                 self._answer(wave, always=True)
 

@@ -41,6 +41,9 @@ class VLLMTurns:
         self._lost: list[Lost] = []
         self._num_asked = 0
         self._failure: Exception | None = None
+        self._num_done = 0
+        self._num_recoveries = 0  # since the last turn, of all processes
+        self._num_done_before = 0  # by all processes, before the last recovery
         self._event = threading.Event()
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int, seed: int, home: Home) -> Future[Completion]:
@@ -63,7 +66,6 @@ class VLLMTurns:
 
     def serve(self, conversations: Conversations) -> None:
         """See `TurnSampler`."""
-        num_recoveries = 0
         while not conversations.has_news():
             self._event.clear()
             conversations.attend()
@@ -75,17 +77,24 @@ class VLLMTurns:
             raise_shared(self._failure)
             with self._lock:
                 lost, self._lost = self._lost, []
-            reasons = [reason for reasons in gather_objects([one.reason for one in lost]) for reason in reasons]
+            of_ranks = gather_objects(([one.reason for one in lost], self._num_done))
+            reasons = [reason for reasons, _ in of_ranks for reason in reasons]
             if not reasons:
                 return
-            if num_recoveries == MAX_RECOVERIES:
-                raise GenerationError(
-                    f"{len(reasons)} turns were lost {num_recoveries + 1} times, although the servers came back each "
-                    f"time. One of the reasons: {reasons[0]}"
-                )
-            num_recoveries += 1
+            self._count_recovery(reasons, sum(num_done for _, num_done in of_ranks))
             self._asker.recover()
             self._asker.submit([one.prompt for one in lost], self._note)
+
+    def _count_recovery(self, reasons: Sequence[str], num_done: int) -> None:
+        """Raise if the servers came back several times without a single turn, on all processes alike."""
+        if num_done > self._num_done_before:
+            self._num_recoveries, self._num_done_before = 0, num_done
+        if self._num_recoveries == MAX_RECOVERIES:
+            raise GenerationError(
+                f"{len(reasons)} turns were lost {MAX_RECOVERIES + 1} times, although the servers came back each "
+                f"time. One of the reasons: {reasons[0]}"
+            )
+        self._num_recoveries += 1
 
     def _is_stuck(self, conversations: Conversations) -> bool:
         """Whether no conversation can go on before the servers are back."""
@@ -101,6 +110,7 @@ class VLLMTurns:
                 answer.set_result(outcome.completions[0])
             with self._lock:  # not before the answer is there: else no conversation could go on in between
                 self._answers.pop(number, None)
+                self._num_done += 1
         with self._lock:
             if number in self._answers and isinstance(outcome, Lost):
                 self._lost.append(outcome)

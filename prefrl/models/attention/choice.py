@@ -33,6 +33,8 @@ _TRIALS = (
     ((7, -1), (200, 0), (3, 1), (150, 2), (30, 1), (20, 0), (1, -1), (300, 6)),
 )
 _TRIAL_WINDOWS = (None, 20)
+# The most copies of keys for each token that the variable-length kernel makes of deep forests.
+_MOST_COPIES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Kernel:
     name: str
     attend: Attend
     serves: Callable[[Inputs], bool]
+    suits: Callable[[Layout], bool] = lambda layout: True
 
 
 def _is_for_varlen(inputs: Inputs) -> bool:
@@ -87,22 +90,38 @@ def _is_for_blocks(inputs: Inputs) -> bool:
     return inputs.device.type == "cuda" and inputs.dtype in _TOLERANCES
 
 
+def _copies_little(layout: Layout) -> bool:
+    """Whether the copies of all ancestors' keys, which the variable-length kernel makes for each segment, are few.
+
+    In a long episode each turn copies the whole history: 31 times the tokens with 50 turns. A group of completions
+    copies its prompt, which has always been worth it.
+    """
+
+    def count() -> bool:
+        segments = layout.segments
+        is_deep = any(len(segment.ancestors) > 1 for segment in segments)
+        num_keys = sum(segment.position + segment.length for segment in segments)
+        return not is_deep or num_keys <= _MOST_COPIES * sum(layout.lengths)
+
+    return layout.once("copies little", count)
+
+
 # In order of preference. The first needs no compilation but supports half precision only. The second is compiled at
 # first use. The last launches kernels for each segment; it works everywhere and is the reference for the others.
 KERNELS = (
-    Kernel("variable-length", varlen.attend, _is_for_varlen),
+    Kernel("variable-length", varlen.attend, _is_for_varlen, _copies_little),
     Kernel("block-mask", block_mask.attend, _is_for_blocks),
     Kernel("segment-by-segment", segments.attend, lambda inputs: True),
 )
 
 
-def choose_kernel(inputs: Inputs, kernels: Sequence[Kernel] = KERNELS) -> Kernel:
-    """The first of `kernels` that supports `inputs` and passed its trial; the last one needs no trial.
+def choose_kernel(inputs: Inputs, layout: Layout, kernels: Sequence[Kernel] = KERNELS) -> Kernel:
+    """The first of `kernels` that supports `inputs`, suits the layout and passed its trial; the last one needs none.
 
     A kernel is tried once for each kind of inputs, and the trial waits for the device. A failure is logged once.
     """
     *tried, last = kernels
-    return next((k for k in tried if k.serves(inputs) and _passes(k, inputs)), last)
+    return next((k for k in tried if k.serves(inputs) and k.suits(layout) and _passes(k, inputs)), last)
 
 
 @cache

@@ -99,7 +99,7 @@ def _attend(
         window = None
     if dropout > 0:  # the only kernel with dropout
         return segments.attend(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
-    kernel = choose_kernel(Inputs.of(query, key, value, scaling))
+    kernel = choose_kernel(Inputs.of(query, key, value, scaling), layout)
     return kernel.attend(query, key, value, layout, scaling=scaling, window=window)
 
 

@@ -327,9 +327,6 @@ class EpisodesPending:
         self._turns.notify()
 
     def _note(self, number: int, sample: int, rollout: Rollout) -> None:
-        if self._is_canceled:
-            self._episodes.release([rollout])
-            return
         self._num_failed += rollout.has_failed
         self._found[number][sample] = rollout
         found = [one for one in self._found[number] if one is not None]

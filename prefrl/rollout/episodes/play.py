@@ -7,7 +7,6 @@ import copy
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -360,17 +359,17 @@ def _opened(messages: list[Message], opening: Any, name: str) -> list[Message]:
     """The prompt with what `reset` returned: text at the end of the last message, or messages after it."""
     if opening is None:
         return messages
-    if isinstance(opening, str):
-        last = messages[-1]
-        content = last["content"]
-        added = [*content, {"type": "text", "text": opening}] if isinstance(content, list) else content + opening
-        return [*messages[:-1], {**last, "content": added}]
-    if isinstance(opening, list) and all(isinstance(part, Mapping) for part in opening):
-        if opening and all("role" in message for message in opening):
+    if isinstance(opening, list) and all(isinstance(one, Mapping) for one in opening):
+        if all("role" in message for message in opening):
             return [*messages, *opening]
-        with suppress(EpisodeError):
-            return _opened(messages, _text(opening, f"{name}.reset"), name)
-    raise EpisodeError(f"{name}.reset returned {opening!r}: must be None, a text, or a list of messages with text")
+        if all("type" in part for part in opening):
+            opening = _text(opening, f"{name}.reset")
+    if not isinstance(opening, str):
+        raise EpisodeError(f"{name}.reset returned {opening!r}: must be None, a text, or a list of messages")
+    last = messages[-1]
+    content = last["content"]
+    added = f"{content}{opening}" if isinstance(content, str) else [*content, {"type": "text", "text": opening}]
+    return [*messages[:-1], {**last, "content": added}]
 
 
 def _observation(value: Any, what: str) -> Observation:

@@ -64,7 +64,7 @@ class Seat:
             if is_late:  # or the episode is over, so that nobody waits for the call any more
                 self._abandon(work)
         if is_late:
-            raise CallTimeout
+            raise CallTimeout(f"no result within {timeout} s")
         return work.result()
 
     async def _called(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -100,9 +100,10 @@ class Seat:
 
     async def close(self, timeout: float | None) -> None:
         """Close the environment, if it is a `prefrl.Environment`, and end the thread."""
+        environment, self.environment = self.environment, None
         try:
-            if self.environment is not None and self.kind.is_full:
-                await self.call(self.environment.close, timeout=timeout)
+            if environment is not None and self.kind.is_full:
+                await self.call(environment.close, timeout=timeout)
         finally:
             self._worker.leave()
 

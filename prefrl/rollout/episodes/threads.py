@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable
@@ -11,6 +12,10 @@ from typing import Any
 from prefrl.printable import reason_of
 
 __all__ = ["MainThread", "Worker", "reported"]
+
+
+# Other exceptions come from signals.
+_OF_USER_CODE = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
 class Worker:
@@ -82,8 +87,9 @@ class MainThread:
                 continue
             _settle(result, work)
             error = result.exception()
-            if error is not None and isinstance(error.__cause__, KeyboardInterrupt):
-                raise error.__cause__  # of a signal
+            cause = error.__cause__ if error is not None else None
+            if cause is not None and not isinstance(cause, _OF_USER_CODE):
+                raise cause
 
 
 def reported(error: BaseException) -> Exception:

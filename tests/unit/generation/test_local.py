@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from prefrl.errors import ConfigError, GenerationError
-from prefrl.generation.base import SamplingParams
+from prefrl.generation.base import Home, SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.generation.local.sampling import uniform_numbers
 from prefrl.models.modes import checkpoint_activations
@@ -432,3 +432,31 @@ def test_bad_calls_are_named(model: PreTrainedModel) -> None:
     with pytest.raises(GenerationError, match="prompt 1 is empty"):
         LocalGenerator(model).generate([[5], []], sampled(), seeds=[0, 0])
     assert LocalGenerator(model).generate([], sampled(), seeds=[]) == []
+
+
+@pytest.mark.parametrize("max_rows", [2, 64])
+def test_a_row_with_a_limit_of_its_own_is_what_it_is_alone(model: PreTrainedModel, max_rows: int) -> None:
+    generator, limits, seeds = LocalGenerator(model, max_rows=max_rows), [1, 9, 4, 17], [3, 1, 4, 1]
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[1], PROMPTS[3]]  # two rows with one prompt have other limits
+    together = generator.generate(prompts, sampled(99, 2), seeds=seeds, limits=limits)
+    for prompt, seed, limit, completions in zip(prompts, seeds, limits, together, strict=True):
+        (alone,) = generator.generate([prompt], sampled(limit, 2), seeds=[seed])
+        assert [one.token_ids for one in completions] == [one.token_ids for one in alone]
+        assert [one.finish_reason for one in completions] == [one.finish_reason for one in alone]
+        assert max(len(one.token_ids) for one in completions) <= limit
+    assert {len(one.token_ids) for one in together[3]} == {17}
+
+
+def test_turns_have_the_limits_of_their_requests(model: PreTrainedModel) -> None:
+    class Once:
+        is_over = is_waiting = has_news = lambda self: all(answer.done() for answer in answers)
+
+        def attend(self) -> None: ...
+
+    generator = LocalGenerator(model)
+    turns = generator.turns(sampled(99, 3))
+    answers = [turns.ask(PROMPTS[0], max_tokens=limit, seed=limit, home=Home()) for limit in (3, 6)]
+    turns.serve(Once())
+    for answer, limit in zip(answers, (3, 6), strict=True):
+        ((alone,),) = generator.generate([PROMPTS[0]], sampled(limit, 1), seeds=[limit])
+        assert answer.result().token_ids == alone.token_ids

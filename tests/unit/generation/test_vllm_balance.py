@@ -119,3 +119,34 @@ def test_a_turn_that_comes_with_its_cancellation_is_given_back() -> None:
         assert [server.under_way for server in balance.servers] == [0, 1]
 
     run(scenario, max_under_way=1)
+
+
+def test_a_conversation_waits_for_the_server_that_has_its_history() -> None:
+    async def scenario(balance: Balance) -> None:
+        assert [(await take(balance)).url for _ in range(2)] == ["a", "b"]
+        at_home, other = asyncio.create_task(balance.take(avoid=(), home="b")), asyncio.create_task(take(balance))
+        await asyncio.sleep(0)
+        balance.give_back(balance.servers[0])
+        assert (await other).url == "a"
+        assert not at_home.done()
+        balance.give_back(balance.servers[1])
+        server = await at_home
+        assert server is not None
+        assert server.url == "b"
+
+    run(scenario, max_under_way=1)
+
+
+def test_a_conversation_leaves_a_home_that_is_gone_or_to_be_avoided() -> None:
+    async def scenario(balance: Balance) -> None:
+        for avoid, home in ((("b",), "b"), ((), "no such server")):
+            server = await balance.take(avoid=avoid, home=home)
+            assert server is not None
+            assert server.url == "a"
+            balance.give_back(server)
+        balance.distrust(balance.servers[1], "gone")
+        server = await balance.take(avoid=(), home="b")
+        assert server is not None
+        assert server.url == "a"
+
+    run(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.unit.models.test_attention import forest
 
 INPUTS = Inputs(torch.device("cpu"), torch.float32, num_heads=4, num_kv_heads=2, key_size=8, value_size=8, scaling=0.3)
 LAST = kernels.KERNELS[-1]
+LAYOUT = Layout(((5, -1),))
 
 
 def kernel(attend, name="new"):
@@ -95,12 +97,27 @@ def test_kernels_are_asked_only_for_what_they_are_made_for(dtype, sizes, served)
     assert {k.name for k in (first, second) if k.serves(on_cuda)} == served
     assert not any(k.serves(on_cpu) for k in (first, second))
     assert last.serves(on_cuda)
-    assert choose_kernel(on_cpu) is last
+    assert choose_kernel(on_cpu, LAYOUT) is last
+
+
+def test_the_kernel_that_copies_histories_is_not_taken_for_long_episodes():
+    def episode(num_turns):
+        spine = [(20, number - 1) for number in range(num_turns)]
+        return Layout((*spine, (5, num_turns - 1)))
+
+    first, second, _ = kernels.KERNELS
+    group = Layout(((1000, -1), *((10, 0) for _ in range(64))))
+    assert first.suits(group)
+    assert first.suits(episode(12))
+    assert not first.suits(episode(40))
+    assert second.suits(episode(40))
+    works, passed_over = kernel(right), replace(kernel(right), suits=lambda layout: False)
+    assert choose_kernel(INPUTS, LAYOUT, (passed_over, works, LAST)) is works
 
 
 def test_a_kernel_that_works_is_taken_without_a_word(caplog):
     works = kernel(right)
-    assert choose_kernel(INPUTS, (works, kernel(no_compiler), LAST)) is works
+    assert choose_kernel(INPUTS, LAYOUT, (works, kernel(no_compiler), LAST)) is works
     assert caplog.records == []
 
 
@@ -121,7 +138,7 @@ def test_a_kernel_that_does_not_work_is_passed_over_with_one_warning(attend, rea
     broken, works = kernel(attend, "broken"), kernel(right)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert choose_kernel(INPUTS, (broken, works, LAST)) is works
+            assert choose_kernel(INPUTS, LAYOUT, (broken, works, LAST)) is works
     (message,) = [record.getMessage() for record in caplog.records]
     assert "broken" in message
     assert reason in message
@@ -137,7 +154,7 @@ def test_kernels_are_tried_again_for_other_inputs():
     works = kernel(remembers)
     others = Inputs(torch.device("cpu"), torch.bfloat16, 6, 3, 16, 8, scaling=None)
     for inputs in (INPUTS, INPUTS, others):
-        assert choose_kernel(inputs, (works, LAST)) is works
+        assert choose_kernel(inputs, LAYOUT, (works, LAST)) is works
     assert set(tried) == {(torch.float32, 4, 2, 8, 8, 0.3), (torch.bfloat16, 6, 3, 16, 8, None)}
     assert len(tried) == 2 * len(kernels._TRIALS) * len(kernels._TRIAL_WINDOWS) * 2  # with gradients and without
 
@@ -147,7 +164,7 @@ def test_running_out_of_memory_says_nothing_about_a_kernel():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        choose_kernel(INPUTS, (kernel(hungry), LAST))
+        choose_kernel(INPUTS, LAYOUT, (kernel(hungry), LAST))
 
 
 def test_a_trial_neither_sees_nor_changes_what_surrounds_it():
@@ -161,7 +178,7 @@ def test_a_trial_neither_sees_nor_changes_what_surrounds_it():
     before = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         works = kernel(draws)
-        assert choose_kernel(INPUTS, (works, LAST)) is works
+        assert choose_kernel(INPUTS, LAYOUT, (works, LAST)) is works
     assert set(seen) == {(False, False)}
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -172,7 +189,7 @@ def test_a_first_use_inside_a_checkpointed_layer_leaves_its_count_of_saved_tenso
     query, key, value = kernels._random_tensors(INPUTS, layout)
 
     def layer(query):
-        chosen = choose_kernel(INPUTS, (works, LAST))
+        chosen = choose_kernel(INPUTS, LAYOUT, (works, LAST))
         return chosen.attend(query, key, value, layout, scaling=None, window=None)
 
     output = checkpoint(layer, query, use_reentrant=False)

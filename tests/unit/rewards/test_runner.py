@@ -17,6 +17,7 @@ import torch
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards import REWARD_FUNCTIONS, RewardRunner, RewardScores, numeric_reward
+from prefrl.types import Episode
 from tests.patience import PATIENCE, before_a_deadline
 
 TEXTS = ["a", "bb", "cccc"]
@@ -597,3 +598,53 @@ def test_every_named_reward_scores_text_and_messages() -> None:
     assert list(texts.by_name) == list(REWARD_FUNCTIONS)
     assert texts.by_name == messages.by_name
     assert texts.by_name["numeric_reward"] == texts.by_name["accuracy_reward"] == [1.0]
+
+
+# Environments.
+
+
+class World:
+    def __init__(self, score: float) -> None:
+        self.score = score
+
+
+class Other(World): ...
+
+
+def episode(kind: str, reward: float | None, **parts: float) -> Episode:
+    return Episode(kind, "stop", [0.0], reward=reward, rewards=parts, environment=World(4.0))
+
+
+EPISODES = [episode("World", 1.5, won=1.0, fast=0.5), episode("Other", 2.0), episode("World", None, won=0.0)]
+
+
+def test_rewards_of_environments_come_after_the_others_each_for_its_own_episodes() -> None:
+    runner = RewardRunner([length], weights=[0.5], environments={"World": World, "Other": Other})
+    scores = runner.score(["p"] * 3, TEXTS, [[1], [1], [1]], {}, episodes=EPISODES)
+    assert runner.names == ["length", "World", "Other"]
+    assert runner.weights == [0.5, 1.0, 1.0]
+    assert set(runner.fingerprints) == {"length", "World", "Other"}
+    assert scores.by_name == {"length": [1.0, 2.0, 4.0], "World": [1.5, None, None], "Other": [None, 2.0, None]}
+    assert scores.metrics == {"rewards/World/won/mean": 0.5, "rewards/World/fast/mean": 0.5}
+
+
+def test_environments_alone_are_rewards_enough() -> None:
+    runner = RewardRunner([], environments={"World": World})
+    scores = runner.score(["p"] * 3, TEXTS, [[1], [1], [1]], {}, episodes=EPISODES)
+    assert scores.by_name == {"World": [1.5, None, None]}
+    for environments in (None, {}):
+        with pytest.raises(ConfigError, match=r"reward_funcs=\[\]: at least one reward is needed, or an environment_"):
+            RewardRunner([], environments=environments)
+
+
+def test_functions_may_ask_for_the_environments() -> None:
+    def score_of(environments: list[World], **columns: Any) -> list[float]:
+        return [environment.score for environment in environments]
+
+    runner = RewardRunner(score_of, environments={}, columns=["a"])
+    assert runner.score(["p"] * 3, TEXTS, [[1]] * 3, {}, episodes=EPISODES).by_name == {"score_of": [4.0] * 3}
+    with pytest.raises(ConfigError, match=r"dataset columns \['environments'\]: these names are reserved"):
+        runner.check_columns(["environments"])
+    with pytest.raises(ConfigError, match="reward 'score_of' needs 'environments', which is no column"):
+        RewardRunner(score_of, columns=["a"])
+    RewardRunner(score_of, columns=["environments"])  # a column like any other where there are none

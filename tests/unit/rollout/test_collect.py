@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.collect import Collector, Request
 from prefrl.rollout.rows import sampled_batch
-from prefrl.types import Completion, FinishReason, Rollout, Turn
+from prefrl.types import Completion, Episode, FinishReason, Rollout, Turn
 
 
 @dataclass
@@ -91,3 +92,45 @@ def test_rows_are_the_ids_that_were_sent_and_those_that_came_back() -> None:
     assert batch.sampling_logprobs.tolist() == [-5.0, -6.0, -9.0, -4.0]
     assert batch.trainable.tolist() == [False, False, False, True]
     assert sampled_batch(rollouts, mask_truncated=False).trainable.tolist() == [True, True, False, True]
+
+
+def test_an_episode_that_failed_is_not_scored() -> None:
+    def count(
+        completions: list[object], environments: list[str], log_extra: object, **_: object
+    ) -> list[float | None]:
+        log_extra("world", environments)  # type: ignore[operator]
+        return [float(len(completions))] * len(completions)
+
+    class Episodes(Ready):
+        def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
+            turn = Turn([7], self.completions[0])
+            reasons = ("stop", "environment_error", "timeout")
+            worlds = {"stop": "first", "timeout": "third"}
+            yield (
+                0,
+                [
+                    Rollout(
+                        [turn], ROW, 0, "a", [], episode=Episode("W", r, [0.0], reward=0.5, environment=worlds.get(r))
+                    )
+                    for r in reasons
+                ],
+            )
+
+        def release(self, rollouts: Sequence[Rollout]) -> None:
+            self.released += rollouts
+
+    ready = Episodes([Completion([5], "stop", [-1.0], [True], [0])])
+    collector = Collector(
+        RewardRunner(count, environments={"W": object}), ready, trainer_state=lambda: None, clock=lambda: 0.0
+    )
+    collected = collector.collect(Request(1, ready, [1]))
+    rollouts = collected.rollouts
+    assert [one.rewards for one in rollouts] == [
+        {"count": 2.0, "W": 0.5},
+        {"count": None, "W": None},
+        {"count": 2.0, "W": 0.5},
+    ]
+    assert [rollouts[0].reward, rollouts[2].reward] == [2.5, 2.5]
+    assert math.isnan(rollouts[1].reward)
+    assert collected.logged_columns == {"world": ["first", None, "third"]}
+    assert ready.released == rollouts

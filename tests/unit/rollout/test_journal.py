@@ -14,7 +14,7 @@ from prefrl.errors import CheckpointError, ConfigError
 from prefrl.metrics import Mean
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
-from prefrl.types import Completion, Rollout, Turn
+from prefrl.types import Completion, Episode, Rollout, Turn
 
 CPU = torch.device("cpu")
 
@@ -169,3 +169,62 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(ConfigError, match="link is a symbolic link"):
         Journal(tmp_path / "link", 0, 1, keep=9).seal(0, [part(0)], step=0, needed_from=0)
+
+
+def episode(group: int, *, reward: float | None, turns: int = 2) -> Rollout:
+    completion = Completion([5, 6], "stop", [-0.1, -0.5], [True, True], [3, 4])
+    call = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "2\ud800"},
+        {"role": "assistant", "content": "two"},
+    ]
+    return Rollout(
+        [Turn([1, 2], completion), Turn([1, 2, 5, 6, 9], completion)][:turns],
+        {"prompt": [], "prompt_ids": [1, 2]},
+        group,
+        prompt=[{"role": "user", "content": "1+1"}],
+        text=said[: 2 * turns - 1],
+        rewards={"World": reward},
+        reward=float("nan") if reward is None else reward,
+        advantage=0.5,
+        episode=Episode("World", "tool_done", [0.25, 0.5][:turns], 1, 0, reward, {"won": 1.0}),
+    )
+
+
+def test_episodes_come_back_turn_by_turn(tmp_path: Path) -> None:
+    failed = episode(1, reward=None, turns=1)
+    failed.text = []
+    assert failed.episode is not None
+    failed.episode.stop_reason = "environment_error"
+    before = [episode(0, reward=1.5), failed, episode(1, reward=2.0)]
+    begun(tmp_path).seal(0, [Collected(before[:1]), Collected(before[1:])], step=0, needed_from=0)
+    left = begun(tmp_path).left(0, step=0)
+    assert left is not None
+    after = [one for part in left for one in part.rollouts]
+    assert [one.turns for one in after] == [one.turns for one in before]
+    for now, then in zip(after, before, strict=True):
+        assert now.episode is not None
+        assert then.episode is not None
+        assert now.episode == dataclasses.replace(then.episode, rewards={})  # the parts are in the metrics
+        assert (now.rewards, now.group, now.advantage) == (then.rewards, then.group, then.advantage)
+    assert [one.has_failed for one in after] == [False, True, False]
+    rows = pq.read_table(tmp_path / "completions_00000.parquet").to_pylist()
+    assert [(row["group"], row["turn"], row["turn_reward"], row["environment_reward"]) for row in rows] == [
+        (0, 0, 0.25, 1.5),
+        (0, 1, 0.5, 1.5),
+        (1, 0, 0.25, None),
+        (1, 0, 0.25, 2.0),
+        (1, 1, 0.5, 2.0),
+    ]
+    assert rows[0]["turn_text"] == 'assistant: add({"a": 1})\ntool: 2\\ud800'
+    assert [row["turn_text"] for row in rows[1:3]] == ["assistant: two", ""]
+    assert rows[0]["completion"] == "\n".join(row["turn_text"] for row in rows[:2])
+    assert {row["prompt"] for row in rows} == {"user: 1+1"}
+
+
+def test_a_run_may_mix_rollouts_with_and_without_episodes(tmp_path: Path) -> None:
+    begun(tmp_path).seal(0, [Collected([rollout(0)]), Collected([episode(1, reward=1.0)])], step=0, needed_from=0)
+    left = begun(tmp_path).left(0, step=0)
+    assert left is not None
+    assert [one.episode is None for part in left for one in part.rollouts] == [True, False]

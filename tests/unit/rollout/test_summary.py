@@ -5,13 +5,21 @@ from __future__ import annotations
 import io
 import time
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
 from prefrl.rollout import summary
-from prefrl.rollout.summary import log_completions, print_table, rollout_metrics
-from prefrl.types import Completion, FinishReason, Rollout, Turn
+from prefrl.rollout.summary import (
+    as_text,
+    log_completions,
+    messages_of_turn,
+    print_table,
+    rollout_metrics,
+    staleness,
+)
+from prefrl.types import Completion, Episode, FinishReason, Rollout, StopReason, Turn
 
 
 def rollout(group: int, length: int, reward: float | None, finish: FinishReason = "stop") -> Rollout:
@@ -90,3 +98,50 @@ def test_a_table_that_cannot_be_printed_does_not_end_the_run(
     log_completions(ROLLOUTS, step=7, limit=1)
     (record,) = caplog.records
     assert record.getMessage().startswith("The completions of step 7 could not be printed: AttributeError")
+
+
+def played(num_turns: int, reason: StopReason, *, calls: int = 0, failed: int = 0) -> Rollout:
+    (turn,) = rollout(0, 2, 1.0).turns
+    episode = Episode("World", reason, [0.0] * num_turns, calls, failed)
+    return replace(rollout(0, 2, 1.0), turns=[turn] * num_turns, episode=episode)
+
+
+def test_metrics_of_episodes() -> None:
+    episodes = [
+        played(1, "stop"),
+        played(3, "max_turns", calls=3, failed=1),
+        played(2, "max_tokens", calls=1),
+        played(1, "environment_error"),
+    ]
+    metrics = rollout_metrics(episodes)
+    values = {name: metric.value() for name, metric in metrics.items()}
+    assert values["tools/call_frequency"] == 1.0
+    assert values["tools/failure_frequency"] == 0.25
+    assert values["episodes/mean_turns"] == pytest.approx(7 / 4)
+    assert (values["episodes/min_turns"], values["episodes/max_turns"]) == (1, 3)
+    reasons = {name.rpartition("/")[2]: value for name, value in values.items() if "stop_reason" in name}
+    assert reasons == dict.fromkeys(get_args(StopReason), 0) | dict.fromkeys(
+        ["stop", "max_turns", "max_tokens", "environment_error"], 0.25
+    )
+    # What failed is not trained on: its length and its weights do not count.
+    assert (values["completions/mean_length"], values["completions/max_length"]) == (4, 6)
+    assert values["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    assert "episodes/mean_turns" not in rollout_metrics(ROLLOUTS)
+
+
+def test_an_episode_that_failed_is_not_stale() -> None:
+    failed = played(1, "environment_error")
+    assert staleness([failed], step=9) == {}
+    ages = staleness([failed, played(2, "stop")], step=9)
+    assert (ages["sample/staleness_mean"].value(), ages["sample/staleness_max"].value()) == (6, 6)
+
+
+def test_turns_are_shown_with_their_calls() -> None:
+    call = {"function": {"name": "add", "arguments": {"a": "\u00e9"}}}
+    said = [
+        {"role": "assistant", "content": "well", "tool_calls": [call, call]},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "assistant", "content": ""},
+    ]
+    assert as_text(said) == 'assistant: well add({"a": "\u00e9"}) add({"a": "\u00e9"})\ntool: 2\nassistant: '
+    assert [messages_of_turn(said, turn) for turn in range(3)] == [said[:2], said[2:], []]

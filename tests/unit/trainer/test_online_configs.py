@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from prefrl.trainer.grpo_presets import PRESETS
+from prefrl.trainer.online.episode_options import EpisodeOptions
+from prefrl.trainer.online.episodes import Episodes
 
 RULES = [
     (GRPOConfig, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "this loss supports 'token'"),
@@ -194,3 +197,83 @@ def test_options_of_the_user_win_over_a_preset(tmp_path: Path) -> None:
 def test_an_unknown_preset_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="preset 'dapoo': must be one of 'deepseekmath', 'dr_grpo', 'dapo'"):
         GRPOConfig.preset("dapoo", output_dir=str(tmp_path))
+
+
+EPISODES = {
+    "max_turns": 3,
+    "max_tool_calling_iterations": 0,
+    "tool_timeout": 1.0,
+    "episode_timeout": 9.0,
+    "max_concurrent_environments": 2,
+    "tool_error": "raise",
+    "environment_error": "drop",
+    "reasoning_in_history": "keep",
+    "tool_parser": "qwen2",
+}
+
+
+def test_every_option_of_episodes_is_listed_here() -> None:
+    assert set(EPISODES) == {field.name for field in dataclasses.fields(EpisodeOptions)}
+
+
+@pytest.mark.parametrize("name", EPISODES)
+def test_options_of_episodes_need_tools_or_environments(name: str, tmp_path: Path) -> None:
+    for config in (GRPOConfig, PPOConfig, OnlineDPOConfig):
+        args = config(output_dir=str(tmp_path), use_cpu=True, **{name: EPISODES[name]})
+        with pytest.raises(ConfigError, match=f"{name}=.* has no effect because there are no episodes. Give the trai"):
+            Episodes(args, None, None)
+
+
+def test_a_response_template_may_be_given_as_json(tmp_path: Path) -> None:
+    def tool() -> str:
+        """Say hello."""
+        return "hello"
+
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, tool_parser='{"fields": {}}')
+    Episodes(args, [tool], None)
+    assert args.tool_parser == {"fields": {}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"tool_timeout": 0}, "tool_timeout=0: must be a number > 0"),
+        ({"episode_timeout": -1.0}, "episode_timeout=-1.0: must be"),
+        ({"max_turns": 0}, "max_turns=0: must be"),
+        ({"max_concurrent_environments": 0}, "max_concurrent_environments=0: must be"),
+        ({"max_tool_calling_iterations": -1}, "max_tool_calling_iterations=-1: must be"),
+        ({"tool_error": "ignore"}, "tool_error='ignore': must be one of 'tell', 'raise'"),
+        ({"turn_discount": 0.5}, "turn_discount=0.5 has no effect because it discounts only"),
+        ({"turn_credit": "return", "turn_discount": 1.5}, "turn_discount=1.5: must be"),
+        (
+            {"turn_credit": "return", "advantage_estimator": "opo"},
+            "turn_credit='return' with advantage_estimator='opo'",
+        ),
+        (
+            {"turn_credit": "return", "reward_balance": "nash"},
+            "turn_credit='return' with reward_balance='nash': that applies to the total reward.* Remove one",
+        ),
+        (
+            {"turn_credit": "return", "reward_shaping_kwargs": {"missing_eos_penalty": 1.0}},
+            "turn_credit='return' with reward_shaping_kwargs",
+        ),
+        (
+            {
+                "turn_credit": "return",
+                "advantage_kwargs": {"multi_objective_aggregation": "normalize_then_sum"},
+            },
+            "turn_credit='return' with multi_objective_aggregation='normalize_then_sum'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_episodes_refuse(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(output_dir=str(tmp_path), **overrides)
+
+
+def test_the_discount_of_turns_is_not_that_of_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"turn_discount=0.5 has no effect.* set gamma in advantage_kwargs"):
+        ReinforcePlusPlusConfig(output_dir=str(tmp_path), turn_credit="return", turn_discount=0.5)
+    args = RLOOConfig(output_dir=str(tmp_path), use_cpu=True, turn_credit="return", turn_discount=0.5)
+    assert (args.turn_credit, args.turn_discount) == ("return", 0.5)
