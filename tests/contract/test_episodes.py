@@ -24,7 +24,6 @@ LEARNING = {
     "max_completion_length": 16,
     "max_turns": 2,
     "beta": 0.0,
-    "logging_steps": 10,
 }
 
 
@@ -44,7 +43,7 @@ def test_a_random_policy_learns_to_look_up_and_then_to_answer(tmp_path: Path) ->
     trainer.train()
     rewards = rewards_of(trainer)
     assert rewards[0] < 0.4, "chance"
-    assert rewards[-1] > 0.9
+    assert sum(rewards[-5:]) / 5 > 0.9
 
 
 def test_a_random_policy_learns_to_guess_in_two_turns(tmp_path: Path) -> None:
@@ -52,7 +51,7 @@ def test_a_random_policy_learns_to_guess_in_two_turns(tmp_path: Path) -> None:
     trainer.train()
     rewards = rewards_of(trainer)
     assert rewards[0] < 0.7, "chance"
-    assert rewards[-1] > 0.9
+    assert sum(rewards[-5:]) / 5 > 0.9
 
 
 class SlowTalk(episodes.Talk):
