@@ -14,15 +14,16 @@ from tests.assets import tiny_model
 from tests.contract import episodes
 from tests.contract.cases import make_trainer, relative_difference, update_of
 
+WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "tie_word_embeddings": True}
 LEARNING = {
     "optim": "adamw_torch",
-    "learning_rate": 3e-3,
+    "learning_rate": 1e-3,
+    "entropy_coef": 0.03,
     "per_device_train_batch_size": 192,
     "num_generations": 4,
     "max_completion_length": 16,
     "max_turns": 2,
     "beta": 0.0,
-    "logging_steps": 10,
 }
 
 
@@ -32,25 +33,25 @@ def rewards_of(trainer: Any) -> list[float]:
 
 def learner(folder: Path, environment: type, **options: Any) -> Any:
     data = Dataset.from_list(episodes.secrets(96))
-    options.setdefault("model", tiny_model(eos_token_id=[*range(128)]))  # every token ends a turn
-    return make_trainer("grpo", folder, train_dataset=data, environment=environment, **LEARNING | options)
+    model = tiny_model(**WIDE, eos_token_id=[*range(128)])  # every token ends a turn
+    return make_trainer("grpo", folder, model=model, train_dataset=data, environment=environment, **LEARNING | options)
 
 
 def test_a_random_policy_learns_to_look_up_and_then_to_answer(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"reward": episodes.looked_up, "tool_parser": episodes.act, "max_steps": 80}
+    options: dict[str, Any] = {"reward": episodes.looked_up, "tool_parser": episodes.act, "max_steps": 30}
     trainer = learner(tmp_path, episodes.LookUp, **options)
     trainer.train()
     rewards = rewards_of(trainer)
     assert rewards[0] < 0.4, "chance"
-    assert rewards[-1] > 0.9
+    assert sum(rewards[-5:]) / 5 > 0.9
 
 
 def test_a_random_policy_learns_to_guess_in_two_turns(tmp_path: Path) -> None:
-    trainer = learner(tmp_path, episodes.Guess, reward=None, turn_credit="return", entropy_coef=0.01, max_steps=80)
+    trainer = learner(tmp_path, episodes.Guess, reward=None, turn_credit="return", max_steps=40)
     trainer.train()
     rewards = rewards_of(trainer)
     assert rewards[0] < 0.7, "chance"
-    assert rewards[-1] > 0.9
+    assert sum(rewards[-5:]) / 5 > 0.9
 
 
 class SlowTalk(episodes.Talk):
