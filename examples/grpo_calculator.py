@@ -1,4 +1,4 @@
-"""GRPO with a tool: python examples/grpo_calculator.py [--model_name_or_path MODEL] [--max_steps 100].
+"""GRPO with a tool: python examples/grpo_calculator.py [--model_name_or_path MODEL] [--max_steps 120].
 
 Without a model, a tiny one with random weights learns to call the calculator and to repeat its result.
 """
@@ -41,7 +41,7 @@ def parse(text: str) -> dict[str, Any]:
     return {"content": "", "tool_calls": [{"function": {"name": "square", "arguments": arguments}}]}
 
 
-def main(model: Any = None, output_dir: str = "runs/calculator", max_steps: int = 100) -> list[float]:
+def main(model: Any = None, output_dir: str = "runs/calculator", max_steps: int = 120) -> list[float]:
     """Train; returns the mean reward of each step."""
     tiny = model is None
     tokenizer = tiny_tokenizer(["square", *map(str, range(10)), "16"]) if tiny else None
@@ -51,14 +51,14 @@ def main(model: Any = None, output_dir: str = "runs/calculator", max_steps: int 
     config = GRPOConfig(
         output_dir=output_dir,
         max_steps=max_steps,
-        learning_rate=3e-3 if tiny else 1e-5,
-        lr_scheduler_type="constant",
+        learning_rate=2e-3 if tiny else 1e-5,
         per_device_train_batch_size=128 if tiny else 16,
         num_generations=16 if tiny else 8,
         max_completion_length=14 if tiny else 256,
         max_tool_calling_iterations=1,
         temperature=1.0,
         beta=0.0,
+        entropy_coef=0.005 if tiny else 0.0,
         scale_rewards="none" if tiny else "group",
         tool_parser=parse if tiny else None,
         logging_steps=1,
@@ -74,7 +74,7 @@ def main(model: Any = None, output_dir: str = "runs/calculator", max_steps: int 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model_name_or_path")
-    parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--max_steps", type=int, default=120)
     options = parser.parse_args()
     rewards = main(options.model_name_or_path, max_steps=options.max_steps)
     print(f"mean reward: {sum(rewards[:3]) / 3:.2f} at first, {sum(rewards[-3:]) / 3:.2f} at the end")

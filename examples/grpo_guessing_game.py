@@ -1,6 +1,6 @@
-"""GRPO in a text game: python examples/grpo_guessing_game.py [--model_name_or_path MODEL] [--max_steps 100].
+"""GRPO in a text game: python examples/grpo_guessing_game.py [--model_name_or_path MODEL] [--max_steps 80].
 
-The other side answers each guess; no tool is called. Without a model, a tiny one with random weights learns to halve.
+The other side answers each guess; no tool is called. Without a model, a tiny one with random weights learns to guess the middle first.
 """
 
 import argparse
@@ -13,13 +13,13 @@ from prefrl import Environment, GRPOConfig, GRPOTrainer, Observation
 
 
 class GuessingGame(Environment):
-    """A secret number from 1 to 7, and three guesses, which suffice."""
+    """A secret number from 1 to 3, and two guesses, which suffice."""
 
-    question = "Guess my number from 1 to 7. Say only a number."
+    question = "Guess my number from 1 to 3. Say only a number."
 
     def reset(self, **row: Any) -> str:
-        self.secret = 1 + self.seed % 7
-        self.num_left = 3
+        self.secret = 1 + self.seed % 3
+        self.num_left = 2
         return self.question
 
     def respond(self, message: Any) -> Observation:
@@ -37,19 +37,19 @@ class TinyGame(GuessingGame):
     question = "guess"
 
 
-def main(model: Any = None, output_dir: str = "runs/guessing_game", max_steps: int = 100) -> list[float]:
+def main(model: Any = None, output_dir: str = "runs/guessing_game", max_steps: int = 80) -> list[float]:
     """Train; returns the mean reward of each step, which is the share of games that are won."""
     tiny = model is None
-    tokenizer = tiny_tokenizer(["guess", "higher", "lower", "right", *map(str, range(1, 8))]) if tiny else None
+    tokenizer = tiny_tokenizer(["guess", "higher", "lower", "right", *map(str, range(1, 4))]) if tiny else None
     config = GRPOConfig(
         output_dir=output_dir,
         max_steps=max_steps,
-        learning_rate=3e-3 if tiny else 1e-5,
+        learning_rate=2e-3 if tiny else 1e-5,
         lr_scheduler_type="constant",
         per_device_train_batch_size=128 if tiny else 16,
         num_generations=64 if tiny else 8,
         max_completion_length=20 if tiny else 128,
-        max_turns=3,
+        max_turns=2,
         temperature=1.0,
         beta=0.0,
         turn_credit="return",
@@ -70,7 +70,7 @@ def main(model: Any = None, output_dir: str = "runs/guessing_game", max_steps: i
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model_name_or_path")
-    parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--max_steps", type=int, default=80)
     options = parser.parse_args()
     rewards = main(options.model_name_or_path, max_steps=options.max_steps)
     print(f"games won: {sum(rewards[:3]) / 3:.2f} at first, {sum(rewards[-3:]) / 3:.2f} at the end")

@@ -512,11 +512,13 @@ def test_environments_by_name_with_their_own_tools_and_rewards(tmp_path: Path) -
         assert tools == ("[run]" if "Task" in said else "[play]")
         return "done" if "<|tool|>" in text else call("run", code="1") if tools == "[run]" else call("play")
 
+    dataset = Dataset.from_list([{"environment": "coding", "task": 1}, {"environment": "game", "task": 2}])
     rollouts, metrics = train(
         tmp_path,
         says,
         reward_funcs=won,
-        dataset=Dataset.from_list([{"environment": "coding", "task": 1}, {"environment": "game", "task": 2}]),
+        dataset=dataset,
+        eval_dataset={"same": dataset},
         environment_factory={"coding": Coding, "game": Game},
     )
     assert {rollout.prompt: rollout.rewards for rollout in rollouts} == {
