@@ -541,6 +541,7 @@ def test_edited_history_is_a_row_of_its_own_and_keeps_what_was_sampled() -> None
     assert played.text(1) == f"{played.text(0)}one{END}\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
     assert played.text(2) == played.text(1).replace("one", "two").replace("user\nhi", "user\nchanged")
     assert played.text(3) == f"{played.text(2)}three{END}\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
+    assert [len(given) for name, given in World.seen if name == "edit"] == [3, 5, 5]  # what was dropped stays so
     assert played.played.prompt == [ASK]
     assert [message["content"] for message in played.played.said[::2]] == ["one", "two", "three", "four"]
     ends = [played.sent[i][0] + played.rollout.turns[i].completion.token_ids for i in range(4)]
