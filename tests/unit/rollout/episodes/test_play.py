@@ -12,6 +12,7 @@ import pytest
 
 from prefrl import DataError, Environment, EpisodeError, Observation
 from prefrl.data.chat import ChatTemplate, special_tokens
+from prefrl.rollout.episodes.environment import EMPTY_PROMPT
 from prefrl.rollout.episodes.play import EnvironmentFailure
 from prefrl.rollout.rows import responses_of
 from prefrl.types import Completion
@@ -353,6 +354,12 @@ def test_reset_gets_the_row() -> None:
     assert played.row["prompt"] == [ASK]
     assert played.played.prompt == [ASK]
     assert played.sent[0][0] == hermes().tokenizer(hermes().render([ASK], add_generation_prompt=True)).input_ids
+
+
+def test_an_empty_prompt_is_filled_by_reset_and_not_shown_to_it() -> None:
+    played = world("x", does={"reset": "go"}, columns={"prompt": EMPTY_PROMPT, "goal": 3})
+    assert World.seen[0][1] == {"goal": 3}
+    assert played.played.prompt == [{"role": "user", "content": "go"}]
 
 
 def test_the_seed_is_set_before_reset() -> None:
