@@ -1,6 +1,7 @@
 """GRPO in a text game: python examples/grpo_guessing_game.py [--model_name_or_path MODEL] [--max_steps 80].
 
-The other side answers each guess; no tool is called. Without a model, a tiny one with random weights learns to guess the middle first.
+The other side answers each guess; no tool is called. Without a model, a tiny one with random weights learns to guess
+the middle first.
 """
 
 import argparse
