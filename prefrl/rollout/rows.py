@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from prefrl.data.collate import flat_batch
+from prefrl.metrics import Mean, Metric
 from prefrl.types import Completion, Rollout, SampledBatch, Turn
 
-__all__ = ["Response", "responses_of", "sampled_batch", "turn_index", "turn_rewards"]
+__all__ = ["Response", "responses_of", "sampled_batch", "token_counts", "turn_index", "turn_rewards"]
 
 
 @dataclass(slots=True)
@@ -89,6 +90,20 @@ def sampled_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> Sampl
     )
     logprobs = [value for _, response in responses for value in response.logprobs]
     return SampledBatch.of(batch, sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32))
+
+
+def token_counts(rollouts: Sequence[Rollout], batch: SampledBatch) -> dict[str, Metric]:
+    """Tokens of an episode in a forward pass: if each response were computed alone, and with what they share once.
+
+    Args:
+        rollouts: B rollouts. Without episodes there is nothing to count.
+        batch: Their rows.
+    """
+    if not any(rollout.episode is not None for rollout in rollouts):
+        return {}
+    alone = batch.num_tokens + sum(batch.context_length(number) for number in range(batch.num_responses))
+    counts = {"tokens": alone, "forward_tokens": batch.num_forward_tokens}
+    return {f"episodes/mean_{name}": Mean(count, len(rollouts)) for name, count in counts.items()}
 
 
 def turn_index(rollouts: Sequence[Rollout]) -> torch.Tensor:

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "reuse": ("grpo", {**REUSE, **BALANCED, "reward": [length, ends_early]}),
     "adapter": ("grpo", {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1}),
     "critic": ("ppo", {"critic_learning_rate": 1e-2}),
+    "episodes": ("grpo", {"talks": "forgetful", "turn_credit": "return", "beta": 0.0}),
 }
 
 

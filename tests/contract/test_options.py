@@ -38,6 +38,8 @@ BINARY = {"reward": two_rewards}
 # Every prompt is met three times.
 EPOCHS = {**BINARY, "rows": 8, "max_steps": 12, "num_iterations": 1, "learning_rate": 0.01}
 
+TALK = {"talks": "faithful"}
+
 # Option -> a value, and the options that it needs to act.
 ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     # The rollout loop.
@@ -54,6 +56,11 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "steps_per_generation": (2, {}),
     "num_iterations": (3, {}),
     "shuffle_dataset": (False, {}),
+    # Episodes.
+    "max_turns": (2, TALK),
+    "max_tool_calling_iterations": (0, TALK),
+    "turn_credit": ("return", TALK),
+    "turn_discount": (0.5, {**TALK, "turn_credit": "return"}),
     # Rewards.
     "reward_weights": ([2.0, 1.0], TWO),
     "mask_truncated_completions": (True, {}),
@@ -157,6 +164,13 @@ NEUTRAL = {
     "filter_overlong_prompts",  # test_tokenize
     "num_generations_eval",  # test_one_step
     "temperature_eval",  # test_one_step
+    "tool_timeout",  # test_play
+    "episode_timeout",  # test_play
+    "max_concurrent_environments",  # test_driver
+    "tool_error",  # test_play
+    "environment_error",  # test_driver
+    "reasoning_in_history",  # test_play
+    "tool_parser",  # test_play, test_tool_calls
     "reward_timeout",  # test_runner
     "on_reward_error",  # test_runner
     "stop_without_signal",  # test_bad_input

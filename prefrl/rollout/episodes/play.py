@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EnvironmentFailure", "Played", "Player", "Task"]
 
-# Characters of the prompt's end that are decoded to see whether it opens the model's thinking.
+# How many ids of the prompt's end are decoded to see whether it opens the model's thinking.
 _PROMPT_END_IDS = 64
 
 

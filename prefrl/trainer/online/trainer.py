@@ -23,7 +23,7 @@ from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer, rollouts_file
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.rows import sampled_batch
+from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import log_completions, rollout_metrics
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
@@ -294,7 +294,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         )
         for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
             rollout.advantage = advantage
-        merge(self.metrics["train"], learned.metrics)
+        merge(self.metrics["train"], learned.metrics | token_counts(rollouts, batch))
         return learned
 
     def get_batch_samples(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from prefrl.rollout.rows import responses_of, sampled_batch, turn_index, turn_rewards
+from prefrl.rollout.rows import responses_of, sampled_batch, token_counts, turn_index, turn_rewards
 from prefrl.types import Completion, Episode, FinishReason, Rollout, StopReason, Turn
 
 
@@ -86,3 +86,14 @@ def test_the_last_turn_has_what_the_observations_do_not() -> None:
     assert rewards.tolist()[7:] == [4.0]
     assert rollouts[0].episode is not None
     assert rollouts[0].episode.turn_rewards == [0.5, 0.0, 0.25]
+
+
+def test_tokens_are_counted_alone_and_shared() -> None:
+    prompt = [*range(20)]
+    stripped = rollout(turn(prompt, [30, 31, 32]), turn([*prompt, 32, 40], [33]))
+    rollouts = [stripped, rollout(turn(prompt, [50]))]
+    counts = token_counts(rollouts, sampled_batch(rollouts, mask_truncated=False))
+    assert counts["episodes/mean_tokens"].value() == ((20 + 3) + (22 + 1) + (20 + 1)) / 2
+    assert counts["episodes/mean_forward_tokens"].value() == (20 + 2 + 3 + 1 + 1) / 2
+    alone = [Rollout([turn(prompt, [50])], {}, 0)]
+    assert token_counts(alone, sampled_batch(alone, mask_truncated=False)) == {}

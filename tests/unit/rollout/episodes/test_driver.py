@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -270,6 +271,18 @@ def test_a_tool_that_exits_is_told() -> None:
     with closing(sampler(Scripted(lambda *_: next(answers)), exits)) as episodes:
         ((rollout,),) = read(episodes, start(episodes, [row()]))
     assert rollout.text[1]["content"] == '{"error": "RuntimeError: SystemExit: 3"}'
+
+
+def test_a_tool_that_handles_signals_is_run_while_the_main_thread_waits() -> None:
+    def limited() -> str:
+        """Limit."""
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return "limited"
+
+    answers = iter([call("limited"), "ok"])
+    with closing(sampler(Scripted(lambda *_: next(answers)), limited, tool_timeout=5.0)) as episodes:
+        ((rollout,),) = read(episodes, start(episodes, [row()]))
+    assert rollout.text[1]["content"] == "limited"
 
 
 def test_an_error_of_the_generator_reaches_the_caller() -> None:

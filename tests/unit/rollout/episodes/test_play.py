@@ -12,6 +12,7 @@ import pytest
 
 from prefrl import DataError, Environment, EpisodeError, Observation
 from prefrl.data.chat import ChatTemplate, special_tokens
+from prefrl.rollout.episodes.environment import EMPTY_PROMPT
 from prefrl.rollout.episodes.play import EnvironmentFailure
 from prefrl.rollout.rows import responses_of
 from prefrl.types import Completion
@@ -355,6 +356,12 @@ def test_reset_gets_the_row() -> None:
     assert played.sent[0][0] == hermes().tokenizer(hermes().render([ASK], add_generation_prompt=True)).input_ids
 
 
+def test_an_empty_prompt_is_filled_by_reset_and_not_shown_to_it() -> None:
+    played = world("x", does={"reset": "go"}, columns={"prompt": EMPTY_PROMPT, "goal": 3})
+    assert World.seen[0][1] == {"goal": 3}
+    assert played.played.prompt == [{"role": "user", "content": "go"}]
+
+
 def test_the_seed_is_set_before_reset() -> None:
     class Seeded(World):
         def reset(self, **row: Any) -> str:
@@ -541,6 +548,7 @@ def test_edited_history_is_a_row_of_its_own_and_keeps_what_was_sampled() -> None
     assert played.text(1) == f"{played.text(0)}one{END}\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
     assert played.text(2) == played.text(1).replace("one", "two").replace("user\nhi", "user\nchanged")
     assert played.text(3) == f"{played.text(2)}three{END}\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
+    assert [len(given) for name, given in World.seen if name == "edit"] == [3, 5, 5]  # what was dropped stays so
     assert played.played.prompt == [ASK]
     assert [message["content"] for message in played.played.said[::2]] == ["one", "two", "three", "four"]
     ends = [played.sent[i][0] + played.rollout.turns[i].completion.token_ids for i in range(4)]
