@@ -18,6 +18,7 @@ from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, e
 from prefrl.rollout.episodes.options import EpisodeLimits
 from prefrl.rollout.samplers import CompletionSampler, RolloutSampler
 from prefrl.trainer.base.config import TRUNCATION_SIDES
+from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +62,12 @@ class Episodes:
             raise ConfigError(
                 f"sp_size={distributed.team_size()} with tools or environment_factory: each process of a team would "
                 "play the same episodes. Set sp_size=1."
+            )
+        if isinstance(args, PolicyGradientConfig) and args.loss_params.min_filter_prefix_tokens is not None:
+            raise ConfigError(
+                f"loss_kwargs: min_filter_prefix_tokens={args.loss_params.min_filter_prefix_tokens} with tools or "
+                "environment_factory: it compares what completions begin with, but what a model is told differs "
+                "between episodes, too. Leave it out."
             )
 
     @property

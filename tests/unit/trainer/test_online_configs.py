@@ -277,3 +277,14 @@ def test_the_discount_of_turns_is_not_that_of_tokens(tmp_path: Path) -> None:
         ReinforcePlusPlusConfig(output_dir=str(tmp_path), turn_credit="return", turn_discount=0.5)
     args = RLOOConfig(output_dir=str(tmp_path), use_cpu=True, turn_credit="return", turn_discount=0.5)
     assert (args.turn_credit, args.turn_discount) == ("return", 0.5)
+
+
+def test_a_filter_of_common_prefixes_is_refused_with_episodes(tmp_path: Path) -> None:
+    def look() -> str:
+        """Look."""
+        return ""
+
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, loss_kwargs={"min_filter_prefix_tokens": 1})
+    Episodes(args, None, None)
+    with pytest.raises(ConfigError, match="min_filter_prefix_tokens=1 with tools or environment_factory"):
+        Episodes(args, [look], None)
