@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
-from types import FunctionType
 from typing import Any
 
 __all__ = ["MASK", "masked", "plain", "printable", "reason_of", "without_secrets"]
@@ -70,5 +70,10 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value; a function by its name, because its text has an address."""
-    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else value
+    """The value; a function, or another object that can be called, by its name, because its text has an address."""
+    if not callable(value):
+        return value
+    while isinstance(value, functools.partial):
+        value = value.func
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from prefrl.data.chat import (
     ChatTemplate,
@@ -24,11 +24,12 @@ from prefrl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedPair", "RowEncoder", "Truncation", "check_limit", "kept", "row_encoder"]
+__all__ = ["EncodedPair", "RowEncoder", "Truncation", "check_limit", "kept", "of_environment", "row_encoder"]
 
 logger = logging.getLogger(__name__)
 
 Truncation = Literal["left", "right", "error"]
+Found = TypeVar("Found")
 
 # `datasets` caches the result of a map under its arguments and does not notice changes to the code of this package.
 # Increase this number when a row gives other tokens than before, or none.
@@ -110,17 +111,7 @@ class RowEncoder:
         return ChatTemplate(self.tokenizer, self.special_tokens, tools=self._tools(row), kwargs=kwargs)
 
     def _tools(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-        if self.tools is None:
-            return read_tools(row)
-        if None in self.tools:
-            return self.tools[None]
-        name = row.get("environment")
-        if name not in self.tools:
-            raise DataError(
-                f"column 'environment' is {name!r}: must be one of those in environment_factory, "
-                f"{sorted(map(str, self.tools))}"
-            )
-        return self.tools[name]
+        return read_tools(row) if self.tools is None else of_environment(row, self.tools)
 
     def check_end_of_text(self) -> None:
         """Refuse plain text for a tokenizer without EOS.
@@ -175,6 +166,23 @@ class RowEncoder:
                 "and not with a special token, so the model does not learn to stop. Use a template that puts an end "
                 "token after each turn."
             )
+
+
+def of_environment(row: Mapping[str, Any], found: Mapping[str | None, Found]) -> Found:
+    """What belongs to the environment that a row names in its column `environment`; None: the only environment.
+
+    Raises:
+        DataError: There is no such environment.
+    """
+    if None in found:
+        return found[None]
+    name = row.get("environment")
+    if name not in found:
+        raise DataError(
+            f"column 'environment' of a row is {name!r}: must be one of those in environment_factory, "
+            f"{sorted(map(str, found))}"
+        )
+    return found[name]
 
 
 def row_encoder(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import pytest
 
 from prefrl.errors import ConfigError, GenerationError
-from prefrl.printable import masked, printable, reason_of, without_secrets
+from prefrl.printable import masked, plain, printable, reason_of, without_secrets
 
 HOSTILE = {
     "\x1b]52;c;ZXZpbA==\x07": r"\x1b]52;c;ZXZpbA==\x07",  # sets the clipboard
@@ -93,3 +94,14 @@ def test_errors_quote_options_without_secrets_and_servers_without_commands() -> 
 def test_an_error_of_other_code_is_told_in_one_line_without_secrets() -> None:
     error = ConnectionError("no route to\n  https://me:secret@host\x1b[2J.\n")
     assert reason_of(error) == r"ConnectionError: no route to https://***@host\x1b[2J"
+
+
+class Reads:
+    def __call__(self, text: str) -> str:
+        return text
+
+
+def test_what_can_be_called_is_written_by_its_name() -> None:
+    assert plain(plain) == plain(functools.partial(plain)) == "prefrl.printable.plain"
+    assert plain(Reads()) == f"{__name__}.Reads"
+    assert plain("text") == "text"

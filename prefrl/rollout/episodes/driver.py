@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefrl.data.encode import RowEncoder
+from prefrl.data.encode import RowEncoder, of_environment
 from prefrl.data.tool_calls import ToolCallReader
-from prefrl.errors import DataError, EpisodeError
+from prefrl.errors import EpisodeError
 from prefrl.generation.base import Home
 from prefrl.rewards.call import EventLoopThread
 from prefrl.rollout.episodes.environment import EnvironmentKind
@@ -97,22 +97,6 @@ class EpisodeSampler:
         """
         return EpisodesPending(self, rows, groups, sampling.num_samples, seeds, self._generator(), sampling)
 
-    def kind_of(self, row: Mapping[str, Any]) -> _Kind:
-        """The kind of environment of a row.
-
-        Raises:
-            DataError: There is no environment of the name in its column `environment`.
-        """
-        if None in self._kinds:
-            return self._kinds[None]
-        name = row.get("environment")
-        if name not in self._kinds:
-            raise DataError(
-                f"column 'environment' of a row is {name!r}: must be one of those in environment_factory, "
-                f"{sorted(map(str, self._kinds))}"
-            )
-        return self._kinds[name]
-
     def submit(self, work: Any) -> Future[Any]:
         """Run a coroutine on the loop."""
         return self._loop.submit(work)
@@ -143,7 +127,7 @@ class EpisodeSampler:
 
     async def played(self, row: Mapping[str, Any], group: int, seed: int, sample: _Sample) -> Rollout:
         """The rollout of one episode, begun again if its environment fails and the options say so."""
-        own = self.kind_of(row)
+        own = of_environment(row, self._kinds)
         num_tries = _MAX_TRIES if self.limits.environment_error == "retry" else 1
         template = self._encoder.template(row)
         task = Task(

@@ -98,6 +98,7 @@ class PolicyGradientConfig(
         given = {
             "reward_shaping_kwargs": self.shaping_params.has_effect,
             f"reward_balance={self.reward_balance!r}": self.reward_balance is not None,
+            "normalize_advantages=True": self.normalize_advantages,
             "scale_rewards='batch'": isinstance(params, ScaleParams) and params.scale_rewards == "batch",
             "multi_objective_aggregation='normalize_then_sum'": isinstance(params, GrpoParams)
             and params.multi_objective_aggregation == "normalize_then_sum",
