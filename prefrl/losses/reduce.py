@@ -26,7 +26,7 @@ from prefrl.losses.checks import check_same_shape
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reduction", "item_count", "row_sums", "token_weights", "trainable_per_row"]
+__all__ = ["Reduction", "item_count", "row_items", "row_sums", "token_weights", "trainable_per_row"]
 
 Reduction = Literal["token", "sequence_mean", "sequence_sum", "constant"]
 
@@ -100,6 +100,17 @@ def item_count(
 ) -> Tensor:
     """Number of items that the weighted sum of these rows is divided by, added over micro-batches and ranks.
 
+    Returns:
+        Scalar float32, the sum of `row_items`, which see.
+    """
+    return row_items(trainable, row_index, num_rows, reduction=reduction, constant=constant).sum()
+
+
+def row_items(
+    trainable: Tensor, row_index: Tensor, num_rows: int, *, reduction: Reduction, constant: float | None
+) -> Tensor:
+    """What each row counts among the items that the weighted sum of a step is divided by.
+
     Args:
         trainable: [N] bool, tokens that have a loss.
         row_index: [N] int64, row of each token, in 0 .. B-1.
@@ -109,7 +120,7 @@ def item_count(
             completion length.
 
     Returns:
-        Scalar float32.
+        [B] float32.
 
     Raises:
         ValueError: Shapes differ, or `constant` is missing, not positive, or given where it has no effect.
@@ -120,10 +131,10 @@ def item_count(
     if reduction != "constant" and constant is not None:
         raise ValueError(f"constant={constant} has no effect with reduction={reduction!r}: pass None")
     if reduction == "token":
-        return trainable.sum().float()
+        return trainable_per_row(trainable, row_index, num_rows)
     tokens_per_row = 1.0
     if reduction == "constant":
         if constant is None or constant <= 0:
             raise ValueError(f"constant={constant}: reduction='constant' needs a positive number of tokens")
         tokens_per_row = constant
-    return torch.full((), num_rows * tokens_per_row, dtype=torch.float32, device=trainable.device)
+    return torch.full((num_rows,), tokens_per_row, dtype=torch.float32, device=trainable.device)

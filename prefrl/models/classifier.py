@@ -12,12 +12,15 @@ from prefrl.models.scoring import inner_model, is_classifier, score_sequences
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from prefrl.models.routers import RouterRecord
     from prefrl.types import TokenBatch
 
 __all__ = ["sequence_scores"]
 
 
-def sequence_scores(model: nn.Module, batch: TokenBatch, *, plan: Plan = "auto") -> Tensor:
+def sequence_scores(
+    model: nn.Module, batch: TokenBatch, *, plan: Plan = "auto", routers: RouterRecord | None = None
+) -> Tensor:
     """The scores that a sequence classifier, such as a reward model, gives to each row, with gradients.
 
     The last response token of each row is an end marker: it is not read, whatever its id, and the row ends before it.
@@ -30,6 +33,7 @@ def sequence_scores(model: nn.Module, batch: TokenBatch, *, plan: Plan = "auto")
             `prepare_for_scoring`.
         batch: On the model's device, B rows, at least one. `trainable` is not read.
         plan: How the rows are laid out.
+        routers: See `token_logprobs`.
     Returns:
         [B, L] float32, as the model's own forward returns them for each row without its marker.
     Raises:
@@ -43,4 +47,4 @@ def sequence_scores(model: nn.Module, batch: TokenBatch, *, plan: Plan = "auto")
         )
     verdict = verdict_of(model)
     inputs = own_part(lay_out(batch, choose_plan(model, batch, plan, verdict)))
-    return score_sequences(model, batch, inputs, own_logits=verdict.own_logits).scores
+    return score_sequences(model, batch, inputs, own_logits=verdict.own_logits, routers=routers).scores

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.kl.full import ReferenceLogits
+    from prefrl.models.routers import RouterRecord
     from prefrl.types import TokenBatch
 
 __all__ = ["Plan", "WantName", "choose_plan", "prepare_for_scoring", "token_logprobs", "verdict_of"]
@@ -38,6 +39,7 @@ def token_logprobs(
     want: Collection[WantName] = (),
     plan: Plan = "auto",
     reference: ReferenceLogits | None = None,
+    routers: RouterRecord | None = None,
 ) -> TokenScores:
     """Log softmax(logits / temperature) at every trainable response token, with gradients.
 
@@ -53,6 +55,7 @@ def token_logprobs(
         want: What to compute besides log-probs, by its name in `TokenScores`.
         plan: How the rows are laid out.
         reference: For `full_kl`: the reference's hidden states [N, h] of the batch's tokens, and `Reference.logits`.
+        routers: Collects the balancing losses of the routers of a mixture of experts; None: they are not computed.
     Returns:
         [N] float32 nats, and what is wanted, aligned with `batch.response_ids`; 0 or False where `batch.trainable` is
         False. Hidden states are [N, h] in the model's dtype. Connected to every parameter that the pass uses, even if
@@ -76,6 +79,7 @@ def token_logprobs(
         want=want,
         own_logits=verdict.own_logits,
         reference=reference,
+        routers=routers,
     )
     return _spread(scored, batch.num_tokens)
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "arguments_for_other",
-    "check_router_loss",
     "load_model",
     "load_reward_model",
     "load_tokenizer",
@@ -203,22 +202,6 @@ def _check_special_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> Non
                 f"{count} tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that has an "
                 "embedding, or call model.resize_token_embeddings(len(tokenizer))."
             )
-
-
-def check_router_loss(model: PreTrainedModel) -> None:
-    """Refuse a model to train whose config asks for the load-balancing loss of a mixture of experts.
-
-    Raises:
-        ConfigError: It does.
-    """
-    config = model.config.get_text_config()
-    weight = getattr(config, "router_aux_loss_coef", None)  # only mixtures of experts have these
-    if getattr(config, "output_router_logits", False) and weight != 0:
-        raise ConfigError(
-            f"output_router_logits=True in the model's config, with router_aux_loss_coef={weight}: prefrl does not "
-            "compute the loss of the routers, only that of the trainer. Set model.config.output_router_logits = "
-            f'False; for a model given by name, set model_init_kwargs={{"output_router_logits": False}}.'
-        )
 
 
 def arguments_for_other(

@@ -27,6 +27,7 @@ __all__ = [
     "Verdict",
     "lay_out",
     "own_part",
+    "padded_with",
     "part_of",
 ]
 
@@ -51,6 +52,7 @@ class FlatInputs:
     position_ids: Tensor  # [1, T] int64
     layout: Layout
     predictors: Tensor  # [N] int64: position in the whole row whose output predicts each response token
+    ends: tuple[int, ...]  # R entries: the segment of the layout in which each response ends, its last token left out
     start: int = 0  # offset of `input_ids` in the whole row
 
     @property
@@ -98,6 +100,13 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan) -> ModelInputs:
         return _flat(source, [*prompts, *responses], [*batch.prompt_parent, *batch.prompt_index])
     contexts = [source.context(i) for i in range(batch.num_responses)]
     return _flat(source, [*contexts, *responses], [*[-1] * len(contexts), *range(len(contexts))])
+
+
+def padded_with(inputs: ModelInputs, token: int | None) -> ModelInputs:
+    """Padded sequences with another token in the place of padding; flat inputs, and those for None, unchanged."""
+    if token is None or not isinstance(inputs, PaddedInputs):
+        return inputs
+    return replace(inputs, input_ids=inputs.input_ids.masked_fill(inputs.attention_mask == 0, token))
 
 
 def own_part(inputs: ModelInputs) -> ModelInputs:
@@ -186,7 +195,9 @@ def _flat(source: _Source, tokens: Sequence[Tensor], parents: Sequence[int]) -> 
             forest[-1] = (forest[-1][0] + length, forest[-1][1])
         elif length > 0:
             forest.append((length, segment[parent] if parent >= 0 else -1))
-        segment[node], start[node] = len(forest) - 1, cursor
+        # A response of one token has none that is fed: its sequence ends with its context.
+        is_empty = length == 0 and parent >= 0
+        segment[node], start[node] = segment[parent] if is_empty else len(forest) - 1, cursor
         position[node] = position[parent] + len(tokens[parent]) if parent >= 0 else 0
         cursor += length
     predictors = []
@@ -200,6 +211,7 @@ def _flat(source: _Source, tokens: Sequence[Tensor], parents: Sequence[int]) -> 
         position_ids=positions[None].to(device, non_blocking=True),
         predictors=torch.cat(predictors).to(device, non_blocking=True),
         layout=Layout(tuple(forest)),
+        ends=tuple(segment[node] for node in responses),
     )
 
 

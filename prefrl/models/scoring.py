@@ -27,13 +27,14 @@ from prefrl.losses.kl.full import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
 from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
-from prefrl.models.plans import FlatInputs, PaddedInputs
+from prefrl.models.plans import FlatInputs, padded_with
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
 
     from prefrl.models.plans import ModelInputs, Verdict
+    from prefrl.models.routers import RouterRecord
     from prefrl.types import TokenBatch
 
 __all__ = [
@@ -83,6 +84,7 @@ class ScoringRequest:
     layout: Layout | None  # of a flat row; None: the model's own attention and masks
     own_logits: bool  # read the model's own logits, because we cannot reproduce how they are computed
     readout: Readout
+    routers: Callable[[PreTrainedModel, Any, int], None] | None  # `RouterRecord.add` with its first argument
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +271,7 @@ def score_tokens(
     want: Collection[WantName],
     own_logits: bool,
     reference: ReferenceLogits | None = None,
+    routers: RouterRecord | None = None,
 ) -> ScoredTokens:
     """Score the trainable tokens of `batch`, laid out as `inputs`, with a causal language model.
 
@@ -285,34 +288,41 @@ def score_tokens(
     if reference is not None:
         reference = replace(reference, hidden=reference.hidden[positions])
     readout = _TokenReadout(batch.response_ids[positions], temperature, want, reference)
-    output = read_out(model, inputs, inputs.predictors[positions], readout, own_logits=own_logits)
+    where = inputs.predictors[positions]
+    output = read_out(model, inputs, where, readout, own_logits=own_logits, routers=routers)
     scores, _ = unpacked(output, {*want, *(() if reference is None else ("full_kl",))})
     return ScoredTokens(scores, positions, output["compute_dtype"])
 
 
-def score_sequences(model: nn.Module, batch: TokenBatch, inputs: ModelInputs, *, own_logits: bool) -> ScoredSequences:
+def score_sequences(
+    model: nn.Module,
+    batch: TokenBatch,
+    inputs: ModelInputs,
+    *,
+    own_logits: bool,
+    routers: RouterRecord | None = None,
+) -> ScoredSequences:
     """Score each row of `batch`, laid out as `inputs` and read up to its last token, with a sequence classifier."""
     if own_logits:
-        inputs = _with_own_padding(inputs, pad_token_id(inner_model(model)))
+        inputs = padded_with(inputs, pad_token_id(inner_model(model)))  # by which the model finds the rows' ends
     # The last token of a response is not fed, so the position that would predict it is the last one that is fed.
     markers = torch.tensor([stop - 1 for stop in accumulate(batch.row_lengths)])
     predictors = inputs.predictors[markers.to(batch.device, non_blocking=True)]
-    output = read_out(model, inputs, predictors, _sequence_readout, own_logits=own_logits)
+    output = read_out(model, inputs, predictors, _sequence_readout, own_logits=own_logits, routers=routers)
     scores = output["scores"]
     if own_logits:  # one score for each response
         scores = scores[batch.on_device([batch.responses(row)[-1] for row in range(batch.num_rows)])]
     return ScoredSequences(scores, output["compute_dtype"])
 
 
-def _with_own_padding(inputs: ModelInputs, token: int | None) -> ModelInputs:
-    """Pad with the model's padding token, so that it finds the rows' ends. Models without one need no change."""
-    if token is None or not isinstance(inputs, PaddedInputs):
-        return inputs
-    return replace(inputs, input_ids=inputs.input_ids.masked_fill(inputs.attention_mask == 0, token))
-
-
 def read_out(
-    model: nn.Module, inputs: ModelInputs, predictors: Tensor, readout: Readout, *, own_logits: bool
+    model: nn.Module,
+    inputs: ModelInputs,
+    predictors: Tensor,
+    readout: Readout,
+    *,
+    own_logits: bool,
+    routers: RouterRecord | None = None,
 ) -> dict[str, Any]:
     """Run the (prepared, possibly wrapped) model on `inputs`; returns the results of `readout`, and `compute_dtype`.
 
@@ -325,7 +335,8 @@ def read_out(
         predictors = predictors - inputs.start
         held = ((predictors >= 0) & (predictors < width)).nonzero().squeeze(1)
         predictors = predictors[held]
-    request = ScoringRequest(predictors, held, width, layout, own_logits, readout)
+    record = None if routers is None else partial(routers.add, inputs)
+    request = ScoringRequest(predictors, held, width, layout, own_logits, readout, record)
     state: ScoringState | None = vars(inner_model(model)).get(_STATE)
     call = user_model(model).forward if state is not None and state.is_inside else model
     output: dict[str, Any] = call(**inputs.keywords, prefrl_scoring=request)
@@ -342,20 +353,15 @@ def _of_all(found: Any, held: Tensor, count: int) -> Any:
 def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest, **inputs: Any) -> dict[str, Any]:
     """The results as a dict, because wrappers look for tensors in dicts but not in our classes."""
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    if request.own_logits:
-        output: Tensor = state.original_forward(**inputs, use_cache=False).logits
-    else:
-        output = _hidden_states(model, request, inputs)
-    return {**request.readout(model, output, request), "compute_dtype": coarsest_dtype(model, output)}
-
-
-def _hidden_states(model: PreTrainedModel, request: ScoringRequest, inputs: dict[str, Any]) -> Tensor:
-    """[rows, width, h] from the model without its head."""
     if request.layout is not None:
         mask = mask_placeholder(inputs["position_ids"].device)
         inputs = {**inputs, "attention_mask": mask, LAYOUT_KWARG: request.layout}
-    hidden: Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
-    return hidden
+    options = {"use_cache": False} if request.routers is None else {"use_cache": False, "output_router_logits": True}
+    found = (state.original_forward if request.own_logits else model.base_model)(**inputs, **options)
+    output: Tensor = found.logits if request.own_logits else found.last_hidden_state
+    if request.routers is not None:
+        request.routers(model, found, output.shape[:-1].numel())
+    return {**request.readout(model, output, request), "compute_dtype": coarsest_dtype(model, output)}
 
 
 def predicting(output: Tensor, request: ScoringRequest) -> Tensor:

@@ -144,6 +144,11 @@ class RewardRunner:
         """The rewards that are models."""
         return [reward.function for reward in self._rewards if isinstance(reward.function, ModelReward)]
 
+    @property
+    def passes(self) -> list[tuple[nn.Module, Callable[[], None]]]:
+        """Each model with a pass of it that gives no reward."""
+        return [(reward.model, reward.idle_pass) for reward in self.models]
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Check that a dataset has the columns that the rewards need.
 

@@ -74,7 +74,7 @@ def _trainer(folder: Path, identity: Identity, scratch: str) -> Any:
 
 def _loss(trainer: Any, batch: TokenBatch) -> torch.Tensor:
     with trainer.accelerator.autocast():
-        total: torch.Tensor = trainer.loss(trainer.policy, batch.to(trainer.args.device)).total
+        total: torch.Tensor = trainer.full_loss(trainer.policy, batch.to(trainer.args.device)).total
     return total
 
 

@@ -104,9 +104,9 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         """See `data.collate.unpaired_batch`."""
         return unpaired_batch(rows)
 
-    def num_items(self, batch: LabeledBatch) -> Tensor:
+    def row_items(self, batch: LabeledBatch) -> Tensor:
         """Rows."""
-        return torch.tensor(float(batch.num_rows))
+        return torch.ones(batch.num_rows, device=batch.device)
 
     def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """See `OfflineTrainer`."""

@@ -84,9 +84,9 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         """See `data.collate.unpaired_batch`."""
         return unpaired_batch(rows)
 
-    def num_items(self, batch: LabeledBatch) -> Tensor:
+    def row_items(self, batch: LabeledBatch) -> Tensor:
         """Rows with a label."""
-        return torch.tensor(float(len(sided_rows(batch))))
+        return batch.on_device([float(side is not None) for side in batch.is_preferred])
 
     def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """See `OfflineTrainer`; also estimates the KL of the step, and leaves its rows out of the training pass."""

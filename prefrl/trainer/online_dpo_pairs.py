@@ -11,7 +11,7 @@ import torch
 from prefrl import distributed
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
-from prefrl.trainer.offline.preference import RowScores, make_pairs, preference_metrics
+from prefrl.trainer.offline.preference import RowScores, half_pairs, make_pairs, preference_metrics
 from prefrl.trainer.online.learner import Learned
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 
@@ -38,9 +38,9 @@ class PairObjective:
         self.loss = PAIR_LOSSES[args.loss_type]
         self.params = self.loss.params(beta=args.beta)
 
-    def num_items(self, batch: LabeledBatch) -> Tensor:
+    def row_items(self, batch: LabeledBatch) -> Tensor:
         """Pairs."""
-        return torch.tensor(batch.num_rows / 2)
+        return half_pairs(batch)
 
     def has_gradient(self, batch: LabeledBatch) -> list[bool]:
         """Every pair has one."""

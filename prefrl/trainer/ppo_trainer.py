@@ -103,6 +103,11 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
     def _is_warmup(self) -> bool:
         return bool(self.state.global_step < self.args.critic_warmup)
 
+    @property
+    def router_coef(self) -> float:
+        """See `BaseTrainer`; 0 in the steps of `critic_warmup`, in which the policy does not learn."""
+        return 0.0 if self._is_warmup else super().router_coef
+
     def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """See `BaseTrainer`; covers the parameters of the policy and of the critic, as on other ranks."""
         scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=())

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-import torch
-
 from prefrl.data.collate import reward_batch
 from prefrl.data.preference import prepare_reward_dataset
 from prefrl.losses.preference.reward_model import bradley_terry, centering
 from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.load import load_reward_model
+from prefrl.trainer.offline.preference import half_pairs
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, MarginBatch, TokenBatch
 
@@ -84,13 +83,14 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
         """See `BaseTrainer`; does not count the extra token at the end of each row."""
         return super()._tokens_seen(batches) - sum(batch.num_rows for batch in batches)
 
-    def num_items(self, batch: MarginBatch) -> Tensor:
+    def row_items(self, batch: MarginBatch) -> Tensor:
         """Pairs."""
-        return torch.tensor(batch.num_rows / 2)
+        return half_pairs(batch)
 
     def rewards(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """[B] rewards of the rows."""
-        return sequence_scores(model, batch, plan=self.args.forward_plan).squeeze(1)
+        plan, routers = self.args.forward_plan, self.scorer.routers
+        return sequence_scores(model, batch, plan=plan, routers=routers).squeeze(1)
 
     def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """See `BaseTrainer._forward_sum`."""

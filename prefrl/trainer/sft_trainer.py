@@ -10,7 +10,7 @@ from prefrl.data.collate import sft_batch
 from prefrl.data.formats import column_names
 from prefrl.data.packing import pack_dataset
 from prefrl.data.tokenize import prepare_sft_dataset
-from prefrl.losses.reduce import item_count, token_weights
+from prefrl.losses.reduce import row_items, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
 from prefrl.trainer.base.config import TRUNCATION_SIDES
@@ -85,9 +85,9 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         """See `data.collate.sft_batch`."""
         return sft_batch(rows)
 
-    def num_items(self, batch: TokenBatch) -> Tensor:
+    def row_items(self, batch: TokenBatch) -> Tensor:
         """Trained tokens."""
-        return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction="token", constant=None)
+        return row_items(batch.trainable, batch.row_index, batch.num_rows, reduction="token", constant=None)
 
     def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
         """The batches unchanged: the loss reads nothing else."""

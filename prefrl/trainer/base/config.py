@@ -98,6 +98,11 @@ class BaseConfig(TrainingArguments):
     freeze: list[str] | None = opt(
         None, "Regular expressions; parameters whose names contain a match are not trained."
     )
+    router_aux_loss_coef: Annotated[float, Ge(0)] | None = opt(
+        None,
+        "Weight of the load-balancing loss of a mixture of experts; None: that of the model's config, 0: off. An "
+        "error for other models.",
+    )
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
         "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "

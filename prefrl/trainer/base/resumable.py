@@ -9,11 +9,11 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from safetensors import SafetensorError
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
 from prefrl import distributed
@@ -104,6 +104,17 @@ class ResumableTrainer(Trainer):
             self._changed = start.changed
             self._last_saved = -1
             return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
+
+    def get_total_train_batch_size(self, args: BaseConfig) -> int:
+        """HuggingFace's hook: rows of a step, over all ranks."""
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> NoReturn:
+        """HuggingFace's method, which would return the logits of all tokens. Not supported: always raises."""
+        raise ConfigError(
+            "predict() is not supported: rows of different lengths are not padded, and no logits are kept. For "
+            f"metrics use evaluate(dataset, metric_key_prefix={metric_key_prefix!r}), for completions model.generate."
+        )
 
     @contextmanager
     def _resumable_without_memory(self) -> Iterator[None]:
@@ -239,6 +250,13 @@ class ResumableTrainer(Trainer):
             staged = staging / checkpoint_name(step)
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
             write_identity(staged, self._identity())
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """HuggingFace's hook. Arguments are saved as JSON without secrets, not as a pickle with them."""
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / TRAINING_ARGS_NAME).unlink()
+        (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

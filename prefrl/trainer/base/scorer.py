@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores, WantName
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
+    from prefrl.models.routers import RouterRecord
     from prefrl.trainer.base.config import BaseConfig
     from prefrl.trainer.base.step_account import StepAccount
     from prefrl.types import TokenBatch
@@ -103,6 +104,7 @@ class Scorer:
     policy: Callable[[], PreTrainedModel]  # without the backend's wrapper
     reference: Reference | None = None
     critic: Critic | None = None
+    routers: RouterRecord | None = None  # records the passes of `scores`, if it is set
 
     # With gradients.
 
@@ -127,6 +129,7 @@ class Scorer:
             want=want,
             plan=self.args.forward_plan,
             reference=reference,
+            routers=self.routers,
         )
 
     def scores_and_values(

@@ -6,11 +6,11 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
-from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
@@ -22,10 +22,11 @@ from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, verdict_of
-from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
+from prefrl.models.load import load_model, load_tokenizer, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
+from prefrl.models.routers import router_loss_coef
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.guarded import GuardedTrainer
@@ -35,6 +36,7 @@ from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
 from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
+from prefrl.trainer.base.router_loss import with_router_loss
 from prefrl.trainer.base.run_identity import data_fingerprint, decisive_options, model_fingerprint
 from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
@@ -115,7 +117,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             quantization_config=quantization_config,
         )
         distributed.check_model(model, trainer=name)
-        check_router_loss(model)
+        self._router_coef = router_loss_coef(model, args.router_aux_loss_coef)
         add_kernels(args, model)
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
@@ -155,10 +157,6 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         """HuggingFace's hook, called before it creates its accelerator."""
         return {**super()._build_accelerator_args(**arguments), "parallelism_config": self._parallelism}
 
-    def get_total_train_batch_size(self, args: BaseConfig) -> int:
-        """HuggingFace's hook: rows of a step, over all ranks."""
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
-
     @property
     def reference(self) -> Reference | None:
         """The reference that the policy stays close to, if one is kept."""
@@ -174,6 +172,10 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
     @abstractmethod
     def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
         """The SUM of the loss over a micro-batch, and metrics. Runs the model through `self.score`."""
+
+    @abstractmethod
+    def row_items(self, batch: Any) -> Tensor:
+        """[B] what each row counts among the items: `loss` sums over them, sum / (items of the step) is the loss."""
 
     @abstractmethod
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
@@ -299,12 +301,22 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             if isinstance(inputs, IdleBatch):
                 return self._forward_sum(model, inputs) * 0.0
             with self._saved_activations():
-                output = self.loss(model, inputs)
+                output = self.full_loss(model, inputs)
         merge(self.metrics["train"], output.metrics)
         # A loss that is not finite shows in the gradients, too: DeepSpeed updates before anybody can look at the loss.
         total = output.total * (1.0 + 0.0 * output.total.detach())
         # Data-parallel backends average gradients over ranks, but items are counted over all of them.
         return total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
+
+    def full_loss(self, model: nn.Module, batch: Ready) -> LossOutput:
+        """`loss` and, for a mixture of experts, the balancing loss of its routers."""
+        loss, coef = partial(self.loss, model, batch), self.router_coef
+        return loss() if coef == 0 else with_router_loss(loss, self.scorer, batch, self.row_items(batch), coef=coef)
+
+    @property
+    def router_coef(self) -> float:
+        """Weight of the routers' balancing loss in this step; 0: it is not computed."""
+        return self._router_coef
 
     def _saved_activations(self) -> AbstractContextManager[None]:
         """Context of a forward pass that stores its activations on the host if `activation_offloading` is set."""
@@ -360,13 +372,6 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
                 metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
         return cast("dict[str, float]", super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
-
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> NoReturn:
-        """HuggingFace's method, which would return the logits of all tokens. Not supported: always raises."""
-        raise ConfigError(
-            "predict() is not supported: rows of different lengths are not padded, and no logits are kept. For "
-            f"metrics use evaluate(dataset, metric_key_prefix={metric_key_prefix!r}), for completions model.generate."
-        )
 
     def evaluation_loop(
         self,
@@ -478,13 +483,6 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         state = whole_state(self.policy, keep=self.args.should_save)
         if self.args.should_save:
             self._save(str(folder), state)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """HuggingFace's hook. Arguments are saved as JSON without secrets, not as a pickle with them."""
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir)
-        (folder / TRAINING_ARGS_NAME).unlink()
-        (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called before a push to the hub."""

@@ -31,6 +31,7 @@ __all__ = [
     "RowKind",
     "RowScores",
     "StepPairs",
+    "half_pairs",
     "make_pairs",
     "pair_groups",
     "pairs_per_chosen_token",
@@ -49,7 +50,7 @@ class RowKind(Generic[Loaded]):
 
     prepare: Callable[[Dataset, PreTrainedTokenizerBase, OfflineConfig], Dataset]
     lay_out: Callable[[Sequence[dict[str, Any]]], Loaded]
-    num_items: Callable[[Loaded], Tensor]
+    row_items: Callable[[Loaded], Tensor]
 
 
 def _prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig) -> Dataset:
@@ -65,7 +66,12 @@ def _prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: O
     )
 
 
-PAIRS = RowKind(_prepare_pairs, preference_batch, lambda batch: torch.tensor(batch.num_rows / 2))
+def half_pairs(batch: TokenBatch) -> Tensor:
+    """[B] what each row counts if items are pairs."""
+    return torch.full((batch.num_rows,), 0.5, device=batch.device)
+
+
+PAIRS = RowKind(_prepare_pairs, preference_batch, half_pairs)
 
 
 def prepare_unpaired(

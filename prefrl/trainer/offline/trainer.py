@@ -63,7 +63,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     """Trains on the rows of a fixed dataset, with one normalized update for each optimizer step.
 
     A leaf implements `loss` and `prepare_step`, which makes the batches that the loss reads of those that were loaded.
-    It sets `row_kind`, or implements `prepare_dataset`, `lay_out` and `num_items` itself. If its loss needs a
+    It sets `row_kind`, or implements `prepare_dataset`, `lay_out` and `row_items` itself. If its loss needs a
     reference, it calls `set_up_reference` in its constructor.
 
     Args:
@@ -215,9 +215,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         """The flat batch of some rows of a prepared dataset."""
         return self.row_kind.lay_out(rows)
 
-    def num_items(self, batch: Loaded) -> Tensor:
-        """Scalar: what `loss` sums over, so that sum / (items of the whole step) is the loss."""
-        return self.row_kind.num_items(batch)
+    def row_items(self, batch: TokenBatch) -> Tensor:
+        """See `BaseTrainer`."""
+        return self.row_kind.row_items(cast("Loaded", batch))
 
     def collate(self, rows: list[dict[str, Any]]) -> Loaded | None:
         """The flat batch of some rows; None if there are none."""
@@ -325,7 +325,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     def micro_batches_of_step(self, items: list[Loaded | None]) -> tuple[list[Ready], float]:
         """The loader's micro-batches; with a token budget, they are joined and cut again by tokens."""
         batches = numbered_apart([batch for batch in items if batch is not None])
-        count = sum(float(self.num_items(batch)) for batch in batches)
+        count = sum(float(self.row_items(batch).sum()) for batch in batches)
         if batches and self.args.max_tokens_per_micro_batch is not None:
             whole = type(batches[0]).concat(batches)
             batches = whole.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
@@ -333,14 +333,14 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     def evaluation_step(self, model: nn.Module, item: Loaded | None) -> dict[str, Metric]:
         """The loss and its metrics on one micro-batch."""
-        count = 0.0 if item is None else float(self.num_items(item))
+        count = 0.0 if item is None else float(self.row_items(item).sum())
         batches = self._prepared_step([] if item is None else [item])
         metrics: dict[str, Metric] = {}
         if not batches:  # other ranks may need this one to take part in a forward pass
             self._forward_sum(model, self._idle_batch().to(self.args.device))
         for batch in batches:
             with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
-                output = self.loss(model, batch.to(self.args.device))
+                output = self.full_loss(model, batch.to(self.args.device))
             metrics = {"loss": Mean(output.total, count), **output.metrics}
         return metrics
 

@@ -46,8 +46,8 @@ class Objective(Protocol[Row, Ready]):
         """What a training pass computes in addition to log-probs."""
         ...
 
-    def num_items(self, batch: Row) -> Tensor:
-        """Scalar: the number of items that the loss sums over."""
+    def row_items(self, batch: Row) -> Tensor:
+        """[B] what each row counts among the items that the loss sums over."""
         ...
 
     def has_gradient(self, batch: Row) -> list[bool]:

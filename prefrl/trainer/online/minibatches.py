@@ -51,7 +51,7 @@ class MinibatchMaker(Generic[Row, Ready]):
 
     def _minibatch(self, batch: Row, rows: Sequence[int], *, is_first: bool, over_ranks: bool) -> Minibatch[Ready]:
         batch = batch.select(rows)
-        num_items = float(self.objective.num_items(batch))
+        num_items = float(self.objective.row_items(batch).sum())
         batch, rest = self._with_gradient(self.objective.prepared(batch, num_items=num_items))
         metrics = self.objective.metrics_without_pass(rest)
         if over_ranks and distributed.world_size() > 1:

@@ -15,7 +15,7 @@ from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
 from prefrl.losses.policy.tokens import PolicyTokens
-from prefrl.losses.reduce import item_count, row_sums, token_weights
+from prefrl.losses.reduce import row_items, row_sums, token_weights
 from prefrl.metrics import Max, Mean, Metric, Min, host
 from prefrl.trainer.online.controllers import AdaptiveEntropy, AdaptiveKL
 from prefrl.trainer.online.policy_batch import CriticBatch, PolicyBatch
@@ -92,11 +92,11 @@ class PolicyObjective:
         acts: list[bool] = (sums > 0).tolist()
         return acts
 
-    def num_items(self, batch: PolicyBatch) -> Tensor:
-        """The number of tokens or sequences, or a multiple of a constant, as the reduction of the loss says."""
+    def row_items(self, batch: PolicyBatch) -> Tensor:
+        """Tokens, 1 or a constant for each row, as the reduction of the loss says."""
         reduction = self.policy_loss.reduction
         constant = self.args.max_completion_length if reduction == "constant" else None
-        return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
+        return row_items(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
 
     def prepared(self, batch: PolicyBatch, *, num_items: float) -> PolicyBatch:
         """See `Objective`; scales the NLL weights of good responses, so that the NLL is a mean over their tokens."""

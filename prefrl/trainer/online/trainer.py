@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -156,7 +156,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
         state, clock = lambda: self.state, lambda: self.account.clock()
-        self._collector = Collector(self.rewards, sampler, state, clock, self._reward_models_in_company)
+        company = partial(distributed.in_company, device=args.device)
+        self._collector = Collector(self.rewards, sampler, state, clock, lambda: company(self.rewards.passes))
         self.prompts = Prompts(
             args,
             dataset=self.train_dataset,
@@ -186,6 +187,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """See the objective."""
         ref_hidden = batch.ref_hidden if isinstance(batch, ReadyBatch) else None
         return self._policy_loss(batch, self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden))
+
+    def row_items(self, batch: Any) -> Tensor:
+        """See the objective."""
+        return self.objective.row_items(batch)
 
     def _policy_loss(self, batch: Ready, scores: TokenScores) -> LossOutput:
         """See the objective; keeps the log-probs for the later visits of the batch."""
@@ -371,10 +376,6 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """See `BaseTrainer`."""
         self.prompts.prefetched.drop()
         self.health.end()
-
-    def _reward_models_in_company(self) -> AbstractContextManager[None]:
-        scorers = [(reward.model, reward.idle_pass) for reward in self.rewards.models]
-        return distributed.in_company(scorers, self.args.device)
 
     def _generation_at(self, step: int) -> int:
         """The number of the generation batch that an optimizer step learns from."""

@@ -1,0 +1,134 @@
+"""The routers of a mixture of experts: their load-balancing loss, for the sequences of a forward pass.
+
+A sequence is what a padded batch has as a row: a response after its context, without the last token, which is not
+run. A shared prompt counts in each sequence that uses it, and padding in none. The loss of a sequence is
+therefore the same in every forward plan and micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from prefrl.distributed import sum_over_team
+from prefrl.errors import ConfigError
+from prefrl.losses.router_balance import routed, sequence_balance
+from prefrl.models.plans import PaddedInputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from prefrl.models.plans import ModelInputs
+
+__all__ = ["RouterRecord", "router_loss_coef"]
+
+
+def router_loss_coef(model: PreTrainedModel, coef: float | None) -> float:
+    """The weight of the routers' loss: `coef` or, if it is None, that of the model's config; 0: there is no such loss.
+
+    Raises:
+        ConfigError: A weight is given, but transformers does not define this loss for the model.
+    """
+    config = model.config.get_text_config()
+    has_loss = hasattr(config, "output_router_logits") and hasattr(config, "router_aux_loss_coef")
+    if coef and not has_loss:
+        raise ConfigError(
+            f"router_aux_loss_coef={coef} has no effect: a {type(model).__name__} is not a mixture of experts, or one "
+            "whose config has no router_aux_loss_coef. Leave it None."
+        )
+    if not has_loss:
+        return 0.0
+    own: float | None = config.router_aux_loss_coef
+    return (own or 0.0) if coef is None else coef
+
+
+class RouterRecord:
+    """Collects the routers' losses of the forward passes of a micro-batch."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+
+    @property
+    def losses(self) -> Tensor:
+        """[R] the loss of each sequence, gradient flows; of the only pass that was recorded."""
+        (losses,) = self._losses
+        return losses
+
+    def add(self, inputs: ModelInputs, model: PreTrainedModel, output: Any, num_positions: int) -> None:
+        """Compute the losses of a pass.
+
+        Args:
+            inputs: What the model ran on.
+            model: The model.
+            output: What it returned, with `router_logits`.
+            num_positions: Positions that it ran: the tokens of `inputs`, padding and virtual tokens of an adapter.
+
+        Raises:
+            ConfigError: The output has no router logits of these positions, or no gradient flows through them.
+        """
+        found: Sequence[Tensor] = output.get("router_logits") or ()
+        if not found or any(logits.shape[:-1].numel() != num_positions for logits in found):
+            raise ConfigError(
+                f"the router logits of {type(model).__name__} cannot be read, so their balancing loss cannot be "
+                "computed. Set router_aux_loss_coef=0.0."
+            )
+        rows, width = inputs.input_ids.shape
+        # Virtual tokens, which stand at the beginning of each row, are not counted.
+        logits = [layer.reshape(rows, -1, layer.size(-1))[:, -width:].flatten(0, 1) for layer in found]
+        tokens = routed(logits, top_k=model.config.get_text_config().num_experts_per_tok)
+        self._losses.append(_of_sequences(tokens, _sequences(inputs), num_layers=len(found)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sequences:
+    """The tokens of R sequences, which consist of S segments; a shared segment is part of several."""
+
+    segment: Tensor  # [T] int64: the segment of each token that this process runs
+    num_segments: int
+    part_of: Tensor  # [C] int64: a sequence
+    part: Tensor  # [C] int64: a segment of it
+    lengths: Tensor  # [R] tokens
+    is_shared: bool  # whether other processes run other tokens of the same sequences
+
+
+def _of_sequences(tokens: Tensor, sequences: _Sequences, *, num_layers: int) -> Tensor:
+    """[R] from [T, 2, E] of `routed`."""
+    sums = tokens.new_zeros(sequences.num_segments, *tokens.shape[1:]).index_add(0, sequences.segment, tokens)
+    if sequences.is_shared:
+        sums = sum_over_team(sums)
+    total = tokens.new_zeros(len(sequences.lengths), *tokens.shape[1:])
+    total = total.index_add(0, sequences.part_of, sums[sequences.part])
+    return sequence_balance(total, sequences.lengths * num_layers)
+
+
+def _sequences(inputs: ModelInputs) -> _Sequences:
+    if isinstance(inputs, PaddedInputs):
+        return _of_rows(inputs)
+    device, width = inputs.input_ids.device, inputs.input_ids.size(1)
+    layout = inputs.layout
+    paths = [(*layout.segments[end].ancestors, end) for end in inputs.ends]
+    parts = [(number, segment) for number, path in enumerate(paths) for segment in path]
+    lengths = [layout.segments[end].position + layout.segments[end].length for end in inputs.ends]
+    segment = torch.repeat_interleave(torch.arange(len(layout.forest)), torch.tensor(layout.lengths))
+    part_of, part = torch.tensor(parts).unbind(1)
+    return _Sequences(
+        segment=segment[inputs.start : inputs.start + width].to(device, non_blocking=True),
+        num_segments=len(layout.forest),
+        part_of=part_of.to(device, non_blocking=True),
+        part=part.to(device, non_blocking=True),
+        lengths=torch.tensor(lengths).to(device, non_blocking=True),
+        is_shared=layout.num_parts > 1,
+    )
+
+
+def _of_rows(inputs: PaddedInputs) -> _Sequences:
+    """Each row is a sequence of one segment; padding is a segment of none."""
+    num_rows = len(inputs.input_ids)
+    rows = torch.arange(num_rows, device=inputs.input_ids.device)
+    segment = torch.where(inputs.attention_mask == 1, rows[:, None], num_rows).flatten()
+    return _Sequences(segment, num_rows + 1, rows, rows, inputs.attention_mask.sum(1), is_shared=False)
