@@ -62,6 +62,14 @@ def tiny_model(
     return _random_model(AutoModelForCausalLM, AutoConfig.for_model(architecture, **sizes), seed)
 
 
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def tiny_mixture(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """`tiny_model` with four experts in each layer, of which each token uses two."""
+    return tiny_model("qwen3_moe", seed=seed, **EXPERTS, **overrides)
+
+
 def tiny_reward_model(*, seed: int = 0, num_labels: int = 1, **overrides: Any) -> PreTrainedModel:
     """`tiny_model` with a score head in the place of its language-model head."""
     config = tiny_model(**overrides).config

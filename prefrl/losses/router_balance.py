@@ -55,4 +55,4 @@ def sequence_balance(sums: Tensor, num_routed: Tensor) -> Tensor:
         [R] without a unit, between 0 and E.
     """
     fractions, probabilities = (sums / num_routed[:, None, None]).unbind(1)
-    return sums.size(-1) * (fractions.detach() * probabilities).sum(-1)
+    return sums.size(-1) * (fractions * probabilities).sum(-1)

@@ -69,7 +69,7 @@ class RouterRecord:
             num_positions: Positions that it ran: the tokens of `inputs`, padding and virtual tokens of an adapter.
 
         Raises:
-            ConfigError: The output has no router logits of these positions, or no gradient flows through them.
+            ConfigError: The output has no router logits of these positions.
         """
         found: Sequence[Tensor] = output.get("router_logits") or ()
         if not found or any(logits.shape[:-1].numel() != num_positions for logits in found):

@@ -256,6 +256,9 @@ class LocalGenerator:
             arguments["position_ids"] = positions
         if "logits_to_keep" in self._arguments:
             arguments["logits_to_keep"] = 1
+        if "output_router_logits" in self._arguments:
+            # transformers would compute the routers' loss, for which the mask has to be as long as the input.
+            arguments["output_router_logits"] = False
         with self._autocast():
             output = self._model(**arguments)
         if output.get("past_key_values") is not cache:

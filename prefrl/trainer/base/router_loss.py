@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from prefrl.errors import ConfigError
 from prefrl.metrics import Mean
-from prefrl.models.routers import RouterRecord
+from prefrl.models.routers import RouterRecord, router_loss_coef
 from prefrl.types import LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
+    from prefrl.trainer.base.config import BaseConfig
     from prefrl.trainer.base.scorer import Scorer
     from prefrl.types import TokenBatch
 
-__all__ = ["with_router_loss"]
+__all__ = ["router_coef_of", "with_router_loss"]
+
+
+def router_coef_of(model: PreTrainedModel, args: BaseConfig) -> float:
+    """The weight of the routers' loss in a training run; 0: there is no such loss. See `router_loss_coef`.
+
+    Raises:
+        ConfigError: The option has no effect, or reentrant checkpoints would cut the gradient of the loss.
+    """
+    coef = router_loss_coef(model, args.router_aux_loss_coef)
+    checkpointing = cast("dict[str, Any]", args.activation_checkpointing_kwargs or {})
+    if coef > 0 and args.activation_checkpointing and checkpointing.get("use_reentrant"):
+        raise ConfigError(
+            f"router_aux_loss_coef={args.router_aux_loss_coef} with use_reentrant=True in "
+            "activation_checkpointing_kwargs: no gradient of the routers' loss leaves a reentrant checkpoint. Set "
+            "use_reentrant to False, or router_aux_loss_coef=0.0."
+        )
+    return coef
 
 
 def with_router_loss(

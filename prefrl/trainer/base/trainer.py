@@ -26,7 +26,6 @@ from prefrl.models.load import load_model, load_tokenizer, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
-from prefrl.models.routers import router_loss_coef
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.guarded import GuardedTrainer
@@ -36,7 +35,7 @@ from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
 from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
-from prefrl.trainer.base.router_loss import with_router_loss
+from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
 from prefrl.trainer.base.run_identity import data_fingerprint, decisive_options, model_fingerprint
 from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
@@ -117,7 +116,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             quantization_config=quantization_config,
         )
         distributed.check_model(model, trainer=name)
-        self._router_coef = router_loss_coef(model, args.router_aux_loss_coef)
+        self._router_coef = router_coef_of(model, args)
         add_kernels(args, model)
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}

@@ -215,9 +215,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         """The flat batch of some rows of a prepared dataset."""
         return self.row_kind.lay_out(rows)
 
-    def row_items(self, batch: TokenBatch) -> Tensor:
+    def row_items(self, batch: Any) -> Tensor:
         """See `BaseTrainer`."""
-        return self.row_kind.row_items(cast("Loaded", batch))
+        return self.row_kind.row_items(batch)
 
     def collate(self, rows: list[dict[str, Any]]) -> Loaded | None:
         """The flat batch of some rows; None if there are none."""
