@@ -69,30 +69,6 @@ def test_several_splits_are_evaluated_by_name(tmp_path: Path) -> None:
         trainer.evaluate({"x": splits})
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
-@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_the_loss_of_routers_is_refused_and_not_dropped(algorithm: str, tmp_path: Path) -> None:
-    model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5, **EXPERTS)
-    message = r"output_router_logits=True in the model's config, with router_aux_loss_coef=0\.5: .* = False"
-    with pytest.raises(ConfigError, match=message):
-        make_trainer(algorithm, tmp_path, model=model)
-    model.save_pretrained(tmp_path / "model")
-    off = {"output_router_logits": False}
-    trainer = make_trainer(algorithm, tmp_path, model=str(tmp_path / "model"), model_init_kwargs=off)
-    assert not trainer.policy.config.output_router_logits
-
-
-def test_an_adapter_does_not_hide_that_a_loss_of_routers_is_asked_for(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model = tiny_model("qwen3_moe", output_router_logits=True, **EXPERTS)
-    with pytest.raises(ConfigError, match="output_router_logits=True"):
-        make_trainer("sft", tmp_path, model=model, peft_config=peft.LoraConfig(target_modules=["q_proj"]))
-    model.config.router_aux_loss_coef = 0.0
-    make_trainer("sft", tmp_path, model=model.requires_grad_(True), peft_config=None)
-
-
 def needs_column(completions: list[str], answer: list[str]) -> list[float]:
     return [1.0] * len(completions)
 

@@ -1,0 +1,117 @@
+"""Mixtures of experts: every trainer adds the balancing loss of the routers, weighted as it weights its rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl
+
+from prefrl.errors import ConfigError
+from prefrl.registry import REGISTRY
+from tests.assets import EXPERTS
+from tests.contract.cases import ONLINE, dataset_of, make_trainer, model_of, relative_difference, update_of, weights_of
+
+TOLERANCE = 1e-5
+COEF = {"router_aux_loss_coef": 0.5}
+CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "forward_plan": "padded"}
+OVERLAP = {"arrival": 3, "generation_mode": "overlap", "use_vllm": True}
+VARIANTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((name, {}, CUT) for name in REGISTRY),
+    # Rows that have several responses, or are all learned from, and by another divisor.
+    ("grpo", {"loss_type": "dapo", "talks": "forgetful"}, CUT),
+    ("grpo", {"loss_type": "dr_grpo", "beta": 0.04}, OVERLAP),
+]
+
+
+def mixture_of(algorithm: str, **overrides: Any) -> PreTrainedModel:
+    """A mixture of experts that the algorithm can train."""
+    return model_of(algorithm, architecture="qwen3_moe", **EXPERTS, **overrides)
+
+
+def trained(algorithm: str, folder: Path, **options: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    """The update of one step, and what it logged."""
+    if algorithm in ONLINE:
+        options.setdefault("steps_per_generation", options.get("gradient_accumulation_steps", 1))
+    options.setdefault("model", mixture_of(algorithm))
+    trainer = make_trainer(algorithm, folder, **options)
+    update = update_of(trainer)
+    return update, trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize(("algorithm", "options", "cut"), VARIANTS, ids=str)
+def test_the_update_is_the_same_however_the_work_is_cut(
+    algorithm: str, options: dict[str, Any], cut: dict[str, Any], tmp_path: Path
+) -> None:
+    expected, logged = trained(algorithm, tmp_path, **options, **COEF)
+    update, entry = trained(algorithm, tmp_path, **options, **COEF, **cut)
+    assert relative_difference(update, expected) < TOLERANCE
+    for name in ("loss", "aux_loss"):
+        assert entry[name] == pytest.approx(logged[name], rel=TOLERANCE)
+
+
+def test_the_loss_is_the_mean_over_rows_with_the_weights_of_the_trainer(tmp_path: Path) -> None:
+    model = mixture_of("sft")
+    trainer = make_trainer("sft", tmp_path, model=model, rows=8, **COEF)
+    losses, weights = [], []
+    for row in trainer.train_dataset:
+        ids = torch.tensor([row["input_ids"]])
+        losses.append(float(model(input_ids=ids[:, :-1], output_router_logits=True).aux_loss.detach()))
+        weights.append(sum(row["trainable"]))
+    expected = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+    trainer.train()
+    assert trainer.state.log_history[0]["aux_loss"] == pytest.approx(expected, rel=TOLERANCE)
+    _, plain = trained("sft", tmp_path, rows=8, router_aux_loss_coef=0.0)
+    assert trainer.state.log_history[0]["loss"] - plain["loss"] == pytest.approx(0.5 * expected, rel=1e-4)
+    assert "aux_loss" not in plain
+
+
+def test_the_weight_is_that_of_the_models_config_unless_one_is_given(tmp_path: Path) -> None:
+    given, _ = trained("sft", tmp_path, **COEF)
+    of_config, _ = trained("sft", tmp_path, model=mixture_of("sft", router_aux_loss_coef=0.5))
+    assert torch.equal(of_config, given)
+
+
+def test_the_loss_of_an_evaluation_contains_it(tmp_path: Path) -> None:
+    evaluation = {"model": mixture_of("dpo"), "eval_dataset": dataset_of("dpo", 6)}
+    found = make_trainer("dpo", tmp_path, **evaluation, **COEF).evaluate()
+    plain = make_trainer("dpo", tmp_path, **evaluation, router_aux_loss_coef=0.0).evaluate()
+    assert found["eval_loss"] == pytest.approx(plain["eval_loss"] + 0.5 * found["eval_aux_loss"], rel=TOLERANCE)
+    assert found["eval_aux_loss"] > 1
+
+
+class StopAfterOneStep(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_the_policy_does_not_move_while_the_critic_warms_up(tmp_path: Path) -> None:
+    options = {"critic": "model", "critic_warmup": 1, "max_steps": 2, "callbacks": [StopAfterOneStep()]}
+    trainer = make_trainer("ppo", tmp_path, model=mixture_of("ppo"), **options, **COEF)
+    before = weights_of(trainer.policy)
+    trainer.train()
+    after = weights_of(trainer.policy)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert all("critic" in name for name in moved)
+
+
+def test_a_config_that_asks_for_router_logits_changes_nothing(tmp_path: Path) -> None:
+    expected, _ = trained("grpo", tmp_path)
+    update, logged = trained("grpo", tmp_path, model=mixture_of("grpo", output_router_logits=True))
+    assert torch.equal(update, expected)
+    assert logged["aux_loss"] > 1
+
+
+def test_a_weight_for_a_dense_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.5 has no effect: a Qwen2ForCausalLM is not a"):
+        make_trainer("sft", tmp_path, **COEF)
+
+
+def test_reentrant_checkpoints_are_refused_because_they_cut_its_gradient(tmp_path: Path) -> None:
+    reentrant = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ConfigError, match=r"with use_reentrant=True .* or router_aux_loss_coef=0\.0"):
+        make_trainer("sft", tmp_path, model=mixture_of("sft"), **reentrant)
+    make_trainer("sft", tmp_path, model=mixture_of("sft"), router_aux_loss_coef=0.0, **reentrant)
