@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import BitsAndBytesConfig
 
+from tests.assets import EXPERTS
 from tests.contract.cases import dataset_of, ragged_reward
 
 ATTENTION = ("q_proj", "v_proj")
@@ -32,6 +33,7 @@ class Case:
 
 
 TIED = {"tie_word_embeddings": True}
+MIXTURE = {"architecture": "qwen3_moe", **EXPERTS, "router_aux_loss_coef": 0.5}
 LLAMA_TIED = {"architecture": "llama", **TIED}
 REUSE = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
 # Moments, decay and clipping: what an optimizer's state and a global norm could get wrong. A small epsilon would make
@@ -98,6 +100,9 @@ CASES: dict[str, Case] = {
     "sft_eval": Case("sft", EVAL, eval_rows=7),
     "reward_lora": Case("reward", lora=ATTENTION),
     "reward_by_name": Case("reward", EVAL, by_name=True, eval_rows=7),
+    # Mixtures of experts, whose routers have a loss of their own.
+    "sft_mixture": Case("sft", {"gradient_accumulation_steps": 2}, model=MIXTURE, rows_per_micro_batch=2),
+    "grpo_mixture_one_signal": Case("grpo", {"beta": 0.0, **BUDGET}, model=MIXTURE, reward=good_at_subtraction),
     # References.
     "dpo_lora": Case("dpo", lora=ATTENTION),
     "dpo_moving": Case("dpo", {**MOVING, **EVAL}, eval_rows=7),

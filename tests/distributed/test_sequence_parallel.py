@@ -23,6 +23,7 @@ NAMES = (
     "sft_adam",
     "sft_window",
     "sft_eval",
+    "sft_mixture",
     "dpo",
     "orpo",
     "reward",

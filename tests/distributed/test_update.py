@@ -28,7 +28,8 @@ STEPS = (
     "reward_by_name",
 )
 SELECTED = {
-    "ddp": ("sft_adam", "ppo_model", "ppo_clipped"),  # the contract's tests train everything on two processes
+    # The contract's tests train everything on two processes.
+    "ddp": ("sft_adam", "sft_mixture", "ppo_model", "ppo_clipped"),
     "zero1": ("sft_micro_batches", "sft_adam", "grpo_reuse", "reward_by_name"),
     "zero2": STEPS,
     "zero3": tuple(name for name in CASES if name != "ppo_clipped"),  # DeepSpeed clips a critic with the policy
