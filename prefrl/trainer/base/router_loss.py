@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean
 from prefrl.models.routers import RouterRecord, router_loss_coef
@@ -61,9 +59,8 @@ def with_router_loss(
         output = loss()
     finally:
         scorer.routers = None
-    row_of = torch.tensor(batch.response_row)
-    share = 1 / torch.bincount(row_of, minlength=batch.num_rows)[row_of]  # of each response in its row
-    weights = row_items.to(batch.device)[row_of.to(batch.device)] * share.to(batch.device)
+    shares = batch.on_device([1 / len(batch.responses(row)) for row in batch.response_row])
+    weights = row_items[batch.on_device(batch.response_row)] * shares
     total = (weights * record.losses).sum()
     metrics = {"aux_loss": Mean(total.detach(), row_items.sum())}
     return LossOutput(output.total + coef * total, output.metrics | metrics)
