@@ -100,7 +100,7 @@ class BaseConfig(TrainingArguments):
     )
     router_aux_loss_coef: Annotated[float, Ge(0)] | None = opt(
         None,
-        "Weight of the load-balancing loss of a mixture of experts' routers, see docs/moe.md; None: that of the model's "
+        "Weight of the load-balancing loss of a mixture of experts, see docs/moe.md; None: that of the model's "
         "config. Other models have no such loss.",
     )
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
