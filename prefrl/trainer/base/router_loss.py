@@ -31,7 +31,7 @@ def router_coef_of(model: PreTrainedModel, args: BaseConfig) -> float:
     checkpointing = cast("dict[str, Any]", args.activation_checkpointing_kwargs or {})
     if coef > 0 and args.activation_checkpointing and checkpointing.get("use_reentrant"):
         raise ConfigError(
-            f"router_aux_loss_coef={args.router_aux_loss_coef} with use_reentrant=True in "
+            f"router_aux_loss_coef={coef} with use_reentrant=True in "
             "activation_checkpointing_kwargs: no gradient of the routers' loss leaves a reentrant checkpoint. Set "
             "use_reentrant to False, or router_aux_loss_coef=0.0."
         )
