@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from prefrl.losses.reduce import item_count, token_weights, trainable_per_row
+from prefrl.losses.reduce import item_count, row_items, token_weights, trainable_per_row
 
 # Rows of 3, 1 and 2 tokens, not in order; row 2 has no trainable token.
 ROW_INDEX = torch.tensor([0, 1, 0, 2, 0, 2])
@@ -26,6 +26,21 @@ def test_hand_numbers(reduction, constant, weights, count, loss):
     assert items.shape == ()
     assert items.item() == count
     assert ((found * LOSS).sum() / items).item() == pytest.approx(loss)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "constant", "items"),
+    [
+        ("token", None, [2, 1, 0]),
+        ("sequence_mean", None, [1, 1, 1]),
+        ("sequence_sum", None, [1, 1, 1]),
+        ("constant", 8.0, [8, 8, 8]),
+    ],
+)
+def test_items_of_rows(reduction, constant, items):
+    found = row_items(TRAINABLE, ROW_INDEX, 3, reduction=reduction, constant=constant)
+    assert found.dtype == torch.float32
+    assert found.tolist() == items
 
 
 def test_trainable_per_row_counts_only_those():
