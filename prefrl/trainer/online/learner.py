@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores, WantName
     from prefrl.metrics import Metric
     from prefrl.trainer.base.scorer import ScoreNeed, Scores
+    from prefrl.trainer.online.config import OnlineConfig
     from prefrl.types import LossOutput, Rollout, SampledBatch
 
-__all__ = ["Learned", "Learner", "Objective"]
+__all__ = ["Learned", "Learner", "Objective", "rows_of_updates"]
 
 Row = TypeVar("Row", bound=TokenBatch)  # the rows that a learner makes
 Ready = TypeVar("Ready", bound=TokenBatch)  # these rows with everything that their loss reads
@@ -33,8 +35,31 @@ class Learned(Generic[Row]):
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
+def rows_of_updates(rollouts: Sequence[Rollout], args: OnlineConfig) -> list[list[int]]:
+    """The rows of each optimizer step in a pass over a generation batch.
+
+    Each step learns from consecutive completions of all ranks, whatever the rank that has them.
+
+    Args:
+        rollouts: Whole groups; the number of a group is the position of its prompt in the batch of all ranks.
+        args: Options.
+    """
+    rows: list[list[int]] = [[] for _ in range(args.updates_per_generation)]
+    seen: Counter[int] = Counter()
+    for row, rollout in enumerate(rollouts):
+        position = rollout.group * args.num_generations + seen[rollout.group]
+        seen[rollout.group] += 1
+        rows[position // args.completions_per_update].append(row)
+    return rows
+
+
 class Objective(Protocol[Row, Ready]):
     """The loss of a micro-batch, and the state that adapts during training."""
+
+    @property
+    def splits_groups(self) -> bool:
+        """Whether rows of a group can be on several ranks."""
+        ...
 
     @property
     def stage(self) -> type[Ready]:
@@ -127,7 +152,6 @@ class Learner(Protocol[Row, Ready]):
         scores: Scores,
         rollouts: Sequence[Rollout],
         *,
-        num_parts: int,
         step: int,
         over_ranks: bool,
     ) -> Learned[Row]:
@@ -137,7 +161,6 @@ class Learner(Protocol[Row, Ready]):
             batch: The rows of the rollouts.
             scores: The scores that `needs` names.
             rollouts: The rollouts of this rank: whole groups, with rewards and totals.
-            num_parts: Number of optimizer steps in one pass over them.
             step: The first optimizer step that learns from them.
             over_ranks: Whether all ranks call this with their rollouts, so that statistics are over all of them.
         """

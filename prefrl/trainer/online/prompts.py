@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
-__all__ = ["Prompts", "prompt_sampler", "prompts_per_generation"]
+__all__ = ["Prompts", "most_completions", "prompt_sampler", "prompts_per_generation"]
 
 
 def prompts_per_generation(args: PolicyGradientConfig) -> int:
     """Prompts of a generation batch, over all ranks."""
-    return args.completions_per_rank // args.num_generations * distributed.world_size()
+    return args.completions_per_rank * distributed.world_size() // args.num_generations
+
+
+def most_completions(args: PolicyGradientConfig) -> int:
+    """The most completions of a generation batch that are sampled on one rank: prompts are sampled whole."""
+    return -(-prompts_per_generation(args) // distributed.world_size()) * args.num_generations
 
 
 def prompt_sampler(args: PolicyGradientConfig, *, num_rows: int) -> GenerationBatchSampler:

@@ -35,7 +35,7 @@ from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
-from prefrl.trainer.online.prompts import Prompts, prompt_sampler, prompts_per_generation
+from prefrl.trainer.online.prompts import Prompts, most_completions, prompt_sampler, prompts_per_generation
 from prefrl.types import LossOutput, ReadyBatch, TokenBatch
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             self.policy,
             self.processing_class,
             weights=self.weights,
-            max_rows=args.completions_per_rank,
+            max_rows=most_completions(args),
             autocast=self.accelerator.autocast,
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
@@ -255,7 +255,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if self.buffer.is_spent:
             number = self._generation_at(self.state.global_step)
             collected = self._collect(number)
-            learned = self._learned(collected, num_parts=self.args.updates_per_generation)
+            learned = self._learned(collected)
             self._seal(number, [collected])
             self.buffer.fill(self._minibatches.of(learned))
             self._report(collected)
@@ -283,15 +283,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
         step, saves = self.state.global_step, self.args.save_strategy != "no"
         self.journal.seal(number, parts, step=step, needed_from=max(self._last_saved, 0) if saves else step)
 
-    def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
+    def _learned(self, collected: Collected, *, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         rollouts, args = collected.rollouts, self.args
         batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions)
         scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
         step = self.state.global_step
-        learned = self.learner.advantages(
-            batch, scores, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks
-        )
+        learned = self.learner.advantages(batch, scores, rollouts, step=step, over_ranks=over_ranks)
         for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
             rollout.advantage = advantage
         merge(self.metrics["train"], learned.metrics | token_counts(rollouts, batch))
@@ -332,7 +330,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
                     break
                 self.account.move("reward", collected.reward_s)
             parts.append(collected)
-            learned = self._learned(collected, num_parts=1, over_ranks=False)
+            learned = self._learned(collected, over_ranks=False)
             (minibatch,) = self._minibatches.of(learned, over_ranks=False)
             merge(self.metrics["train"], minibatch.metrics)
             yield minibatch

@@ -213,3 +213,16 @@ def test_generation_sizes_follow_from_each_other(tmp_path: Path) -> None:
     assert config.micro_batches_per_generation == 4
     assert config.updates_per_generation == 2
     assert config.completions_per_rank == 32
+
+
+def test_groups_need_not_fit_into_the_completions_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "num_generations": 8, "use_cpu": True}
+    GRPOConfig(**options, per_device_train_batch_size=4)
+    with pytest.raises(ConfigError, match=r"3 \* steps.* 1 \* 2 processes = 6 .* is 8, which is 4 on each process"):
+        GRPOConfig(**options, per_device_train_batch_size=3)
+    overlap = {"use_vllm": True, "generation_mode": "overlap", "vllm_server_base_url": "http://localhost:1"}
+    with pytest.raises(ConfigError, match="generation_mode='overlap' with 4 completions on each process"):
+        GRPOConfig(**options, per_device_train_batch_size=4, **overlap)
