@@ -30,7 +30,7 @@ from prefrl.trainer.ppo_critic import (
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from peft import PeftConfig
     from torch import Tensor, nn
     from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
@@ -65,8 +65,8 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         model: str | Path | PreTrainedModel | nn.Module,
         reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PPOConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,

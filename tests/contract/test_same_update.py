@@ -139,7 +139,7 @@ UNEVEN: list[tuple[str, dict[str, Any]]] = [
             **STEPS,
         },
     ),
-    ("rloo", {"num_generations": 8, "updates": 2, "num_iterations": 2, "max_steps": 4}),
+    ("rloo", {"num_generations": 8, "updates": 2, "num_iterations": 2, "max_steps": 4, "streams": True}),
     ("grpo", {"num_generations": 8, "talks": "forgetful", "turn_credit": "return", "max_steps": 2}),
     ("online_dpo", {"num_generations": 8, "updates": 2, "max_steps": 2}),
 ]

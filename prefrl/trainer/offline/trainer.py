@@ -22,7 +22,7 @@ from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import disable_dropout
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named
+from prefrl.trainer.base.arguments import check_arguments, check_stream, default_output_dir, named
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
@@ -99,11 +99,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             suffix = type(self).__name__.removesuffix("Trainer")
             args = REGISTRY[self.algorithm].load_config()(output_dir=default_output_dir(model, suffix))
         self.args = args
-        if isinstance(given.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
-            raise ConfigError(
-                f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
-                "optimizer steps, max_steps > 0"
-            )
+        check_stream(given.get("train_dataset"), max_steps=args.max_steps)
         super().__init__(model, args, **given)
         if self.policy.can_generate():
             end_ids = end_token_ids(self.policy, self.processing_class)
