@@ -29,6 +29,7 @@ from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import log_completions, rollout_metrics
 from prefrl.trainer.base.arguments import check_arguments, check_stream, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
+from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.episodes import Episodes
@@ -103,6 +104,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     config_class: type[PolicyGradientConfig]
     learner_class: Callable[[Any, RewardRunner], Learner[Any, Any]] = PolicyGradient
     _id_columns = ("prompt_ids",)  # other columns belong to the rewards
+    _ref_model: str | Path | PreTrainedModel | None = None  # set by leaves whose constructor takes one
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
@@ -151,7 +153,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         check_prompts(args, self.train_dataset)
         for reward in self.rewards.models:
             distributed.prepare_frozen(self.accelerator, reward.model)
-        self._add_reference(args)
+        self._add_reference(args, loaded_reference(self._ref_model, self.policy, args))
         self._set_up_sampling(args)
         self._set_up_learning(args)
 
