@@ -209,10 +209,13 @@ class OnlineConfig(
                     f"per_device_train_batch_size {self.per_device_train_batch_size} * {self.world_size} processes"
                 )
         accumulation = self.gradient_accumulation_steps
-        if self.micro_batches_per_generation % accumulation:
+        steps = self.micro_batches_per_generation
+        if steps % accumulation:
+            fewer = steps // accumulation * accumulation
+            fitting = f"{fewer} or {fewer + accumulation}" if fewer else f"{accumulation}"
             raise ConfigError(
-                f"steps_per_generation={self.micro_batches_per_generation}: must be a multiple of "
-                f"gradient_accumulation_steps={accumulation}, so that an optimizer step learns from one generation"
+                f"steps_per_generation={steps}: must be a multiple of gradient_accumulation_steps={accumulation}, so "
+                f"that an optimizer step learns from one generation. Set {fitting}."
             )
 
     @property

@@ -138,7 +138,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
         check_stream(train_dataset, max_steps=args.max_steps)
         self.episodes = Episodes(args, tools, environment_factory)
-        shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=args.completions_per_rank)
+        shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=prompts_per_generation(args))
         shared["eval_dataset"] = self.episodes.with_prompts(eval_dataset)
         self.rewards = RewardRunner(
             reward_funcs or [],

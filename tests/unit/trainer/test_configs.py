@@ -34,8 +34,11 @@ GRPO_RULES = [
     pytest.param({"generation_batch_size": 12}, "generation_batch_size=12: must be a multiple of 8", id="gen size"),
     pytest.param(
         {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
-        "steps_per_generation=3: must be a multiple of gradient_accumulation_steps=2",
+        "steps_per_generation=3: must be a multiple of gradient_accumulation_steps=2.* Set 2 or 4",
         id="steps per generation",
+    ),
+    pytest.param(
+        {"steps_per_generation": 1, "gradient_accumulation_steps": 2}, "learns from one generation. Set 2.", id="part"
     ),
     pytest.param(
         {"filter_overlong_prompts": True, "max_prompt_length": None}, "max_prompt_length=None", id="nothing to filter"
