@@ -1,7 +1,7 @@
 """Choose the rows of each micro-batch of each rank.
 
 The order of rows depends only on (seed, epoch); ranks and micro-batches only divide it up. The rows of an optimizer
-step are therefore the same however the work is cut, and a group of completions stays on one rank.
+step are therefore the same however the work is cut, and a group of completions is sampled on one rank.
 """
 
 from __future__ import annotations
