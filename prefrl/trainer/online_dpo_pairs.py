@@ -12,7 +12,7 @@ from prefrl import distributed
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.trainer.offline.preference import RowScores, make_pairs, preference_metrics
-from prefrl.trainer.online.learner import Learned, rows_of_updates
+from prefrl.trainer.online.learner import Learned, rows_of_parts
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class PairLearner:
         scores: Scores,
         rollouts: Sequence[Rollout],
         *,
+        num_parts: int,
         step: int,
         over_ranks: bool,
     ) -> Learned[LabeledBatch]:
@@ -116,9 +117,9 @@ class PairLearner:
         totals = self._shaped(rollouts, over_ranks=over_ranks)
         parts = []
         advantages = [0.0] * len(rollouts)
-        for rows_of_update in rows_of_updates(rollouts, self.args):
+        for rows_of_part in rows_of_parts(rollouts, self.args, num_parts=num_parts):
             part: list[int] = []
-            for rows in _rows_by_group(rollouts, totals, rows_of_update):
+            for rows in _rows_by_group(rollouts, totals, rows_of_part):
                 best, worst = max(rows, key=totals.__getitem__), min(rows, key=totals.__getitem__)
                 if totals[best] > totals[worst]:
                     advantages[best], advantages[worst] = 1.0, -1.0

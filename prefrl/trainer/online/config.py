@@ -247,14 +247,12 @@ class OnlineConfig(
         return int(self.per_device_train_batch_size) * self.micro_batches_per_generation
 
     @property
-    def completions_per_update(self) -> int:
-        """Completions of an optimizer step, over all processes."""
-        per_rank = int(self.per_device_train_batch_size) * int(self.gradient_accumulation_steps)
-        return per_rank * int(self.world_size)
+    def completions_of_generation(self) -> int:
+        """Completions of a generation batch, over all processes."""
+        return self.completions_per_rank * int(self.world_size)
 
     def _validate_groups(self) -> None:
-        world_size = int(self.world_size)
-        total, size = self.completions_per_rank * world_size, self.num_generations
+        world_size, total, size = int(self.world_size), self.completions_of_generation, self.num_generations
         if total % size:
             step = lcm(world_size, size)
             nearest = max(1, round(total / step)) * step

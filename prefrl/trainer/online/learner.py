@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.online.config import OnlineConfig
     from prefrl.types import LossOutput, Rollout, SampledBatch
 
-__all__ = ["Learned", "Learner", "Objective", "rows_of_updates"]
+__all__ = ["Learned", "Learner", "Objective", "rows_of_parts"]
 
 Row = TypeVar("Row", bound=TokenBatch)  # the rows that a learner makes
 Ready = TypeVar("Ready", bound=TokenBatch)  # these rows with everything that their loss reads
@@ -35,7 +35,7 @@ class Learned(Generic[Row]):
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
-def rows_of_updates(rollouts: Sequence[Rollout], args: OnlineConfig) -> list[list[int]]:
+def rows_of_parts(rollouts: Sequence[Rollout], args: OnlineConfig, *, num_parts: int) -> list[list[int]]:
     """The rows of each optimizer step in a pass over a generation batch.
 
     Each step learns from consecutive completions of all ranks, whatever the rank that has them.
@@ -43,13 +43,16 @@ def rows_of_updates(rollouts: Sequence[Rollout], args: OnlineConfig) -> list[lis
     Args:
         rollouts: Whole groups; the number of a group is the position of its prompt in the batch of all ranks.
         args: Options.
+        num_parts: Number of optimizer steps; with one, the numbers of groups do not matter.
     """
-    rows: list[list[int]] = [[] for _ in range(args.updates_per_generation)]
+    if num_parts == 1:
+        return [list(range(len(rollouts)))]
+    rows: list[list[int]] = [[] for _ in range(num_parts)]
     seen: Counter[int] = Counter()
     for row, rollout in enumerate(rollouts):
         position = rollout.group * args.num_generations + seen[rollout.group]
         seen[rollout.group] += 1
-        rows[position // args.completions_per_update].append(row)
+        rows[position * num_parts // args.completions_of_generation].append(row)
     return rows
 
 
@@ -152,6 +155,7 @@ class Learner(Protocol[Row, Ready]):
         scores: Scores,
         rollouts: Sequence[Rollout],
         *,
+        num_parts: int,
         step: int,
         over_ranks: bool,
     ) -> Learned[Row]:
@@ -161,6 +165,7 @@ class Learner(Protocol[Row, Ready]):
             batch: The rows of the rollouts.
             scores: The scores that `needs` names.
             rollouts: The rollouts of this rank: whole groups, with rewards and totals.
+            num_parts: Number of optimizer steps in one pass over them.
             step: The first optimizer step that learns from them.
             over_ranks: Whether all ranks call this with their rollouts, so that statistics are over all of them.
         """

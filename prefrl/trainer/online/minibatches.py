@@ -71,7 +71,7 @@ class MinibatchMaker(Generic[Row, Ready]):
     @property
     def _rows_together(self) -> int | None:
         """Rows of a group that one rank takes, so that all ranks can take the same number; None: all of them."""
-        per_rank = int(self.args.per_device_train_batch_size) * int(self.args.gradient_accumulation_steps)
+        per_rank = self.args.completions_per_rank // self.args.updates_per_generation
         size = gcd(per_rank, self.args.num_generations)
         return size if self.objective.splits_groups and size < self.args.num_generations else None
 

@@ -32,7 +32,7 @@ from prefrl.rollout.prefix import contested_prefix_lengths
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.rollout.rows import turn_index, turn_rewards
 from prefrl.rollout.selection import row_counts
-from prefrl.trainer.online.learner import Learned, rows_of_updates
+from prefrl.trainer.online.learner import Learned, rows_of_parts
 from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.policy_objective import PolicyObjective, token_mean
 from prefrl.trainer.online.sampling_correction import correct_sampling
@@ -124,6 +124,7 @@ class PolicyGradient:
         scores: Scores,
         rollouts: Sequence[Rollout],
         *,
+        num_parts: int,
         step: int,
         over_ranks: bool,
     ) -> Learned[PolicyBatch]:
@@ -160,7 +161,8 @@ class PolicyGradient:
             **critic,
         )
         repeats = counts[mine].tolist()
-        parts = [[row for row in rows for _ in range(repeats[row])] for rows in rows_of_updates(rollouts, self.args)]
+        parts = rows_of_parts(rollouts, self.args, num_parts=num_parts)
+        parts = [[row for row in rows for _ in range(repeats[row])] for rows in parts]
         return Learned(ready, parts, _row_means(ready), metrics)
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from prefrl import distributed
-from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, positions_of_rank
-from prefrl.data.stream import EmptyItems, StreamRows
+from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
+from prefrl.data.stream import EmptyItems, StreamLoader, StreamRows
 from prefrl.errors import ConfigError, DataError
 from prefrl.rollout.collect import Collected, Request, ask, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
@@ -26,12 +26,20 @@ if TYPE_CHECKING:
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
-__all__ = ["Prompts", "check_prompts", "most_completions", "numbered_rows", "prompt_loader", "prompts_per_generation"]
+__all__ = [
+    "Prompts",
+    "check_prompts",
+    "evaluation_loader",
+    "most_completions",
+    "numbered_rows",
+    "prompt_loader",
+    "prompts_per_generation",
+]
 
 
 def prompts_per_generation(args: PolicyGradientConfig) -> int:
     """Prompts of a generation batch, over all ranks."""
-    return args.completions_per_rank * distributed.world_size() // args.num_generations
+    return args.completions_of_generation // args.num_generations
 
 
 def most_completions(args: PolicyGradientConfig) -> int:
@@ -68,6 +76,22 @@ def prompt_loader(args: PolicyGradientConfig, dataset: Any, collate: Callable[..
     if isinstance(dataset, datasets.IterableDataset):
         return DataLoader(EmptyItems(), batch_size=None, generator=torch.Generator())
     return EpochDataLoader(dataset, prompt_sampler(args, num_rows=len(dataset)), collate_fn=collate)
+
+
+def evaluation_loader(dataset: Any, *, num_prompts: int, collate: Callable[..., Any]) -> DataLoader[Any]:
+    """This rank's prompts of an evaluation dataset, in order.
+
+    Args:
+        dataset: Prepared.
+        num_prompts: Prompts of an item.
+        collate: Makes an item of rows.
+    """
+    place: dict[str, Any] = {"rank": distributed.rank(), "world_size": distributed.world_size()}
+    if isinstance(dataset, datasets.IterableDataset):
+        cut: dict[str, Any] = {"micro_batch_size": num_prompts, "micro_batches_per_step": 1, "drop_last": False}
+        return StreamLoader(dataset, collate_fn=collate, **cut, **place)
+    sampler = StepBatchSampler(len(dataset), micro_batch_size=num_prompts, **place)
+    return EpochDataLoader(dataset, sampler, collate_fn=collate)
 
 
 def numbered_rows(args: PolicyGradientConfig, dataset: Any) -> tuple[Any, Callable[[int], list[int]]]:

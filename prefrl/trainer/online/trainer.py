@@ -10,13 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import datasets
 import torch
 
 from prefrl import distributed
 from prefrl.data.formats import column_names
-from prefrl.data.samplers import EpochDataLoader, StepBatchSampler
-from prefrl.data.stream import StreamLoader
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric, merge
@@ -41,6 +38,7 @@ from prefrl.trainer.online.policy_gradient import PolicyGradient
 from prefrl.trainer.online.prompts import (
     Prompts,
     check_prompts,
+    evaluation_loader,
     most_completions,
     numbered_rows,
     prompt_loader,
@@ -229,25 +227,14 @@ class OnlineTrainer(BaseTrainer[Ready]):
             raise ConfigError("train_dataset=None: training needs a dataset")
         return prompt_loader(self.args, self.train_dataset, self.collate)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader | StreamLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The prompts of an evaluation dataset, in order; `per_device_eval_batch_size` counts completions."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         num_samples = self.args.sampling_params(evaluation=True).num_samples
-        size = max(1, self.args.per_device_eval_batch_size // num_samples)
-        place: dict[str, Any] = {"rank": distributed.rank(), "world_size": distributed.world_size()}
-        if isinstance(dataset, datasets.IterableDataset):
-            return StreamLoader(
-                dataset,
-                micro_batch_size=size,
-                micro_batches_per_step=1,
-                drop_last=False,
-                collate_fn=self.collate,
-                **place,
-            )
-        sampler = StepBatchSampler(len(dataset), micro_batch_size=size, **place)
-        return EpochDataLoader(dataset, sampler, collate_fn=self.collate)
+        num_prompts = max(1, self.args.per_device_eval_batch_size // num_samples)
+        return evaluation_loader(dataset, num_prompts=num_prompts, collate=self.collate)
 
     # One step.
 
@@ -256,7 +243,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if self.buffer.is_spent:
             number = self._generation_at(self.state.global_step)
             collected = self._collect(number)
-            learned = self._learned(collected)
+            learned = self._learned(collected, num_parts=self.args.updates_per_generation)
             self._seal(number, [collected])
             self.buffer.fill(self._minibatches.of(learned))
             self._report(collected)
@@ -284,13 +271,15 @@ class OnlineTrainer(BaseTrainer[Ready]):
         step, saves = self.state.global_step, self.args.save_strategy != "no"
         self.journal.seal(number, parts, step=step, needed_from=max(self._last_saved, 0) if saves else step)
 
-    def _learned(self, collected: Collected, *, over_ranks: bool = True) -> Learned[Any]:
+    def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         rollouts, args = collected.rollouts, self.args
         batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions)
         scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
         step = self.state.global_step
-        learned = self.learner.advantages(batch, scores, rollouts, step=step, over_ranks=over_ranks)
+        learned = self.learner.advantages(
+            batch, scores, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks
+        )
         for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
             rollout.advantage = advantage
         merge(self.metrics["train"], learned.metrics | token_counts(rollouts, batch))
@@ -331,7 +320,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
                     break
                 self.account.move("reward", collected.reward_s)
             parts.append(collected)
-            learned = self._learned(collected, over_ranks=False)
+            learned = self._learned(collected, num_parts=1, over_ranks=False)
             (minibatch,) = self._minibatches.of(learned, over_ranks=False)
             merge(self.metrics["train"], minibatch.metrics)
             yield minibatch

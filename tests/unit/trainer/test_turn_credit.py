@@ -39,7 +39,7 @@ def advantages(args: Any, **scores: list[float]) -> list[list[float]]:
     learner = PolicyGradient(args, RewardRunner([], environments={"World": object}))
     found = Scores({name: torch.tensor(values) for name, values in scores.items()})  # type: ignore[misc]
     batch = sampled_batch(ROLLOUTS, mask_truncated=False)
-    ready = learner.advantages(batch, found, ROLLOUTS, step=0, over_ranks=False).batch
+    ready = learner.advantages(batch, found, ROLLOUTS, num_parts=1, step=0, over_ranks=False).batch
     rows = zip(ready.advantages.split(LENGTHS), ready.trainable.split(LENGTHS), strict=True)
     return [values[mask].tolist() for values, mask in rows]
 
