@@ -1,7 +1,7 @@
 """Choose the rows of each micro-batch of each rank.
 
 The order of rows depends only on (seed, epoch); ranks and micro-batches only divide it up. The rows of an optimizer
-step are therefore the same however the work is cut, and a group of completions stays on one rank.
+step are therefore the same however the work is cut, and a group of completions is sampled on one rank.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _order(num_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
 def positions_of_rank(num_prompts: int, *, num_updates: int, rank: int, world_size: int) -> list[int]:
     """The prompts of a generation batch that go to a rank, in the order in which the rank learns from them.
 
-    The batch is cut into `num_updates` optimizer steps, each of which learns from the same prompts whatever the number
-    of ranks. If the groups do not divide evenly for that, a rank takes consecutive prompts instead.
+    The batch is cut into `num_updates` optimizer steps, and a rank takes prompts of each. If the prompts do not divide
+    evenly for that, it takes consecutive prompts, and numbers of prompts differ by at most one between ranks.
     """
     parts = num_updates if num_prompts % (num_updates * world_size) == 0 else 1
-    share = num_prompts // (parts * world_size)
-    starts = [(part * world_size + rank) * share for part in range(parts)]
-    return [position for start in starts for position in range(start, start + share)]
+    shares = [part * world_size + rank for part in range(parts)]
+    starts = [num_prompts * share // (parts * world_size) for share in range(parts * world_size + 1)]
+    return [position for share in shares for position in range(starts[share], starts[share + 1])]
 
 
 def cut_step(
@@ -140,7 +140,7 @@ class GenerationBatchSampler(Sampler[list[int]]):
 
     Args:
         num_rows: Number of prompts in the dataset.
-        prompts_per_window: Prompts of a generation batch over all ranks; a multiple of `world_size`.
+        prompts_per_window: Prompts of a generation batch over all ranks.
         items_per_window: Micro-batches that learn from a generation batch, including repeated iterations.
         num_updates: Optimizer steps that a generation batch is cut into, see `positions_of_rank`.
         rank: This process's number.

@@ -1,14 +1,14 @@
-"""Micro-batches of a stream, cut in the same way as `StepBatchSampler` cuts a map-style dataset.
+"""Rows of a stream: micro-batches, cut in the same way as `StepBatchSampler` cuts a map-style dataset, or by position.
 
-Every rank reads the whole stream and takes its share of each step, so that the rows of an optimizer step are the same
-however the work is cut.
+Every rank reads the whole stream and takes its share, so that the rows of an optimizer step are the same however the
+work is cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -21,7 +21,7 @@ from prefrl.errors import DataError
 if TYPE_CHECKING:
     from prefrl.data.dealing import Dealing
 
-__all__ = ["StreamLoader"]
+__all__ = ["EmptyItems", "StreamLoader", "StreamRows"]
 
 Row = dict[str, Any]
 
@@ -121,3 +121,47 @@ class StreamLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the stream that is read next."""
         self.dataset.epoch = epoch
+
+
+class StreamRows:
+    """Rows of a stream by position, in the stream's order. At its end, the stream starts again with its next epoch.
+
+    Rows are read when they are asked for, and not kept: to go back, the stream is read again from its start.
+
+    Args:
+        stream: Prepared rows.
+    """
+
+    def __init__(self, stream: datasets.IterableDataset) -> None:
+        self._stream = stream
+        self._rows = self._endless()
+        self._next = 0  # position of the row that is read next
+
+    def __getitem__(self, position: int) -> Row:
+        """The row at a position, counted from 0 through all epochs.
+
+        Raises:
+            DataError: The stream has no rows.
+        """
+        if position < self._next:
+            self._rows, self._next = self._endless(), 0
+        row = next(islice(self._rows, position - self._next, None))
+        self._next = position + 1
+        return row
+
+    def _endless(self) -> Iterator[Row]:
+        for epoch in count():
+            self._stream.set_epoch(epoch)
+            is_empty = True
+            for row in self._stream:
+                is_empty = False
+                yield row
+            if is_empty:
+                raise DataError("the stream has no rows. Check its source and its filters")
+
+
+class EmptyItems(IterableDataset[list[Row]]):
+    """Items without rows, for ever: for a loop that counts items, where rows are read by position."""
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        return repeat([])

@@ -29,6 +29,7 @@ from prefrl.data.formats import (
     Message,
     check_answered,
     check_not_reserved,
+    column_names,
     convert_from_value,
     detect_format,
     read_messages,
@@ -185,7 +186,7 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
 
 
 def prepare_prompt_dataset(
-    dataset: datasets.Dataset,
+    dataset: AnyDataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_length: int | None,
@@ -194,32 +195,27 @@ def prepare_prompt_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Mapping[str | None, Sequence[Mapping[str, Any]]] | None = None,
     num_proc: int | None = None,
-) -> datasets.Dataset:
+) -> AnyDataset:
     """Tokenize the column `prompt` as generation reads it.
 
     A conversational prompt ends with the header of an assistant's turn. If its last message is an assistant's, it ends
     inside that turn instead.
 
     Args:
-        dataset: Map-style, with text or messages in `prompt`, and any other columns.
+        dataset: With text or messages in `prompt`, and any other columns; a stream is tokenized while it is read.
         tokenizer: For conversations with a chat template.
         max_prompt_length: Tokens of a prompt; None: no limit.
         truncation: The side of longer prompts that is cut off, or "error".
-        filter_overlong: Drop longer prompts with a warning instead of truncating them.
+        filter_overlong: Drop longer prompts instead of truncating them: with a warning, or from a stream silently.
         chat_template_kwargs: For the template of all rows; a row's own column of that name takes precedence.
         tools: Schemas of the tools that the model may call, see `RowEncoder`; None: there are no episodes.
-        num_proc: Number of processes that tokenize.
+        num_proc: Number of processes that tokenize; None for a stream.
     Returns:
         All columns, and `prompt_ids: list[int]`.
     Raises:
-        ConfigError: `filter_overlong` without a limit.
-        DataError: The dataset is a stream, rows cannot be used, or no row is left.
+        ConfigError: `filter_overlong` without a limit, or `num_proc` for a stream.
+        DataError: Rows cannot be used, or no row is left.
     """
-    if isinstance(dataset, datasets.IterableDataset):
-        raise DataError(
-            "IterableDataset: the number of prompts must be known in advance, but a stream does not have it. Load "
-            "the prompts with streaming=False, or take some of them: Dataset.from_list(list(dataset.take(n)))"
-        )
     if filter_overlong and max_prompt_length is None:
         raise ConfigError("filter_overlong=True has no effect without max_prompt_length. Set max_prompt_length")
     check_limit(max_prompt_length)
@@ -238,7 +234,10 @@ def prepare_prompt_dataset(
     rows = map_rows(
         dataset,
         encode_row,
-        datasets.Features({**dataset.features, "prompt_ids": datasets.List(datasets.Value("int32"))}),
+        {
+            **(dataset.features or dict.fromkeys(column_names(dataset))),
+            "prompt_ids": datasets.List(datasets.Value("int32")),
+        },
         invalid_rows="error",
         num_proc=num_proc,
         desc="Tokenizing prompts",
@@ -247,6 +246,8 @@ def prepare_prompt_dataset(
     if not filter_overlong:
         return rows
     assert max_prompt_length is not None
+    if isinstance(rows, datasets.IterableDataset):
+        return rows.filter(lambda row: len(row["prompt_ids"]) <= max_prompt_length)
     problems = {
         index: f"prompt of {len(prompt_ids)} tokens, more than max_prompt_length={max_prompt_length}"
         for index, prompt_ids in enumerate(rows["prompt_ids"])
@@ -255,13 +256,13 @@ def prepare_prompt_dataset(
     return drop_rows(rows, problems, remedy="Raise max_prompt_length, or set filter_overlong=False to truncate them")
 
 
-def _check_episodes(dataset: datasets.Dataset, dataset_format: Format) -> None:
+def _check_episodes(dataset: AnyDataset, dataset_format: Format) -> None:
     if dataset_format.style != "conversational":
         raise DataError(
             "column 'prompt' holds text: with tools or environment_factory, prompts are lists of messages, such as "
             '[{"role": "user", "content": "..."}]'
         )
-    if "tools" in dataset.column_names:
+    if "tools" in column_names(dataset):
         raise DataError(
             "column 'tools': which tools there are is told by the trainer's arguments tools and environment_factory. "
             "Remove the column"

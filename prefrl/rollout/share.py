@@ -16,34 +16,42 @@ __all__ = ["share_out"]
 Batch = TypeVar("Batch", bound=TokenBatch)
 
 
-def share_out(batch: Batch, *, hidden_size: int, equal_counts: bool, device: torch.device) -> Batch:
-    """This rank's share of the rows of all ranks, dealt in whole groups by cost. All ranks must call it.
+def share_out(
+    batch: Batch, *, hidden_size: int, rows_together: int | None = None, equal_counts: bool, device: torch.device
+) -> Batch:
+    """This rank's share of the rows of all ranks, dealt in groups by cost. All ranks must call it.
 
     Args:
-        batch: This rank's rows, possibly none; no other rank has rows of their groups.
+        batch: This rank's rows, possibly none.
         hidden_size: The model's hidden size.
-        equal_counts: Whether numbers of groups differ by at most one between ranks; otherwise only costs are balanced.
+        rows_together: Deal larger groups in pieces of this many rows; None: in whole groups.
+        equal_counts: Whether numbers of pieces differ by at most one between ranks; otherwise only costs are balanced.
         device: The device used to exchange rows.
 
     Returns:
-        Groups in descending order of cost; all fields of each row move with it.
+        Pieces in descending order of cost; all fields of each row move with it.
     """
-    own = _rows_of_groups(batch)
-    mine = [(group, _cost(batch, rows, hidden_size)) for group, rows in own.items()]
-    everyone, _ = distributed.gather_rows(mine)
+    own = _pieces(batch, rows_together)
+    mine = [(len(rows), _cost(batch, rows, hidden_size)) for rows in own]
+    everyone, start = distributed.gather_rows(mine)
     dealt = deal([cost for _, cost in everyone], distributed.world_size(), equal_counts=equal_counts)
-    groups = [[everyone[item][0] for item in part] for part in dealt]
-    leaving = [batch.select([row for group in part for row in own.get(group, ())]) for part in groups]
+    here = range(start, start + len(own))
+    leaving = [batch.select([row for i in sorted(part) if i in here for row in own[i - start]]) for part in dealt]
     batch = type(batch).concat(distributed.exchange(leaving, device))
-    rows = _rows_of_groups(batch)
-    return batch.select([row for group in groups[distributed.rank()] for row in rows[group]])
+    part, first, rows = dealt[distributed.rank()], 0, {}
+    for i in sorted(part):  # as they arrive: those of each rank in order
+        rows[i] = range(first, first + everyone[i][0])
+        first = rows[i].stop
+    return batch.select([row for i in part for row in rows[i]])
 
 
-def _rows_of_groups(batch: TokenBatch) -> dict[int, list[int]]:
-    rows: dict[int, list[int]] = {}
+def _pieces(batch: TokenBatch, most_rows: int | None) -> list[list[int]]:
+    """The rows of each group, in pieces of at most `most_rows`."""
+    groups: dict[int, list[int]] = {}
     for row, group in enumerate(batch.group_index):
-        rows.setdefault(group, []).append(row)
-    return rows
+        groups.setdefault(group, []).append(row)
+    size = most_rows or batch.num_rows
+    return [rows[first : first + size] for rows in groups.values() for first in range(0, len(rows), size)]
 
 
 def _cost(batch: TokenBatch, rows: list[int], hidden_size: int) -> float:

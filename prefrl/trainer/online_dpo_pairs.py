@@ -12,7 +12,7 @@ from prefrl import distributed
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.trainer.offline.preference import RowScores, half_pairs, make_pairs, preference_metrics
-from prefrl.trainer.online.learner import Learned
+from prefrl.trainer.online.learner import Learned, rows_of_parts
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class PairObjective:
 
     want: tuple[WantName, ...] = ("entropy", "correct", "mean_logit")
     stage = ReferencedBatch
+    splits_groups = False  # its rows are a pair
 
     def __init__(self, args: OnlineDPOConfig) -> None:
         self.loss = PAIR_LOSSES[args.loss_type]
@@ -97,6 +98,7 @@ class PairLearner:
     needs: frozenset[ScoreNeed] = frozenset()
 
     def __init__(self, args: OnlineDPOConfig, rewards: RewardRunner) -> None:
+        self.args = args
         self.objective = PairObjective(args)
         self.shaping = args.shaping_params
         self.moments = RunningMoments() if self.shaping.normalize else None
@@ -113,12 +115,11 @@ class PairLearner:
     ) -> Learned[LabeledBatch]:
         """See `Learner`; the advantage is +1 for chosen rows, -1 for rejected rows and 0 for all others."""
         totals = self._shaped(rollouts, over_ranks=over_ranks)
-        size = -(-len(rollouts) // num_parts)
         parts = []
         advantages = [0.0] * len(rollouts)
-        for start in range(0, len(rollouts), size):
+        for rows_of_part in rows_of_parts(rollouts, self.args, num_parts=num_parts):
             part: list[int] = []
-            for rows in _rows_by_group(rollouts, totals, range(start, min(start + size, len(rollouts)))):
+            for rows in _rows_by_group(rollouts, totals, rows_of_part):
                 best, worst = max(rows, key=totals.__getitem__), min(rows, key=totals.__getitem__)
                 if totals[best] > totals[worst]:
                     advantages[best], advantages[worst] = 1.0, -1.0

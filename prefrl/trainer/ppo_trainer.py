@@ -13,6 +13,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic
+from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.trainer import Optimizers
 from prefrl.trainer.online.policy_batch import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
@@ -30,7 +31,7 @@ from prefrl.trainer.ppo_critic import (
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from peft import PeftConfig
     from torch import Tensor, nn
     from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
@@ -50,8 +51,9 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
 
     With `critic="model"`, the critic is the argument `value_model`: name, path or instance of a sequence classifier
     with one label, such as a reward model; None: a copy of the policy with a new head. A model given by name is loaded
-    with `model_init_kwargs`. The trainer creates its optimizer itself, because it also trains the critic. See
-    `OnlineTrainer` for the other arguments.
+    with `model_init_kwargs`. `ref_model` is the reference: name, path or instance; None: the model's weights at
+    construction. `reward_model` is TRL's name for a single reward of `reward_funcs`. The trainer creates its optimizer
+    itself, because it also trains the critic. See `OnlineTrainer` for the other arguments.
 
     Source: Schulman et al. 2017, arXiv 1707.06347; Schulman et al. 2015 (GAE), arXiv 1506.02438; Ouyang et al. 2022.
     """
@@ -65,8 +67,8 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         model: str | Path | PreTrainedModel | nn.Module,
         reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PPOConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -76,7 +78,15 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         tools: Tools | None = None,
         environment_factory: EnvironmentFactory | None = None,
         value_model: str | PreTrainedModel | None = None,
+        ref_model: str | Path | PreTrainedModel | None = None,
+        reward_model: RewardSource | None = None,
     ) -> None:
+        check_arguments(type(self), {"model": model, "ref_model": ref_model})
+        if reward_model is not None:
+            if reward_funcs is not None:
+                raise ConfigError("reward_model and reward_funcs: both name the rewards. Give all in reward_funcs.")
+            reward_funcs = reward_model
+        self._ref_model = ref_model
         refuse_reward_model(value_model, reward_funcs)
         if optimizers != (None, None):
             raise ConfigError("optimizers: PPO's optimizer also trains the critic. Leave it to the trainer.")

@@ -126,6 +126,7 @@ def make_trainer(
     """A trainer of the registry with deterministic data; `options` override the config."""
     row = REGISTRY[algorithm]
     arrival = options.pop("arrival", None)  # seed of the order in which groups arrive, see ArrivingGenerator
+    streams = options.pop("streams", False)  # the training data as a stream
     talks = options.pop("talks", None)  # "forgetful" or "faithful": episodes instead of single completions
     if talks is not None:
         options = {"tool_parser": episodes.parsed, "max_completion_length": 40, "max_turns": 4} | options
@@ -157,6 +158,8 @@ def make_trainer(
     arguments: dict[str, Any] = {}
     extra.setdefault("processing_class", tiny_tokenizer())
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
+    if streams:
+        extra["train_dataset"] = extra["train_dataset"].to_iterable_dataset()
     if algorithm in ONLINE:
         arguments |= {"reward_funcs": reward, "environment_factory": environment}
     trainer = row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)

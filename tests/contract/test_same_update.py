@@ -114,11 +114,42 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"loss_type": "ipo", "num_generations": 4, "learning_rate": 0.01, "max_steps": 2},
     ],
 }
+# Groups of 8, of which two processes with 4 completions each cannot take equal numbers.
+UNEVEN: list[tuple[str, dict[str, Any]]] = [
+    ("grpo", {"loss_type": "dapo", "num_generations": 8, "max_steps": 2}),
+    (
+        "grpo",
+        {
+            "num_generations": 8,
+            "updates": 3,
+            "advantage_estimator": "remax",
+            "loss_kwargs": {"min_filter_prefix_tokens": 1},
+            **STEPS,
+        },
+    ),
+    (
+        "grpo",
+        {
+            "num_generations": 8,
+            "reward_shaping_kwargs": {"normalize": True},
+            "rollout_selection": "max_variance",
+            "selection_kwargs": {"num_selected": 5},
+            "dynamic_sampling": True,
+            "curriculum": "variance",
+            **STEPS,
+        },
+    ),
+    ("rloo", {"num_generations": 8, "updates": 2, "num_iterations": 2, "max_steps": 4, "streams": True}),
+    ("grpo", {"num_generations": 8, "talks": "forgetful", "turn_credit": "return", "max_steps": 2}),
+    ("online_dpo", {"num_generations": 8, "updates": 2, "max_steps": 2}),
+]
 VARIANTS = [(name, options) for name in REGISTRY for options in REDUCTIONS[name]]
 SHARE = {"per_device_train_batch_size": 4}  # of two processes
 # Under a budget of tokens, ranks take different numbers of rows.
 BUDGET = {**SHARE, "max_tokens_per_micro_batch": 40}
-SHARED = [(name, options, SHARE) for name, options in VARIANTS]
+SHARED = [(name, options, SHARE) for name, options in [*VARIANTS, *UNEVEN]]
+# Its rounding depends on which rows a micro-batch has.
+HALVES: Case = ("grpo", {"num_generations": 8, "bf16": True, "gradient_checkpointing": True, "max_steps": 3}, SHARE)
 BUDGETED = [(name, {**REDUCTIONS[name][0], **STEPS}, BUDGET) for name in REGISTRY]
 
 
@@ -171,7 +202,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     folder = tmp_path_factory.mktemp("two")
     jobs = {
         str(case): Job(case[0], with_cut(*case), folder / f"{number}.pt")
-        for number, case in enumerate([*SHARED, *BUDGETED])
+        for number, case in enumerate([*SHARED, *BUDGETED, HALVES])
     }
     run_on_two_processes(list(jobs.values()))
     return jobs
@@ -183,6 +214,20 @@ def test_same_update_on_two_processes(case: Case, jobs: dict[str, Job], tmp_path
     job, (update, history) = jobs[str(case)], expected(name, options, tmp_path)
     assert relative_difference(torch.load(job.result), update) < TOLERANCE
     assert logged(history_of(job), "num_tokens") == logged(history, "num_tokens")
+
+
+def test_two_processes_train_on_half_a_group_each_in_bf16(jobs: dict[str, Job], tmp_path: Path) -> None:
+    name, options, cut = HALVES
+    alone = make_trainer(name, tmp_path, **with_cut(name, options, {**cut, "gradient_accumulation_steps": 2}))
+    assert relative_difference(torch.load(jobs[str(HALVES)].result), update_of(alone)) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", [case for case in SHARED if case[1].get("num_generations") == 8], ids=str)
+def test_two_processes_share_the_rows_of_a_group(case: Case, jobs: dict[str, Job]) -> None:
+    idle = logged(history_of(jobs[str(case)]), "balance/idle_share")
+    is_shared = case[0] != "online_dpo"  # a pair stays together
+    assert idle
+    assert (max(idle) < 0.5) == is_shared
 
 
 @pytest.mark.parametrize("case", BUDGETED, ids=lambda case: case[0])

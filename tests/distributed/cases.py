@@ -127,6 +127,21 @@ CASES: dict[str, Case] = {
     # Ranks whose episodes have different numbers of turns sample together.
     "grpo_episodes": Case("grpo", {"talks": "forgetful", "turn_credit": "return"}),
     "grpo_episodes_not_gathered": Case("grpo", {"talks": "faithful", "ds3_gather_for_generation": False}),
+    # One group, which one rank samples and scores, and both train on.
+    "grpo_one_group": Case(
+        "grpo",
+        {
+            "num_generations": 8,
+            "beta": 0.04,
+            "kl_in": "reward",
+            "advantage_estimator": "remax",
+            "ds3_gather_for_generation": False,
+            **EVAL,
+        },
+        reward_model=True,
+        eval_rows=3,
+    ),
+    "grpo_one_group_of_episodes": Case("grpo", {"talks": "forgetful", "num_generations": 8, **REUSE}),
     "grpo_scored_first": Case(
         "grpo",
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,13 @@ def test_updates_learn_from_the_same_prompts_for_any_world_size(share: int, upda
 
 def test_groups_larger_than_an_update_stay_whole() -> None:
     assert positions_of_rank(2, num_updates=4, rank=1, world_size=2) == [1]
+
+
+@pytest.mark.parametrize(("num_prompts", "world_size"), [(1, 2), (3, 2), (4, 8), (7, 3)])
+def test_prompts_are_dealt_whole_where_ranks_cannot_have_the_same_number(num_prompts: int, world_size: int) -> None:
+    ranks = [positions_of_rank(num_prompts, num_updates=1, rank=r, world_size=world_size) for r in range(world_size)]
+    assert joined(ranks) == list(range(num_prompts))
+    assert max(map(len, ranks)) - min(map(len, ranks)) == 1
 
 
 def test_loader_hands_the_epoch_on() -> None:

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from prefrl.errors import ConfigError, DataError
 from prefrl.registry import REGISTRY
 
-__all__ = ["DATA", "check_arguments", "check_dataset", "default_output_dir", "named"]
+__all__ = ["DATA", "check_arguments", "check_dataset", "check_stream", "default_output_dir", "named"]
 
 # The positional parameters after `args` of trainers on a fixed dataset, in TRL's order.
 DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
@@ -126,6 +126,19 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
             f"{name} is a {type(dataset).__name__}: must be a datasets.Dataset or IterableDataset"
             f"{', or several by name' if takes_several else ''}. Make one of a list of rows by "
             "datasets.Dataset.from_list(rows)"
+        )
+
+
+def check_stream(dataset: Any, *, max_steps: int) -> None:
+    """Reject a stream to train on without a number of optimizer steps.
+
+    Raises:
+        ConfigError: `max_steps` is not positive.
+    """
+    if isinstance(dataset, datasets.IterableDataset) and max_steps <= 0:
+        raise ConfigError(
+            f"max_steps={max_steps} with an IterableDataset, whose length is not known: set the number of optimizer "
+            "steps, max_steps > 0"
         )
 
 

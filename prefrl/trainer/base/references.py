@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from prefrl import distributed
+from prefrl.models.load import arguments_for_other, load_model
 from prefrl.models.reference import make_reference
 from prefrl.trainer.base.kernels import add_kernels
 
@@ -15,7 +17,17 @@ if TYPE_CHECKING:
     from prefrl.trainer.base.config import BaseConfig
     from prefrl.trainer.base.reference_options import ReferenceOptions
 
-__all__ = ["kept_reference"]
+__all__ = ["kept_reference", "loaded_reference"]
+
+
+def loaded_reference(
+    given: str | Path | PreTrainedModel | None, policy: PreTrainedModel, args: BaseConfig
+) -> PreTrainedModel | None:
+    """The user's `ref_model`; one that is given by name or path is loaded with `model_init_kwargs`."""
+    if not isinstance(given, str | Path):
+        return given
+    arguments = cast("dict[str, Any] | None", args.model_init_kwargs)
+    return load_model(given, model_init_kwargs=arguments_for_other(given, policy, arguments))
 
 
 def kept_reference(

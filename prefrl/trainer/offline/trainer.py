@@ -19,11 +19,11 @@ from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
 from prefrl.models.fingerprint import weights_fingerprint
-from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import disable_dropout
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named
+from prefrl.trainer.base.arguments import check_arguments, check_stream, default_output_dir, named
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
+from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.running_mean import RunningMean
@@ -99,11 +99,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             suffix = type(self).__name__.removesuffix("Trainer")
             args = REGISTRY[self.algorithm].load_config()(output_dir=default_output_dir(model, suffix))
         self.args = args
-        if isinstance(given.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
-            raise ConfigError(
-                f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
-                "optimizer steps, max_steps > 0"
-            )
+        check_stream(given.get("train_dataset"), max_steps=args.max_steps)
         super().__init__(model, args, **given)
         if self.policy.can_generate():
             end_ids = end_token_ids(self.policy, self.processing_class)
@@ -123,10 +119,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         """
         options = self.args
         assert isinstance(options, OfflineReferenceOptions)
-        if isinstance(given, str | Path):
-            arguments = cast("dict[str, Any] | None", self.args.model_init_kwargs)
-            arguments = arguments_for_other(given, self.policy, arguments)
-            given = self.load_policy(given, model_init_kwargs=arguments)
+        given = loaded_reference(given, self.policy, self.args)
         if not options.precompute_ref_log_probs:
             self._add_reference(options, given)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -208,10 +209,13 @@ class OnlineConfig(
                     f"per_device_train_batch_size {self.per_device_train_batch_size} * {self.world_size} processes"
                 )
         accumulation = self.gradient_accumulation_steps
-        if self.micro_batches_per_generation % accumulation:
+        steps = self.micro_batches_per_generation
+        if steps % accumulation:
+            fewer = steps // accumulation * accumulation
+            fitting = f"{fewer} or {fewer + accumulation}" if fewer else f"{accumulation}"
             raise ConfigError(
-                f"steps_per_generation={self.micro_batches_per_generation}: must be a multiple of "
-                f"gradient_accumulation_steps={accumulation}, so that an optimizer step learns from one generation"
+                f"steps_per_generation={steps}: must be a multiple of gradient_accumulation_steps={accumulation}, so "
+                f"that an optimizer step learns from one generation. Set {fitting}."
             )
 
     @property
@@ -242,14 +246,21 @@ class OnlineConfig(
         """Completions of a generation batch on one process."""
         return int(self.per_device_train_batch_size) * self.micro_batches_per_generation
 
+    @property
+    def completions_of_generation(self) -> int:
+        """Completions of a generation batch, over all processes."""
+        return self.completions_per_rank * int(self.world_size)
+
     def _validate_groups(self) -> None:
-        if self.completions_per_rank % self.num_generations:
-            nearest = max(1, round(self.completions_per_rank / self.num_generations)) * self.num_generations
+        world_size, total, size = int(self.world_size), self.completions_of_generation, self.num_generations
+        if total % size:
+            step = lcm(world_size, size)
+            nearest = max(1, round(total / step)) * step
             raise ConfigError(
                 f"per_device_train_batch_size {self.per_device_train_batch_size} * steps_per_generation "
-                f"{self.micro_batches_per_generation} = {self.completions_per_rank} completions on each process: must "
-                f"be a multiple of num_generations={self.num_generations}, because a group stays on one process. The "
-                f"nearest that works is {nearest}."
+                f"{self.micro_batches_per_generation} * {world_size} processes = {total} completions: must be a "
+                f"multiple of num_generations={size}. The nearest that works is {nearest}, which is "
+                f"{nearest // world_size} on each process."
             )
 
     @property
@@ -290,6 +301,13 @@ class OnlineConfig(
                     f"generation_mode='overlap' with {steps} optimizer steps for each generation: the first would be "
                     "taken while completions of the others are still being sampled. Set num_iterations=1 and "
                     "steps_per_generation=gradient_accumulation_steps, or use generation_mode='async'."
+                )
+            if self.completions_per_rank % self.num_generations:
+                raise ConfigError(
+                    f"generation_mode='overlap' with {self.completions_per_rank} completions on each process and "
+                    f"num_generations={self.num_generations}: a group is trained on as it arrives, so each process "
+                    "needs the same number of groups. Make per_device_train_batch_size * steps_per_generation a "
+                    "multiple of num_generations, or use generation_mode='sync'."
                 )
             for given, remedy in self.needs_whole_batch.items():
                 raise ConfigError(

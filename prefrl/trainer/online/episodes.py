@@ -9,7 +9,7 @@ import datasets
 
 from prefrl import distributed
 from prefrl.data.encode import row_encoder
-from prefrl.data.formats import Format
+from prefrl.data.formats import Format, column_names
 from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
 from prefrl.errors import ConfigError
 from prefrl.rewards.fingerprint import reward_fingerprint
@@ -113,8 +113,11 @@ class Episodes:
         """A dataset, or several by name, with empty prompts where environments bring their own."""
         if isinstance(dataset, Mapping):
             return {name: self.with_prompts(one) for name, one in dataset.items()}
-        if not self.has_environments or not isinstance(dataset, datasets.Dataset) or "prompt" in dataset.column_names:
+        is_dataset = isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
+        if not self.has_environments or not is_dataset or "prompt" in column_names(dataset):
             return dataset
+        if isinstance(dataset, datasets.IterableDataset):
+            return dataset.map(lambda row: {**row, "prompt": EMPTY_PROMPT})
         return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
 
     def sampler(self, tokenizer: PreTrainedTokenizerBase, generator: Callable[[], Generator]) -> RolloutSampler:

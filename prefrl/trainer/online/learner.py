@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores, WantName
     from prefrl.metrics import Metric
     from prefrl.trainer.base.scorer import ScoreNeed, Scores
+    from prefrl.trainer.online.config import OnlineConfig
     from prefrl.types import LossOutput, Rollout, SampledBatch
 
-__all__ = ["Learned", "Learner", "Objective"]
+__all__ = ["Learned", "Learner", "Objective", "rows_of_parts"]
 
 Row = TypeVar("Row", bound=TokenBatch)  # the rows that a learner makes
 Ready = TypeVar("Ready", bound=TokenBatch)  # these rows with everything that their loss reads
@@ -33,8 +35,34 @@ class Learned(Generic[Row]):
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
+def rows_of_parts(rollouts: Sequence[Rollout], args: OnlineConfig, *, num_parts: int) -> list[list[int]]:
+    """The rows of each optimizer step in a pass over a generation batch.
+
+    Each step learns from consecutive completions of all ranks, whatever the rank that has them.
+
+    Args:
+        rollouts: Whole groups; the number of a group is the position of its prompt in the batch of all ranks.
+        args: Options.
+        num_parts: Number of optimizer steps; with one, the numbers of groups do not matter.
+    """
+    if num_parts == 1:
+        return [list(range(len(rollouts)))]
+    rows: list[list[int]] = [[] for _ in range(num_parts)]
+    seen: Counter[int] = Counter()
+    for row, rollout in enumerate(rollouts):
+        position = rollout.group * args.num_generations + seen[rollout.group]
+        seen[rollout.group] += 1
+        rows[position * num_parts // args.completions_of_generation].append(row)
+    return rows
+
+
 class Objective(Protocol[Row, Ready]):
     """The loss of a micro-batch, and the state that adapts during training."""
+
+    @property
+    def splits_groups(self) -> bool:
+        """Whether rows of a group can be on several ranks."""
+        ...
 
     @property
     def stage(self) -> type[Ready]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Generic
 
 from prefrl import distributed
@@ -58,6 +59,7 @@ class MinibatchMaker(Generic[Row, Ready]):
             batch = share_out(
                 batch,
                 hidden_size=self.hidden_size,
+                rows_together=self._rows_together,
                 # With a token budget, micro-batches have no fixed number of rows.
                 equal_counts=self.args.max_tokens_per_micro_batch is None,
                 device=self.args.device,
@@ -65,6 +67,13 @@ class MinibatchMaker(Generic[Row, Ready]):
         # Score before cutting, so that a prompt is computed once for its whole group. Later minibatches are scored
         # now, too: by the time the policy learns from them, earlier minibatches have updated it.
         return Minibatch(self.cut(self.objective.ready(batch, self._score, is_first=is_first)), num_items, metrics)
+
+    @property
+    def _rows_together(self) -> int | None:
+        """Rows of a group that one rank takes, so that all ranks can take the same number; None: all of them."""
+        per_rank = self.args.completions_per_rank // self.args.updates_per_generation
+        size = gcd(per_rank, self.args.num_generations)
+        return size if self.objective.splits_groups and size < self.args.num_generations else None
 
     def _score(self, batch: Row, needs: Collection[ScoreNeed]) -> Scores:
         return self.scorer.needed(batch, needs, rows_per_pass=self.args.per_device_train_batch_size)

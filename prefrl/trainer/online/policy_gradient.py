@@ -32,7 +32,7 @@ from prefrl.rollout.prefix import contested_prefix_lengths
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.rollout.rows import turn_index, turn_rewards
 from prefrl.rollout.selection import row_counts
-from prefrl.trainer.online.learner import Learned
+from prefrl.trainer.online.learner import Learned, rows_of_parts
 from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.policy_objective import PolicyObjective, token_mean
 from prefrl.trainer.online.sampling_correction import correct_sampling
@@ -160,15 +160,10 @@ class PolicyGradient:
             **{name: scores.get(name) for name in self.objective.reference_needs},
             **critic,
         )
-        return Learned(ready, self._parts(counts[mine].tolist(), num_parts), _row_means(ready), metrics)
-
-    def _parts(self, repeats: list[int], num_parts: int) -> list[list[int]]:
-        size = -(-len(repeats) // num_parts)
-        rows = range(len(repeats))
-        return [
-            [row for row in rows[start : start + size] for _ in range(repeats[row])]
-            for start in range(0, len(repeats), size)
-        ]
+        repeats = counts[mine].tolist()
+        parts = rows_of_parts(rollouts, self.args, num_parts=num_parts)
+        parts = [[row for row in rows for _ in range(repeats[row])] for rows in parts]
+        return Learned(ready, parts, _row_means(ready), metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """The running moments and the state of the reward balance."""
@@ -372,7 +367,7 @@ class PolicyGradient:
                 [rollout.group for rollout in rollouts],
                 min_tokens=min_tokens,
             )
-            places = torch.cat([torch.arange(length) for length in batch.row_lengths])
+            places = torch.tensor([place for length in batch.row_lengths for place in range(length)])
             scale = (places >= torch.tensor(lengths)[batch.row_index]).float() * scale
         return scale
 

@@ -40,6 +40,8 @@ class PolicyObjective:
         args: Options.
     """
 
+    splits_groups = True  # what compares the rows of a group is part of their advantages
+
     def __init__(self, args: PolicyGradientConfig) -> None:
         self.args = args
         self._has_kl = args.beta > 0 and args.kl_in == "loss"

@@ -7,10 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import datasets
+import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader
 
 from prefrl import distributed
-from prefrl.data.samplers import GenerationBatchSampler, positions_of_rank
+from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
+from prefrl.data.stream import EmptyItems, StreamLoader, StreamRows
+from prefrl.errors import ConfigError, DataError
 from prefrl.rollout.collect import Collected, Request, ask, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
 from prefrl.rollout.prefetch import PrefetchQueue
@@ -21,12 +26,84 @@ if TYPE_CHECKING:
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
-__all__ = ["Prompts", "prompt_sampler", "prompts_per_generation"]
+__all__ = [
+    "Prompts",
+    "check_prompts",
+    "evaluation_loader",
+    "most_completions",
+    "numbered_rows",
+    "prompt_loader",
+    "prompts_per_generation",
+]
 
 
 def prompts_per_generation(args: PolicyGradientConfig) -> int:
     """Prompts of a generation batch, over all ranks."""
-    return args.completions_per_rank // args.num_generations * distributed.world_size()
+    return args.completions_of_generation // args.num_generations
+
+
+def most_completions(args: PolicyGradientConfig) -> int:
+    """The most completions of a generation batch that are sampled on one rank: prompts are sampled whole."""
+    return -(-prompts_per_generation(args) // distributed.world_size()) * args.num_generations
+
+
+def check_prompts(args: PolicyGradientConfig, dataset: Any) -> None:
+    """Reject a stream for what needs all rows, and a dataset that is smaller than a generation batch.
+
+    Raises:
+        ConfigError: Names the option.
+        DataError: Says how many prompts are needed.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        for name in ("dynamic_sampling", "curriculum"):
+            if getattr(args, name):
+                raise ConfigError(
+                    f"{name}={getattr(args, name)!r} with an IterableDataset: it chooses among all prompts, but a "
+                    f"stream is read in order. Leave {name} out, or give a Dataset, such as "
+                    "Dataset.from_list(list(stream.take(n)))."
+                )
+        return
+    needed = prompts_per_generation(args)
+    if dataset is not None and len(dataset) < needed:
+        raise DataError(
+            f"train_dataset has {len(dataset)} prompts, one generation batch needs {needed}: add prompts, or lower "
+            "per_device_train_batch_size, steps_per_generation or generation_batch_size"
+        )
+
+
+def prompt_loader(args: PolicyGradientConfig, dataset: Any, collate: Callable[..., Any]) -> DataLoader[Any]:
+    """An item for each micro-batch: prompts of this rank, see `GenerationBatchSampler`; of a stream, nothing."""
+    if isinstance(dataset, datasets.IterableDataset):
+        return DataLoader(EmptyItems(), batch_size=None, generator=torch.Generator())
+    return EpochDataLoader(dataset, prompt_sampler(args, num_rows=len(dataset)), collate_fn=collate)
+
+
+def evaluation_loader(dataset: Any, *, num_prompts: int, collate: Callable[..., Any]) -> DataLoader[Any]:
+    """This rank's prompts of an evaluation dataset, in order.
+
+    Args:
+        dataset: Prepared.
+        num_prompts: Prompts of an item.
+        collate: Makes an item of rows.
+    """
+    place: dict[str, Any] = {"rank": distributed.rank(), "world_size": distributed.world_size()}
+    if isinstance(dataset, datasets.IterableDataset):
+        cut: dict[str, Any] = {"micro_batch_size": num_prompts, "micro_batches_per_step": 1, "drop_last": False}
+        return StreamLoader(dataset, collate_fn=collate, **cut, **place)
+    sampler = StepBatchSampler(len(dataset), micro_batch_size=num_prompts, **place)
+    return EpochDataLoader(dataset, sampler, collate_fn=collate)
+
+
+def numbered_rows(args: PolicyGradientConfig, dataset: Any) -> tuple[Any, Callable[[int], list[int]]]:
+    """The rows of a training dataset by number, and the numbers of those of a generation batch, over all ranks.
+
+    A stream's rows are numbered by position.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        size = prompts_per_generation(args)
+        return StreamRows(dataset), lambda number: list(range(number * size, (number + 1) * size))
+    num_rows = 0 if dataset is None else len(dataset)
+    return dataset, prompt_sampler(args, num_rows=num_rows).rows_of_generation
 
 
 def prompt_sampler(args: PolicyGradientConfig, *, num_rows: int) -> GenerationBatchSampler:
@@ -55,7 +132,7 @@ class Prompts:
 
     Args:
         args: Options.
-        dataset: Rows of the training dataset; None if there is no training.
+        dataset: Rows of the training dataset by number; None if there is no training.
         rows_of_generation: Maps the number of a generation batch to its dataset rows, over all ranks.
         collector: Turns completions into scored rollouts.
     """

@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import datasets
 import torch
 
 from prefrl import distributed
-from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
+from prefrl.data.formats import column_names
 from prefrl.data.tokenize import prepare_prompt_dataset
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
@@ -25,8 +24,9 @@ from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import log_completions, rollout_metrics
-from prefrl.trainer.base.arguments import check_arguments, default_output_dir
+from prefrl.trainer.base.arguments import check_arguments, check_stream, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
+from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.episodes import Episodes
@@ -35,13 +35,22 @@ from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
-from prefrl.trainer.online.prompts import Prompts, prompt_sampler, prompts_per_generation
+from prefrl.trainer.online.prompts import (
+    Prompts,
+    check_prompts,
+    evaluation_loader,
+    most_completions,
+    numbered_rows,
+    prompt_loader,
+    prompts_per_generation,
+)
 from prefrl.types import LossOutput, ReadyBatch, TokenBatch
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from peft import PeftConfig
     from torch import Tensor, nn
+    from torch.utils.data import DataLoader
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
     from transformers.trainer_utils import EvalLoopOutput
 
@@ -70,7 +79,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         reward_funcs: One or several of: a function `f(prompts, completions, completion_ids, **columns)`, the name or
             instance of a sequence-classification model. None: only environments give rewards.
         args: Options; None: the defaults, in `<model name>-<algorithm>`.
-        train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read.
+        train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read; a stream is read
+            in its order and needs `max_steps`.
         eval_dataset: One dataset, or several by name.
         processing_class: Tokenizer; None: the model's.
         reward_processing_classes: Tokenizers of reward models; None: their own.
@@ -92,14 +102,15 @@ class OnlineTrainer(BaseTrainer[Ready]):
     config_class: type[PolicyGradientConfig]
     learner_class: Callable[[Any, RewardRunner], Learner[Any, Any]] = PolicyGradient
     _id_columns = ("prompt_ids",)  # other columns belong to the rewards
+    _ref_model: str | Path | PreTrainedModel | None = None  # set by leaves whose constructor takes one
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel | nn.Module,
         reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PolicyGradientConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -123,8 +134,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
         if args is None:
             args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
+        check_stream(train_dataset, max_steps=args.max_steps)
         self.episodes = Episodes(args, tools, environment_factory)
-        shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=args.completions_per_rank)
+        shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=prompts_per_generation(args))
         shared["eval_dataset"] = self.episodes.with_prompts(eval_dataset)
         self.rewards = RewardRunner(
             reward_funcs or [],
@@ -136,10 +148,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
             device=args.device,
         )
         super().__init__(model, args, **shared)
-        self._check_dataset_size()
+        check_prompts(args, self.train_dataset)
         for reward in self.rewards.models:
             distributed.prepare_frozen(self.accelerator, reward.model)
-        self._add_reference(args)
+        self._add_reference(args, loaded_reference(self._ref_model, self.policy, args))
         self._set_up_sampling(args)
         self._set_up_learning(args)
 
@@ -151,19 +163,15 @@ class OnlineTrainer(BaseTrainer[Ready]):
             self.policy,
             self.processing_class,
             weights=self.weights,
-            max_rows=args.completions_per_rank,
+            max_rows=most_completions(args),
             autocast=self.accelerator.autocast,
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
         state, clock = lambda: self.state, lambda: self.account.clock()
         company = partial(distributed.in_company, device=args.device)
         self._collector = Collector(self.rewards, sampler, state, clock, lambda: company(self.rewards.passes))
-        self.prompts = Prompts(
-            args,
-            dataset=self.train_dataset,
-            rows_of_generation=lambda number: self._train_sampler.rows_of_generation(number),
-            collector=self._collector,
-        )
+        rows, rows_of_generation = numbered_rows(args, self.train_dataset)
+        self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
 
     def _set_up_learning(self, args: PolicyGradientConfig) -> None:
         """From scored rollouts to minibatches and their loss."""
@@ -202,8 +210,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
         """Check that the rewards find their columns, and add `prompt_ids`."""
-        if isinstance(dataset, datasets.Dataset):
-            self.rewards.check_columns(dataset.column_names)
+        self.rewards.check_columns(column_names(dataset))
         return prepare_prompt_dataset(
             dataset,
             tokenizer,
@@ -219,39 +226,20 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """The dataset rows, unchanged."""
         return rows
 
-    def _check_dataset_size(self) -> None:
-        needed = prompts_per_generation(self.args)
-        if self.train_dataset is not None and len(self.train_dataset) < needed:
-            raise DataError(
-                f"train_dataset has {len(self.train_dataset)} prompts, one generation batch needs {needed}: add "
-                "prompts, or lower per_device_train_batch_size, steps_per_generation or generation_batch_size"
-            )
-
-    def get_train_dataloader(self) -> EpochDataLoader:
-        """Prompts of this rank; see `GenerationBatchSampler`."""
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """See `prompt_loader`."""
         if self.train_dataset is None:
             raise ConfigError("train_dataset=None: training needs a dataset")
-        return EpochDataLoader(self.train_dataset, self._train_sampler, collate_fn=self.collate)
+        return prompt_loader(self.args, self.train_dataset, self.collate)
 
-    @property
-    def _train_sampler(self) -> GenerationBatchSampler:
-        """Determines which prompts each generation batch has."""
-        assert self.train_dataset is not None
-        return prompt_sampler(self.args, num_rows=len(self.train_dataset))
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The prompts of an evaluation dataset, in order; `per_device_eval_batch_size` counts completions."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         num_samples = self.args.sampling_params(evaluation=True).num_samples
-        sampler = StepBatchSampler(
-            len(dataset),
-            micro_batch_size=max(1, self.args.per_device_eval_batch_size // num_samples),
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-        )
-        return EpochDataLoader(dataset, sampler, collate_fn=self.collate)
+        num_prompts = max(1, self.args.per_device_eval_batch_size // num_samples)
+        return evaluation_loader(dataset, num_prompts=num_prompts, collate=self.collate)
 
     # One step.
 

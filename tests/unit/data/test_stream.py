@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from prefrl.data.samplers import StepBatchSampler
-from prefrl.data.stream import StreamLoader
+from prefrl.data.stream import StreamLoader, StreamRows
 from prefrl.errors import DataError
 
 
@@ -181,3 +181,33 @@ def test_huggingface_updates_once_for_each_step_and_resumes_in_the_second_pass(t
     resumed = StreamTrainer(tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.steps == whole.steps[3:]
+
+
+def test_rows_by_position_go_on_with_the_next_epoch_and_can_be_read_again():
+    stream = stream_of(5).shuffle(seed=1, buffer_size=5)
+    epochs = []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        epochs += [row["row"] for row in stream]
+    assert epochs[:5] != epochs[5:10]
+    rows = StreamRows(stream)
+    for position in (0, 1, 4, 7, 12, 3, 3, 14):
+        assert rows[position]["row"] == epochs[position]
+
+
+def test_rows_before_a_position_are_read_once():
+    read = []
+
+    def generate():
+        for row in range(100):
+            read.append(row)
+            yield {"row": row}
+
+    rows = StreamRows(datasets.IterableDataset.from_generator(generate))
+    assert [rows[position]["row"] for position in (3, 4, 9)] == [3, 4, 9]
+    assert len(read) <= 11
+
+
+def test_rows_of_a_stream_without_rows_are_refused():
+    with pytest.raises(DataError, match="the stream has no rows"):
+        StreamRows(stream_of(0))[0]

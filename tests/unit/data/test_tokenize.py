@@ -420,10 +420,22 @@ def test_all_bad_prompts_are_listed():
     assert "invalid_rows" not in str(error.value)
 
 
-def test_stream_of_prompts_is_refused():
-    stream = datasets.Dataset.from_list([{"prompt": "a"}]).to_iterable_dataset()
-    with pytest.raises(DataError, match="IterableDataset: the number of prompts"):
-        prepare_prompt_dataset(stream, tiny_tokenizer(), max_prompt_length=None)
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_stream_of_prompts_has_the_rows_of_the_dataset(filters):
+    rows = [{"prompt": "a b c d e f", "answer": 1}, {"prompt": "b", "answer": 2}]
+    options = {"max_prompt_length": 4, "filter_overlong": filters}
+    expected = prepare_prompt_dataset(datasets.Dataset.from_list(rows), tiny_tokenizer(), **options)
+    known = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    unknown = datasets.IterableDataset.from_generator(lambda: iter(rows))  # of columns without types
+    for stream in (known, unknown):
+        assert list(prepare_prompt_dataset(stream, tiny_tokenizer(), **options)) == list(expected)
+
+
+def test_a_bad_prompt_of_a_stream_is_named_when_it_is_read():
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"prompt": "a"}, {"prompt": ""}]))
+    prepared = prepare_prompt_dataset(stream, tiny_tokenizer(), max_prompt_length=None)
+    with pytest.raises(DataError, match=r"row 1 of the stream cannot be used: .*'prompt'.*dataset\.filter"):
+        list(prepared)
 
 
 def test_from_value_prompts_reach_the_rewards_as_messages():

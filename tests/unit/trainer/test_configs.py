@@ -34,8 +34,11 @@ GRPO_RULES = [
     pytest.param({"generation_batch_size": 12}, "generation_batch_size=12: must be a multiple of 8", id="gen size"),
     pytest.param(
         {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
-        "steps_per_generation=3: must be a multiple of gradient_accumulation_steps=2",
+        "steps_per_generation=3: must be a multiple of gradient_accumulation_steps=2.* Set 2 or 4",
         id="steps per generation",
+    ),
+    pytest.param(
+        {"steps_per_generation": 1, "gradient_accumulation_steps": 2}, "learns from one generation. Set 2.", id="part"
     ),
     pytest.param(
         {"filter_overlong_prompts": True, "max_prompt_length": None}, "max_prompt_length=None", id="nothing to filter"
@@ -213,3 +216,16 @@ def test_generation_sizes_follow_from_each_other(tmp_path: Path) -> None:
     assert config.micro_batches_per_generation == 4
     assert config.updates_per_generation == 2
     assert config.completions_per_rank == 32
+
+
+def test_groups_need_not_fit_into_the_completions_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "num_generations": 8, "use_cpu": True}
+    GRPOConfig(**options, per_device_train_batch_size=4)
+    with pytest.raises(ConfigError, match=r"3 \* steps.* 1 \* 2 processes = 6 .* is 8, which is 4 on each process"):
+        GRPOConfig(**options, per_device_train_batch_size=3)
+    overlap = {"use_vllm": True, "generation_mode": "overlap", "vllm_server_base_url": "http://localhost:1"}
+    with pytest.raises(ConfigError, match="generation_mode='overlap' with 4 completions on each process"):
+        GRPOConfig(**options, per_device_train_batch_size=4, **overlap)

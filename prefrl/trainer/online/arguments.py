@@ -1,0 +1,32 @@
+"""The arguments that the constructors of online trainers take by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypedDict
+
+from prefrl.trainer.base.trainer import Optimizers
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
+
+    from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
+
+__all__ = ["OnlineArguments"]
+
+
+class OnlineArguments(TypedDict, total=False):
+    """See `OnlineTrainer`."""
+
+    train_dataset: Dataset | IterableDataset | None
+    eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None
+    processing_class: PreTrainedTokenizerBase | None
+    reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None
+    callbacks: list[TrainerCallback] | None
+    optimizers: Optimizers
+    quantization_config: BitsAndBytesConfig | None
+    peft_config: PeftConfig | None
+    tools: Tools | None
+    environment_factory: EnvironmentFactory | None
