@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.arguments import DatasetPart, RewardArguments, ScriptArguments
+from prefrl.scripts.arguments import CommandArguments, RewardArguments
+from prefrl.scripts.dataset_config import DatasetConfig
+from prefrl.scripts.model_config import lora_options
 from prefrl.scripts.parser import CommandParser
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.sft_config import SFTConfig
@@ -17,8 +19,8 @@ from prefrl.trainer.sft_config import SFTConfig
 REQUIRED = "model_name_or_path: m\ndataset_name: d\n"
 
 
-def parse(tmp_path: Path, text: str, *argv: str) -> tuple[ScriptArguments, SFTConfig]:
-    return _parse(tmp_path, REQUIRED + text, (ScriptArguments, SFTConfig), argv)
+def parse(tmp_path: Path, text: str, *argv: str) -> tuple[CommandArguments, SFTConfig]:
+    return _parse(tmp_path, REQUIRED + text, (CommandArguments, SFTConfig), argv)
 
 
 def _parse(tmp_path: Path, text: str, classes: tuple[type, ...], argv: tuple[str, ...]) -> Any:
@@ -40,7 +42,7 @@ def test_the_command_line_wins_wherever_config_stands(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(REQUIRED + "max_length: 77\n", encoding="utf-8")
     argv = ["--max_length", "88", "--use_cpu", "--output_dir", str(tmp_path), f"--config={path}"]
-    _, config = CommandParser("sft", (ScriptArguments, SFTConfig), "").parse(argv)
+    _, config = CommandParser("sft", (CommandArguments, SFTConfig), "").parse(argv)
     assert config.max_length == 88
 
 
@@ -99,7 +101,7 @@ def test_what_is_more_than_plain_values_is_refused(tmp_path: Path, text: str, wo
     path = tmp_path / "run.yaml"
     path.write_text(REQUIRED + text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=re.escape(words)):
-        CommandParser("sft", (ScriptArguments, SFTConfig), "").parse(["--config", str(path)])
+        CommandParser("sft", (CommandArguments, SFTConfig), "").parse(["--config", str(path)])
 
 
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     required = ("--model_name_or_path", "m", "--dataset_name", "d")
-    _, config = _parse(tmp_path, "# nothing\n", (ScriptArguments, SFTConfig), required)
+    _, config = _parse(tmp_path, "# nothing\n", (CommandArguments, SFTConfig), required)
     assert config.max_length == SFTConfig.max_length
 
 
@@ -148,7 +150,7 @@ def test_a_bad_entry_is_refused_with_its_line(tmp_path: Path, text: str, message
 
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.yaml:1: must be a mapping"):
-        _parse(tmp_path, "- 1\n", (ScriptArguments, SFTConfig), ())
+        _parse(tmp_path, "- 1\n", (CommandArguments, SFTConfig), ())
 
 
 def test_what_huggingface_refuses_is_a_config_error_too(tmp_path: Path) -> None:
@@ -166,9 +168,9 @@ def test_rewards_are_options_of_grpo(tmp_path: Path) -> None:
 MIXTURE = "model_name_or_path: m\ndatasets:\n"
 
 
-def mixture(tmp_path: Path, text: str, *argv: str) -> ScriptArguments:
-    script, _ = _parse(tmp_path, text, (ScriptArguments, SFTConfig), argv)
-    assert isinstance(script, ScriptArguments)
+def mixture(tmp_path: Path, text: str, *argv: str) -> CommandArguments:
+    script, _ = _parse(tmp_path, text, (CommandArguments, SFTConfig), argv)
+    assert isinstance(script, CommandArguments)
     return script
 
 
@@ -178,15 +180,18 @@ def test_a_mixture_is_a_list_of_datasets(tmp_path: Path) -> None:
         "  - {path: hub/b, name: en, data_dir: d, data_files: {train: [x, y]}, split: test, columns: [c],"
         " weight: .5}\n"
     )
-    assert mixture(tmp_path, text).parts() == [
-        DatasetPart("a.jsonl", weight=2),
-        DatasetPart("hub/b", "en", "d", {"train": ["x", "y"]}, "test", ["c"], 0.5),
+    assert mixture(tmp_path, text).datasets == [
+        DatasetConfig("a.jsonl", weight=2),
+        DatasetConfig("hub/b", "en", "d", {"train": ["x", "y"]}, "test", ["c"], weight=0.5),
     ]
 
 
 def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
+    model = "model_name_or_path: m\n"
     argv = ("--datasets", '[{"path": "a", "split": "test"}]')
-    assert mixture(tmp_path, "model_name_or_path: m\n", *argv).parts() == [DatasetPart("a", split="test")]
+    assert mixture(tmp_path, model, *argv).datasets == [DatasetConfig("a", split="test")]
+    argv = ("--datasets", '{"path": "a", "name": "x"}', "b.jsonl")
+    assert mixture(tmp_path, model, *argv).datasets == [DatasetConfig("a", "x"), DatasetConfig("b.jsonl")]
 
 
 @pytest.mark.parametrize(
@@ -194,14 +199,30 @@ def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
     [
         pytest.param("model_name_or_path: m\n", "dataset_name, datasets: not given. Set one of them", id="neither"),
         pytest.param(MIXTURE + "- path: a\ndataset_name: b\n", "dataset_name, datasets: both are given", id="both"),
-        pytest.param(MIXTURE + "- a\n", r"datasets\[0\]='a': must be a mapping with at least a path", id="text"),
+        pytest.param(MIXTURE + "- 1\n", r"datasets\[0\]=1: must be a mapping with at least a path", id="number"),
         pytest.param(MIXTURE + "- {name: a}\n", "must be a mapping with at least a path", id="no path"),
         pytest.param(
             MIXTURE + "- {path: a}\n- {path: a, colums: [b]}\n",
             r"datasets\[1\]: unknown key 'colums'. Did you mean 'columns'\?",
             id="unknown",
         ),
-        pytest.param(MIXTURE + "- {path: a, fraction: 1}\n", "unknown key 'fraction'. Known: .*weight", id="fraction"),
+        pytest.param(MIXTURE + "- {path: a, fraction: 0}\n", "fraction=0: must be a number > 0", id="fraction"),
+        pytest.param(
+            MIXTURE + "- {path: a, fraction: 1}\n- path: b\n", "some have a fraction and others do not", id="some"
+        ),
+        pytest.param(
+            MIXTURE + "- {path: a, fraction: 1, weight: 1}\n", "fraction and weight are given", id="two shares"
+        ),
+        pytest.param(
+            MIXTURE + "- {path: a, fraction: 1}\nstreaming: true\n", "streaming=True and fraction", id="stream"
+        ),
+        pytest.param(
+            MIXTURE + "- path: a\nstreaming: true\ntest_split_size: 0.1\n",
+            "streaming=True and test_split_size",
+            id="split of a stream",
+        ),
+        pytest.param(REQUIRED + "streaming: true\n", "streaming=True has no effect", id="stream of one"),
+        pytest.param(REQUIRED + "test_split_size: 0.1\n", "test_split_size=0.1 has no effect", id="split of one"),
         pytest.param(MIXTURE + "- {path: 3}\n", r"datasets\[0\].path=3: must be a string", id="path"),
         pytest.param(MIXTURE + "- {path: a, columns: b}\n", "columns='b': must be a list of names", id="columns"),
         pytest.param(MIXTURE + "- {path: a, weight: 0}\n", "weight=0: must be a number > 0", id="weight"),
@@ -212,10 +233,8 @@ def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
             id="split",
         ),
         pytest.param(MIXTURE + "- path: a\ndataset_config: en\n", "dataset_config='en' has no effect", id="config"),
-        pytest.param(
-            "model_name_or_path: m\ndatasets: a.jsonl\n", "datasets='a.jsonl': must be a JSON list", id="name"
-        ),
-        pytest.param("model_name_or_path: m\ndatasets: '{}'\n", "datasets='{}': must be a JSON list", id="json"),
+        pytest.param("model_name_or_path: m\ndatasets: '[a'\n", r"='\[a': must be a path, or JSON such as", id="json"),
+        pytest.param("model_name_or_path: m\ndatasets: '{}'\n", r"datasets\[0\]=\{\}: must be a mapping", id="empty"),
     ],
 )
 def test_a_mixture_that_cannot_be_read_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -226,7 +245,8 @@ def test_a_mixture_that_cannot_be_read_is_refused(tmp_path: Path, text: str, mes
 def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path: Path) -> None:
     argv = ("--lora_alpha_pattern", '{"v_proj": 4}')
     script, _ = parse(tmp_path, "use_peft: true\nlora_rank_pattern: {q_proj: 2}\nlora_init: pissa\n", *argv)
-    assert script.lora_options == {
+    assert lora_options(script) == {
+        "task_type": "CAUSAL_LM",
         "r": 16,
         "lora_alpha": 32,
         "lora_dropout": 0.05,
@@ -255,6 +275,7 @@ def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path
                 "lora_rank_pattern": "{a: 1}",
                 "lora_alpha_pattern": "{a: 1}",
                 "lora_init": "pissa",
+                "lora_task_type": "SEQ_CLS",
                 "use_rslora": "true",
                 "use_dora": "true",
             }.items()
@@ -275,6 +296,13 @@ def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path
             "use_peft: true\nload_in_8bit: true\nload_in_4bit: true",
             "load_in_8bit=True: set one of them",
             id="12 bits",
+        ),
+        pytest.param("dtype: int8", "dtype='int8': must be one of auto, bfloat16", id="dtype"),
+        pytest.param(
+            "ignore_bias_buffers: true", "ignore_bias_buffers=True.* Set ddp_broadcast_buffers=False", id="buffers"
+        ),
+        pytest.param(
+            "bnb_4bit_quant_storage: uint8", "storage='uint8' has no effect because load_in_4bit", id="storage"
         ),
         pytest.param("bnb_4bit_quant_type: fp4", "='fp4' has no effect because load_in_4bit=False", id="type"),
         pytest.param(

@@ -20,7 +20,7 @@ from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.arguments import RewardArguments, ScriptArguments
+from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.parser import CommandParser
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.resumable import ResumableTrainer
@@ -258,7 +258,7 @@ def test_every_yaml_of_examples_and_docs_is_a_config(text: str, tmp_path: Path) 
     row = REGISTRY[found[1]]
     path = tmp_path / "config.yaml"
     path.write_text(text, encoding="utf-8")
-    arguments = RewardArguments if "reward_funcs" in yaml.safe_load(text) else ScriptArguments
+    arguments = RewardArguments if "reward_funcs" in yaml.safe_load(text) else CommandArguments
     parser = CommandParser(row.name, (arguments, row.load_config()), "")
     parser.parse(["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"])
 
