@@ -10,11 +10,8 @@ from prefrl.data.formats import convert_message
 from prefrl.errors import DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
+    from prefrl.data.chat import ProcessingClass
     from prefrl.data.formats import Message
-
-    ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
 
 __all__ = [
     "apply_chat_template",

@@ -179,8 +179,8 @@ def bitsandbytes_config(
         quant_type: Which 16 values a weight of 4 bits can have.
         nested: Quantize the scales, too.
         compute_dtype: Weights become this for each matrix product.
-        storage_dtype: Type of the tensors that hold four-bit weights; None: `compute_dtype`. FSDP2 shares out no others,
-            and a backend that casts weights leaves these alone.
+        storage_dtype: Type of the tensors that hold four-bit weights; None: `compute_dtype`. FSDP2 shares out no
+            others, and a backend that casts weights leaves these alone.
 
     Raises:
         ImportError: bitsandbytes is not installed.

@@ -107,7 +107,7 @@ class DatasetMixtureConfig:
         for name in ("fraction", "weight"):
             given = [getattr(part, name) is not None for part in self.datasets]
             if any(given) and not all(given):
-                raise ConfigError(f"datasets: some have a {name} and others do not. Give it to all of them, or to none.")
+                raise ConfigError(f"datasets: some have a {name} and others do not. Give it to all, or to none.")
         has_fraction, has_weight = (any(getattr(p, n) for p in self.datasets) for n in ("fraction", "weight"))
         if has_fraction and has_weight:
             raise ConfigError("datasets: fraction and weight are given. Remove one of them.")

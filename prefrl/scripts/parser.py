@@ -19,7 +19,7 @@ from prefrl.options.suggest import nearest
 from prefrl.scripts.yaml_file import NULL_TAG, read_yaml
 from prefrl.trainer.base.flat_names import flat_parameters
 
-__all__ = ["ArgumentParser", "CommandParser"]
+__all__ = ["ArgumentParser", "CommandParser", "TrlParser"]
 
 # Options of TrainingArguments that `--help` shows besides prefrl's own; `--help_all` shows every one.
 _COMMON = frozenset(
@@ -48,8 +48,8 @@ _SEE_ALL_EPILOG = "--help_all also lists the other options of transformers.Train
 class ArgumentParser(HfArgumentParser):
     """`HfArgumentParser` with `--config FILE.yaml`: the file gives defaults, which the command line overrides.
 
-    A scalar in the file is read like the same text on the command line, so that `1e-6` is a number and `no` a word. The
-    mapping `env` of the file sets environment variables. A mistake on the command line is a ConfigError, too.
+    A scalar in the file is read like the same text on the command line, so that `1e-6` is a number and `no` a word.
+    The mapping `env` of the file sets environment variables. A mistake on the command line is a ConfigError, too.
 
     Args:
         dataclass_types: Their fields are the options; one class or several.
@@ -228,6 +228,9 @@ class ArgumentParser(HfArgumentParser):
             return [_scalar(action, item) for item in node.value]
         value = _scalar(action, node)
         return [value] if action.nargs == "+" else value
+
+
+TrlParser = ArgumentParser  # its name in TRL
 
 
 class CommandParser(ArgumentParser):

@@ -250,7 +250,7 @@ def test_a_stream_is_read_in_order_and_needs_a_number_of_steps(workspace: Path) 
         ("{path: a.jsonl, split: test}", DataError, "datasets.path='a.jsonl' with split='test' cannot be loaded"),
         ("{path: a.jsonl, columns: [txt]}", DataError, "datasets.path='a.jsonl' with split='train' cannot .*txt"),
         ("{path: a.jsonl, data_files: b.jsonl}", ConfigError, "is a file: remove data_files and data_dir"),
-        ("{path: a.jsonl, columns: [text], weight: 1}", ConfigError, "give each dataset one weight"),
+        ("{path: a.jsonl, columns: [text], weight: 1}", ConfigError, "some have a weight and others do not"),
         ("{path: a.jsonl}", DataError, "'extra'"),
     ],
 )
