@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import AddedToken, AutoTokenizer
@@ -88,11 +89,8 @@ def supports_tool_calling(processing_class: ProcessingClass) -> bool:
     if processing_class.chat_template is None:
         return False
     template = ChatTemplate(processing_class, ())
-    for arguments in ({_KEY: _VALUE}, f'{{"{_KEY}": "{_VALUE}"}}'):  # some templates take JSON text only
-        rendered = template.try_render(_tool_turns(processing_class, arguments)) or ""
-        if all(text in rendered for text in (_NAME, _KEY, _VALUE, _RESULT)):
-            return True
-    return False
+    rendered = [template.try_render(turns) or "" for turns in _tool_turns(template)]
+    return any(all(part in text for part in (_NAME, _KEY, _VALUE, _RESULT)) for text in rendered)
 
 
 def add_response_schema(processing_class: _T) -> _T:
@@ -118,7 +116,7 @@ def add_response_schema(processing_class: _T) -> _T:
         return processing_class  # the tokenizer's own response template has passed the proof
     before = getattr(tokenizer, "response_template", None)
     tokenizer.response_template = _with_borders(known_formats()[name], template)
-    if not _is_read_back(processing_class, template):
+    if not _is_read_back(tokenizer, template):
         tokenizer.response_template = before
         raise ConfigError(
             f"tokenizer.parse_response cannot read the tool calls of {template.name!r}, whose format is {name!r}. Set "
@@ -129,12 +127,12 @@ def add_response_schema(processing_class: _T) -> _T:
 
 def _with_borders(response_template: Any, template: ChatTemplate) -> dict[str, Any]:
     """A response template that starts behind the header of a turn and stops at the token that ends one."""
-    ask: Message = {"role": "user", "content": _ASKED}
+    ask, said = _said_turns(template)
     prompt = template.render([ask], add_generation_prompt=True)
     header = prompt[common_length(prompt, template.render([ask])) :]
     fields = load_response_template(response_template).fields.values()
     opens = [match.start() for field in fields if field.open_re for match in field.open_re.finditer(header)]
-    tail = template.render([ask, {"role": "assistant", "content": _SAID}]).rpartition(_SAID)[2]
+    tail = template.render([ask, said]).rpartition(_SAID)[2]
     end = last_special(tail, template.special_tokens)
     spans = {name: {**field} for name, field in response_template["fields"].items()}
     if end is not None:
@@ -149,35 +147,41 @@ def _with_borders(response_template: Any, template: ChatTemplate) -> dict[str, A
     return {**about, "start_anchor": header[: min(opens, default=len(header))], "fields": spans}
 
 
-def _is_read_back(processing_class: ProcessingClass, template: ChatTemplate) -> bool:
+def _is_read_back(tokenizer: Any, template: ChatTemplate) -> bool:
     """Whether the tokenizer reads a turn with a call, and one without, as they were before they were rendered."""
-    tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
-    ask, call, _ = _tool_turns(processing_class, {_KEY: _VALUE})
-    prompt = template.render([ask], add_generation_prompt=True)
-    said: Message = {**call, "content": _SAID}
-    del said["tool_calls"]
-    for turn, expected in ((call, (_NAME, _KEY, _VALUE)), (said, (_SAID,))):
-        rendered = template.render([ask, turn])
+
+    def read(turns: list[Message]) -> Message:
+        prompt, rendered = template.render(turns[:1], add_generation_prompt=True), template.try_render(turns) or ""
         start = common_length(prompt, rendered)
         try:
-            read = tokenizer.parse_response(rendered[start:], prefix=prompt[:start])
-            function = read[CALLS][0]["function"] if turn is call else {}
+            return dict(tokenizer.parse_response(rendered[start:], prefix=prompt[:start]))
         except Exception:  # the parser and the transforms of a format may raise anything
-            return False
-        found = (function["name"], *next(iter(function["arguments"].items()))) if function else (read.get(TEXT),)
-        if found != expected:
-            return False
-    return True
+            return {}
+
+    called = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+    calls = [read(turns[:2]).get(CALLS) for turns in _tool_turns(template)]
+    return [{"type": "function", "function": called}] in calls and read(_said_turns(template)).get(TEXT) == _SAID
 
 
-def _tool_turns(processing_class: ProcessingClass, arguments: Any) -> list[Message]:
-    call = {"type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    turns: list[Message] = [
-        {"role": "user", "content": _ASKED},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": _NAME, "content": _RESULT},
-    ]
-    return prepare_multimodal_messages(turns) if hasattr(processing_class, "tokenizer") else turns
+def _said_turns(template: ChatTemplate) -> list[Message]:
+    return _in_its_form(template, [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}])
+
+
+def _tool_turns(template: ChatTemplate) -> Iterator[list[Message]]:
+    """A conversation with a tool: with its arguments as a mapping and, as some templates need them, as JSON text."""
+    for arguments in ({_KEY: _VALUE}, f'{{"{_KEY}": "{_VALUE}"}}'):
+        call = {"type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        turns: list[Message] = [
+            {"role": "user", "content": _ASKED},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": _NAME, "content": _RESULT},
+        ]
+        yield _in_its_form(template, turns)
+
+
+def _in_its_form(template: ChatTemplate, turns: list[Message]) -> list[Message]:
+    is_processor = hasattr(template.tokenizer, "tokenizer")  # its template reads contents as lists of parts
+    return prepare_multimodal_messages(turns) if is_processor else turns
 
 
 def _check_has_template(processing_class: ProcessingClass) -> None:

@@ -194,11 +194,15 @@ def load_part(
 
 
 def _first_rows(parts: dict[str, AnyDataset], fractions: dict[str, float]) -> dict[str, AnyDataset]:
-    """The first rows of each dataset, in these proportions, as many as there are without repeating one."""
+    """The first rows of each dataset, in these proportions, as many as there are without repeating one.
+
+    A dataset whose share is less than half a row is left out.
+    """
     whole = sum(fractions.values())
     shares = {name: fraction / whole for name, fraction in fractions.items()}
     total = min(len(part) / shares[name] for name, part in parts.items())
-    return {name: part.select(range(round(shares[name] * total))) for name, part in parts.items()}
+    counts = {name: round(share * total) for name, share in shares.items()}
+    return {name: part.select(range(counts[name])) for name, part in parts.items() if counts[name]}
 
 
 def _named(parts: Sequence[DatasetConfig]) -> dict[str, DatasetConfig]:

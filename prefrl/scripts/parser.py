@@ -165,12 +165,13 @@ class ArgumentParser(HfArgumentParser):
                     action.help = argparse.SUPPRESS
         super().print_help(file)
 
+    @property
     def _by_name(self) -> dict[str, argparse.Action]:
         """The options; of two for one field, the first is the option itself, the second its --no_ form."""
         return {action.dest: action for action in reversed(self._actions) if action.dest not in self._own}
 
     def _values(self, argv: Sequence[str], *, keeps_unknown: bool) -> tuple[dict[str, Any], list[str]]:
-        required = [action for action in self._by_name().values() if action.required]
+        required = [action for action in self._by_name.values() if action.required]
         for action in required:  # report an unknown option first: it may be the missing one, misspelled
             action.required = False
         namespace, unknown = self.parse_known_args(list(argv))
@@ -191,14 +192,14 @@ class ArgumentParser(HfArgumentParser):
         raise ConfigError(f"unknown option {word!r}. {nearest(word, options, otherwise=_SEE_ALL)}")
 
     def _read_defaults(self, path: Path, *, keeps_unknown: bool) -> list[str]:
-        by_name, unknown = self._by_name(), []
+        by_name, unknown = self._by_name, []
         for name, line, node, loader in _entries(path):
             where = f"{path}:{line}"
             if name == "env" and name not in by_name:
                 os.environ.update(_variables(where, node))
                 continue
             if name not in by_name and keeps_unknown:
-                unknown += [f"--{name}", _text(node).strip("'")]
+                unknown += [f"--{name}", str(loader.construct_object(node, deep=True))]
                 continue
             if name not in by_name:
                 raise ConfigError(
@@ -362,8 +363,9 @@ def _scalar(action: argparse.Action, node: yaml.Node) -> Any:
 
 
 def _variables(where: str, node: yaml.Node) -> dict[str, str]:
-    pairs = node.value if isinstance(node, yaml.MappingNode) else [(node, node)]
-    if not all(isinstance(part, yaml.ScalarNode) for pair in pairs for part in pair) or node.tag == NULL_TAG:
+    """The values of a mapping as they are written."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else None
+    if pairs is None or not all(isinstance(part, yaml.ScalarNode) for pair in pairs for part in pair):
         raise ConfigError(f"{where}: env: must be a mapping of environment variables to values")
     return {str(name.value): str(value.value) for name, value in pairs}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,9 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
-from prefrl.scripts.dataset_config import DatasetConfig
-from prefrl.scripts.model_config import lora_options
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.dataset_config import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.model_config import ModelConfig, lora_options
+from prefrl.scripts.parser import CommandParser, TrlParser
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.sft_config import SFTConfig
 
@@ -317,3 +320,85 @@ def test_an_option_of_adapters_or_quantization_without_effect_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(tmp_path, text)
+
+
+@dataclasses.dataclass
+class Run:
+    steps: int
+    name: str = "alpha"
+    is_long: bool = True
+    sizes: list[int] | None = None
+
+
+@dataclasses.dataclass
+class Place:
+    folder: str = "here"
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_scripts_own_classes_are_parsed_with_a_file(tmp_path: Path) -> None:
+    config = written(tmp_path, "steps: 3\nsizes: [1, 2]\nfolder: there\n")
+    argv = ["--config", config, "--name", "beta", "--no_is_long"]
+    assert TrlParser((Run, Place)).parse_args_and_config(argv) == (Run(3, "beta", False, [1, 2]), Place("there"))
+    assert TrlParser(Run).parse_args_and_config(["--steps", "1"]) == (Run(1),)
+    assert TrlParser([Run]).parse_args_into_dataclasses(["--steps", "1"]) == (Run(1),)
+
+
+def test_without_arguments_the_command_line_of_the_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["script.py", "--steps", "5"])
+    assert TrlParser(Run).parse_args_and_config() == (Run(5),)
+
+
+def test_env_of_the_file_sets_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFRL_TEST_VALUE", raising=False)
+    config = written(tmp_path, "steps: 1\nenv: {PREFRL_TEST_VALUE: no}\n")
+    assert TrlParser(Run).parse_args_and_config(["--config", config]) == (Run(1),)
+    assert os.environ["PREFRL_TEST_VALUE"] == "no"
+    monkeypatch.delenv("PREFRL_TEST_VALUE")
+    for value in ("text", "[a]", "{a: [b]}", "null"):
+        with pytest.raises(ConfigError, match="env: must be a mapping of environment variables"):
+            TrlParser(Run).parse_args_and_config(["--config", written(tmp_path, f"env: {value}\n")])
+
+
+def test_unknown_options_are_refused_ignored_or_returned(tmp_path: Path) -> None:
+    argv = ["--config", written(tmp_path, "steps: 1\nother: true\n"), "--more", "2"]
+    parser = TrlParser(Run)
+    with pytest.raises(ConfigError, match="unknown option 'other'"):
+        parser.parse_args_and_config(argv)
+    with pytest.raises(ConfigError, match="unknown option '--more'"):
+        parser.parse_args_and_config(argv, fail_with_unknown_args=False)
+    assert parser.parse_args_and_config(argv[:2], fail_with_unknown_args=False) == (Run(1),)
+    words = (["--other", "True"], ["--more", "2"])
+    assert parser.parse_args_and_config(argv, return_remaining_strings=True) == (Run(1), words[0] + words[1])
+    separate = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
+    assert separate == (Run(1), *words)
+
+
+def test_options_of_add_argument_come_back_in_a_namespace(tmp_path: Path) -> None:
+    parser = TrlParser(Run)
+    parser.add_argument("--extra", type=int, default=3)
+    config = written(tmp_path, "steps: 1\nextra: 4\n")
+    assert parser.parse_args_and_config(["--steps", "1"]) == (Run(1), argparse.Namespace(extra=3))
+    assert parser.parse_args_and_config(["--config", config]) == (Run(1), argparse.Namespace(extra=4))
+
+
+def test_configs_with_names_that_are_no_fields_come_back_alone(tmp_path: Path) -> None:
+    argv = ["--output_dir", str(tmp_path), "--use_cpu", "--model_name_or_path", "m"]
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig))
+    script, config, model, data = parser.parse_args_into_dataclasses(argv)
+    assert isinstance(config, GRPOConfig)
+    assert (script, model, data) == (ScriptArguments(), ModelConfig("m"), DatasetMixtureConfig())
+
+
+def test_a_class_with_an_option_config_is_refused() -> None:
+    @dataclasses.dataclass
+    class Taken:
+        config: str = ""
+
+    with pytest.raises(ConfigError, match=r"Taken\.config: this option names the YAML file"):
+        TrlParser(Taken)
