@@ -198,10 +198,8 @@ def _first_rows(parts: dict[str, AnyDataset], fractions: dict[str, float]) -> di
 
     A dataset whose share is less than half a row is left out.
     """
-    whole = sum(fractions.values())
-    shares = {name: fraction / whole for name, fraction in fractions.items()}
-    total = min(len(part) / shares[name] for name, part in parts.items())
-    counts = {name: round(share * total) for name, share in shares.items()}
+    rows_per_share = min(len(part) / fractions[name] for name, part in parts.items())
+    counts = {name: round(fraction * rows_per_share) for name, fraction in fractions.items()}
     return {name: part.select(range(counts[name])) for name, part in parts.items() if counts[name]}
 
 

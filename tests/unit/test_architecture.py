@@ -112,7 +112,8 @@ def test_config_and_trainer_of_each_algorithm_are_public(row: Algorithm) -> None
 
 def test_no_public_config_or_trainer_is_outside_the_registry() -> None:
     registered = {path.partition(":")[2] for row in REGISTRY.values() for path in (row.config, row.trainer)}
-    assert {name for name in prefrl.__all__ if name.endswith(("Config", "Trainer"))} == registered
+    of_scripts = {"DatasetConfig", "DatasetMixtureConfig", "ModelConfig"}
+    assert {name for name in prefrl.__all__ if name.endswith(("Config", "Trainer"))} - of_scripts == registered
 
 
 def test_each_algorithm_has_one_docs_page_and_the_site_lists_it() -> None:

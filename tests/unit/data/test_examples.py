@@ -85,8 +85,10 @@ def test_a_prompt_ends_where_the_conversation_goes_on_otherwise() -> None:
     row = {"prompt": [ASK], "completion": [GOOD], "chat_template_kwargs": {"enable_thinking": False}}
     text = apply_chat_template(row, tokenizer)
     assert text == {"prompt": ASKED + HEADER, "completion": "blue<|im_end|>\n"}
-    (alone,) = apply_chat_template({"prompt": [ASK]}, tokenizer, enable_thinking=False).values()
-    assert alone == ASKED + HEADER + "<think>\n\n</think>\n\n"
+    alone = {"prompt": ASKED + HEADER + "<think>\n\n</think>\n\n"}
+    assert apply_chat_template({"prompt": [ASK]}, tokenizer, enable_thinking=False) == alone
+    del row["completion"]
+    assert apply_chat_template(row, tokenizer) == alone
 
 
 def test_tools_are_described_to_the_model() -> None:

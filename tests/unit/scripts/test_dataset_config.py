@@ -37,7 +37,10 @@ def test_fractions_are_shares_of_the_largest_mixture_without_repetition() -> Non
     # 1 : 3 of at most 10 and 4 rows: 4 / 0.75 = 5.33 rows in all, and 1.33 of a.
     mixture = mixed({"path": "a.jsonl", "fraction": 1}, {"path": "b.jsonl", "fraction": 3})
     assert mixture["train"]["text"][:] == ["a0", "b0", "b1", "b2", "b3"]
-    # 5 : 1: 10 / 0.83 = 12 rows.
+    # 2 : 3 of at most 10 and 4 rows: 2.67 rows of a.
+    mixture = mixed({"path": "a.jsonl", "fraction": 2}, {"path": "b.jsonl", "fraction": 3})
+    assert mixture["train"]["text"][:] == ["a0", "a1", "a2", "b0", "b1", "b2", "b3"]
+    # 5 : 1 of at most 10 and 4 rows.
     mixture = mixed({"path": "a.jsonl", "fraction": 0.5}, {"path": "b.jsonl", "fraction": 0.1})
     assert mixture["train"]["text"][:] == [*(f"a{i}" for i in range(10)), "b0", "b1"]
 
@@ -48,7 +51,7 @@ def test_a_fraction_of_less_than_half_a_row_leaves_its_dataset_out() -> None:
 
 
 def test_a_share_or_a_number_of_rows_is_split_off_and_the_same_for_every_process() -> None:
-    for size, count in ((0.25, 2), (3, 3), (1, 1)):
+    for size, count in ((0.25, 2), (3.0, 3), (1, 1)):
         mixture = mixed("c.jsonl", test_split_size=size)
         assert [len(mixture["train"]), len(mixture["test"])] == [8 - count, count]
         assert sorted([*mixture["train"]["id"], *mixture["test"]["id"]]) == list(range(8))
