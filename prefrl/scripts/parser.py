@@ -145,7 +145,9 @@ class ArgumentParser(HfArgumentParser):
         """Options by name; unknown options of the file and of the command line, as words of a command line."""
         early = _EarlyParser(argv)
         if early.wants_help:
-            self.print_help(everything=early.wants_all)
+            commands = {name: parser for action in self._subparsers_actions for name, parser in action.choices.items()}
+            asked = next((commands[word] for word in argv if word in commands), self)
+            asked.print_help(everything=early.wants_all)
             raise SystemExit(0)
         has_file = early.config is not None and self._takes_config
         entries = self._read_defaults(Path(str(early.config)), keeps_unknown=keeps_entries) if has_file else []
@@ -170,6 +172,14 @@ class ArgumentParser(HfArgumentParser):
         """The options; of two for one field, the first is the option itself, the second its --no_ form."""
         return {action.dest: action for action in reversed(self._actions) if action.dest not in self._own}
 
+    @property
+    def _subparsers_actions(self) -> list[Any]:
+        return [action for action in self._actions if isinstance(action.choices, dict)]
+
+    def _with_subparsers(self) -> list[ArgumentParser]:
+        below = [parser for action in self._subparsers_actions for parser in action.choices.values()]
+        return [self, *(parser for child in below for parser in child._with_subparsers())]
+
     def _values(self, argv: Sequence[str], *, keeps_unknown: bool) -> tuple[dict[str, Any], list[str]]:
         required = [action for action in self._by_name.values() if action.required]
         for action in required:  # report an unknown option first: it may be the missing one, misspelled
@@ -192,21 +202,24 @@ class ArgumentParser(HfArgumentParser):
         raise ConfigError(f"unknown option {word!r}. {nearest(word, options, otherwise=_SEE_ALL)}")
 
     def _read_defaults(self, path: Path, *, keeps_unknown: bool) -> list[str]:
-        by_name, unknown = self._by_name, []
+        unknown: list[str] = []
+        parsers = self._with_subparsers()
+        known = {name for parser in parsers for name in parser._by_name}
         for name, line, node, loader in _entries(path):
             where = f"{path}:{line}"
-            if name == "env" and name not in by_name:
+            if name == "env" and name not in known:
                 os.environ.update(_variables(where, node))
                 continue
-            if name not in by_name and keeps_unknown:
+            if name not in known and keeps_unknown:
                 unknown += [f"--{name}", str(loader.construct_object(node, deep=True))]
                 continue
-            if name not in by_name:
-                raise ConfigError(
-                    f"{where}: unknown option {name!r}. {nearest(name, by_name.keys(), otherwise=_SEE_ALL)}"
-                )
+            if name not in known:
+                raise ConfigError(f"{where}: unknown option {name!r}. {nearest(name, known, otherwise=_SEE_ALL)}")
             try:
-                by_name[name].default = self._value(by_name[name], node, loader)
+                for parser in parsers:
+                    if name in parser._by_name:
+                        action = parser._by_name[name]
+                        action.default, action.required = parser._value(action, node, loader), False
             except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
                 raise ConfigError(f"{where}: {name}={_text(node)}: {error}") from error
         return unknown

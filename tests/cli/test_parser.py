@@ -379,6 +379,22 @@ def test_unknown_options_are_refused_ignored_or_returned(tmp_path: Path) -> None
     assert separate == (Run(1), *words)
 
 
+def test_a_file_gives_defaults_to_commands_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = TrlParser(prog="script")
+    commands = parser.add_subparsers(dest="command")
+    for command, cls in (("run", Run), ("again", Run), ("place", Place)):
+        commands.add_parser(command, dataclass_types=[cls])
+    file = ["--config", written(tmp_path, "steps: 2\nname: beta\n")]
+    for command in ("run", "again"):
+        (values,) = parser.parse_args_and_config([command, "--sizes", "1", *file])
+        assert (values.command, values.steps, values.name, values.sizes) == (command, 2, "beta", [1])
+    with pytest.raises(ConfigError, match=r"unknown option 'nam'\. Did you mean 'name'"):
+        parser.parse_args_and_config(["run", "--config", written(tmp_path, "steps: 2\nnam: beta\n")])
+    with pytest.raises(SystemExit):
+        parser.parse_args_and_config(["place", "--help"])
+    assert "--folder text" in capsys.readouterr().out
+
+
 def test_options_of_add_argument_come_back_in_a_namespace(tmp_path: Path) -> None:
     parser = TrlParser(Run)
     parser.add_argument("--extra", type=int, default=3)
