@@ -11,9 +11,22 @@ from prefrl import errors
 from prefrl.registry import REGISTRY, load
 
 if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: type checkers and editors
+    from prefrl.data.chat_templates import add_response_schema as add_response_schema
+    from prefrl.data.chat_templates import clone_chat_template as clone_chat_template
+    from prefrl.data.chat_templates import get_training_chat_template as get_training_chat_template
+    from prefrl.data.chat_templates import supports_tool_calling as supports_tool_calling
     from prefrl.data.convert import extract_prompt as extract_prompt
+    from prefrl.data.convert import maybe_extract_prompt as maybe_extract_prompt
+    from prefrl.data.convert import maybe_unpair_preference_dataset as maybe_unpair_preference_dataset
     from prefrl.data.convert import unpair_preference_dataset as unpair_preference_dataset
+    from prefrl.data.examples import apply_chat_template as apply_chat_template
+    from prefrl.data.examples import is_conversational as is_conversational
+    from prefrl.data.examples import is_conversational_from_value as is_conversational_from_value
+    from prefrl.data.examples import maybe_apply_chat_template as maybe_apply_chat_template
+    from prefrl.data.examples import maybe_convert_to_chatml as maybe_convert_to_chatml
+    from prefrl.data.examples import prepare_multimodal_messages as prepare_multimodal_messages
     from prefrl.data.mixture import mix_datasets as mix_datasets
+    from prefrl.data.packing_columns import pack_dataset as pack_dataset
     from prefrl.errors import CheckpointError as CheckpointError
     from prefrl.errors import ConfigError as ConfigError
     from prefrl.errors import DataError as DataError
@@ -25,8 +38,19 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.errors import PrefrlError as PrefrlError
     from prefrl.errors import RewardError as RewardError
     from prefrl.errors import WeightSyncError as WeightSyncError
+    from prefrl.models.frozen_copy import create_reference_model as create_reference_model
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
+    from prefrl.scripts.dataset_config import DatasetConfig as DatasetConfig
+    from prefrl.scripts.dataset_config import DatasetMixtureConfig as DatasetMixtureConfig
+    from prefrl.scripts.dataset_config import ScriptArguments as ScriptArguments
+    from prefrl.scripts.dataset_config import get_dataset as get_dataset
+    from prefrl.scripts.model_config import ModelConfig as ModelConfig
+    from prefrl.scripts.model_config import get_peft_config as get_peft_config
+    from prefrl.scripts.model_config import get_quantization_config as get_quantization_config
+    from prefrl.scripts.parser import ArgumentParser as ArgumentParser
+    from prefrl.scripts.parser import TrlParser as TrlParser
+    from prefrl.scripts.quiet import init_zero_verbose as init_zero_verbose
     from prefrl.trainer.bco_config import BCOConfig as BCOConfig
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from prefrl.trainer.cpo_config import CPOConfig as CPOConfig
@@ -54,10 +78,34 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
 
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
+    "ArgumentParser": "prefrl.scripts.parser:ArgumentParser",
+    "DatasetConfig": "prefrl.scripts.dataset_config:DatasetConfig",
+    "DatasetMixtureConfig": "prefrl.scripts.dataset_config:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
+    "ModelConfig": "prefrl.scripts.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
+    "ScriptArguments": "prefrl.scripts.dataset_config:ScriptArguments",
+    "TrlParser": "prefrl.scripts.parser:TrlParser",
+    "add_response_schema": "prefrl.data.chat_templates:add_response_schema",
+    "apply_chat_template": "prefrl.data.examples:apply_chat_template",
+    "clone_chat_template": "prefrl.data.chat_templates:clone_chat_template",
+    "create_reference_model": "prefrl.models.frozen_copy:create_reference_model",
     "extract_prompt": "prefrl.data.convert:extract_prompt",
+    "get_dataset": "prefrl.scripts.dataset_config:get_dataset",
+    "get_peft_config": "prefrl.scripts.model_config:get_peft_config",
+    "get_quantization_config": "prefrl.scripts.model_config:get_quantization_config",
+    "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
+    "init_zero_verbose": "prefrl.scripts.quiet:init_zero_verbose",
+    "is_conversational": "prefrl.data.examples:is_conversational",
+    "is_conversational_from_value": "prefrl.data.examples:is_conversational_from_value",
+    "maybe_apply_chat_template": "prefrl.data.examples:maybe_apply_chat_template",
+    "maybe_convert_to_chatml": "prefrl.data.examples:maybe_convert_to_chatml",
+    "maybe_extract_prompt": "prefrl.data.convert:maybe_extract_prompt",
+    "maybe_unpair_preference_dataset": "prefrl.data.convert:maybe_unpair_preference_dataset",
     "mix_datasets": "prefrl.data.mixture:mix_datasets",
+    "pack_dataset": "prefrl.data.packing_columns:pack_dataset",
+    "prepare_multimodal_messages": "prefrl.data.examples:prepare_multimodal_messages",
+    "supports_tool_calling": "prefrl.data.chat_templates:supports_tool_calling",
     "unpair_preference_dataset": "prefrl.data.convert:unpair_preference_dataset",
 }
 _PATHS |= {name: f"prefrl.errors:{name}" for name in errors.__all__}

@@ -7,17 +7,19 @@ it drops earlier thinking), the text of the turn is replaced by a marker instead
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefrl.data.formats import REASONING_FIELDS
 from prefrl.errors import DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from prefrl.data.formats import Message
+
+    ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 __all__ = [
     "MARKER",
@@ -61,7 +63,7 @@ class ChatTemplate:
 
     tokenizer: PreTrainedTokenizerBase
     special_tokens: tuple[str, ...]  # as returned by `special_tokens`; stored because that function is slow
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None
     kwargs: Mapping[str, Any] | None = None
 
     def render(

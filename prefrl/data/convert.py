@@ -22,11 +22,18 @@ from prefrl.data.formats import (
 )
 from prefrl.errors import ConfigError, DataError
 
-__all__ = ["common_prompt", "extract_prompt", "unpair_preference_dataset"]
+__all__ = [
+    "common_prompt",
+    "extract_prompt",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
+    "unpair_preference_dataset",
+]
 
 AnyData: TypeAlias = AnyDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 _Splits = (datasets.DatasetDict, datasets.IterableDatasetDict)
 _UNPAIRED = ("completion", "label")
+_BLOCK = 1000  # pairs that are unpaired together
 
 
 def extract_prompt(data: AnyData | Mapping[str, Any], num_proc: int | None = None) -> Any:
@@ -65,13 +72,23 @@ def extract_prompt(data: AnyData | Mapping[str, Any], num_proc: int | None = Non
     return data.map(_extract_row, with_indices=True, features=features, **about)
 
 
-def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None) -> AnyData:
+def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`extract_prompt` of a preference row with an implicit prompt; any other row as it is.
+
+    Raises:
+        DataError: The two sides have no common start.
+    """
+    if not {"chosen", "rejected"} <= example.keys():
+        return example
+    has_prompt = "prompt" in example and isinstance(example["prompt"], list) == isinstance(example["chosen"], list)
+    return example if has_prompt else _with_prompt(example)
+
+
+def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None, **map_kwargs: Any) -> AnyData:
     """Turn each pair into two rows: the chosen completion with label True, and the rejected one with label False.
 
-    Neighboring rows answer different prompts, and labels alternate. Even without shuffling, KTO can therefore use a
-    neighbor's completion as one that does not belong to a prompt, and micro-batches contain both labels. To achieve
-    this, each block of 1000 pairs first gives one side of each pair (chosen for even pairs, rejected for odd ones) and
-    then the other sides. The order does not depend on the number of processes.
+    Of each block of 1000 pairs (`batch_size`), first come all chosen completions and then all rejected ones. The order
+    does not depend on the number of processes.
 
     Other columns are repeated for both rows, except those about the pair: `margin`, and names that contain "chosen" or
     "rejected".
@@ -79,6 +96,7 @@ def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None) -> 
     Args:
         dataset: Preference data, or its splits, with a `prompt` or with an implicit one (see `extract_prompt`).
         num_proc: Number of processes that extract the prompts of a map-style dataset.
+        map_kwargs: For the `map` of the dataset, such as `batch_size` and `desc`.
     Returns:
         The columns `prompt`, `completion`, `label: bool`, and the others.
     Raises:
@@ -87,7 +105,8 @@ def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None) -> 
             of the names above.
     """
     if isinstance(dataset, _Splits):
-        return type(dataset)({name: unpair_preference_dataset(d, num_proc) for name, d in dataset.items()})
+        splits = {name: unpair_preference_dataset(d, num_proc, **map_kwargs) for name, d in dataset.items()}
+        return type(dataset)(splits)
     dataset = extract_prompt(dataset, num_proc)
     names = column_names(dataset)
     taken = [name for name in _UNPAIRED if name in names]
@@ -98,14 +117,22 @@ def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None) -> 
         )
     kept = [name for name in names if name != "margin" and "chosen" not in name and "rejected" not in name]
     # One process: which rows make a batch must not depend on the number of processes.
-    return dataset.map(
-        _unpair_batch,
-        batched=True,
-        batch_size=1000,
-        remove_columns=names,
-        features=_unpaired_features(dataset.features, kept),
-        fn_kwargs={"kept": kept},
-    )
+    options = {"batch_size": _BLOCK, "features": _unpaired_features(dataset.features, kept)} | map_kwargs
+    return dataset.map(_unpair_batch, batched=True, remove_columns=names, fn_kwargs={"kept": kept}, **options)
+
+
+def maybe_unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None, desc: str | None = None) -> AnyData:
+    """`unpair_preference_dataset` of preference data; any other dataset as it is.
+
+    Args:
+        dataset: A dataset, or its splits.
+        num_proc: See `unpair_preference_dataset`.
+        desc: What the progress bar says; not for streams.
+    """
+    one = next(iter(dataset.values())) if isinstance(dataset, _Splits) else dataset
+    if not {"chosen", "rejected"} <= set(column_names(one)):
+        return dataset
+    return unpair_preference_dataset(dataset, num_proc, **({} if desc is None else {"desc": desc}))
 
 
 def common_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Message]:
@@ -174,13 +201,11 @@ def _no_common_start(unit: str) -> str:
 
 
 def _unpair_batch(batch: Mapping[str, list[Any]], kept: Sequence[str]) -> dict[str, list[Any]]:
-    pairs = range(len(batch["chosen"]))
-    labeled = [(k, k % 2 == 0) for k in pairs] + [(k, k % 2 == 1) for k in pairs]
-    sides = {True: batch["chosen"], False: batch["rejected"]}
+    chosen, rejected = batch["chosen"], batch["rejected"]
     return {
-        **{name: [batch[name][k] for k, _ in labeled] for name in kept},
-        "completion": [sides[label][k] for k, label in labeled],
-        "label": [label for _, label in labeled],
+        **{name: [*batch[name], *batch[name]] for name in kept},
+        "completion": [*chosen, *rejected],
+        "label": [True] * len(chosen) + [False] * len(rejected),
     }
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "check_not_reserved",
     "column_names",
     "convert_from_value",
+    "convert_message",
     "detect_format",
     "read_messages",
     "read_text",
@@ -344,13 +345,14 @@ def _is_from_value(messages: object) -> bool:
 def _convert_row(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     cells = {column: row.get(column) for column in columns}
     return {
-        column: [_convert_message(message) for message in cell] if isinstance(cell, list) else cell
+        column: [convert_message(message) for message in cell] if isinstance(cell, list) else cell
         for column, cell in cells.items()
     }
 
 
-def _convert_message(message: object) -> object:
-    if not isinstance(message, dict):
+def convert_message(message: object) -> object:
+    """A message with the keys from/value as one with role/content; anything else as it is."""
+    if not isinstance(message, dict) or not {"from", "value"} & message.keys():
         return message
     role = message.get("from")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}

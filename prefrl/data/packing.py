@@ -6,6 +6,7 @@ A map-style dataset is packed as a whole, a stream in windows.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import pyarrow as pa
 from prefrl.data.formats import AnyDataset
 from prefrl.errors import ConfigError, DataError
 
-__all__ = ["PackingStrategy", "is_packed", "pack_bfd", "pack_dataset"]
+__all__ = ["PackingStrategy", "best_fit_decreasing", "is_packed", "pack_bfd", "pack_dataset"]
 
 PackingStrategy = Literal["bfd", "wrapped"]
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -30,7 +31,12 @@ def is_packed(dataset: datasets.Dataset, columns: Sequence[str]) -> bool:
 
 
 def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: each sequence, longest first, goes into the fullest bin that has room for it.
+    """The bins of `best_fit_decreasing`, each ascending, ordered by their first number."""
+    return sorted((sorted(numbers) for numbers in best_fit_decreasing(lengths, capacity)), key=lambda bin_: bin_[0])
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Each sequence, longest first, goes into the fullest bin that has room for it; of equal bins, into the oldest.
 
     The result has at most 11/9 OPT + 6/9 bins.
     The time is O(n log n), with a bisection over the distinct amounts of free room, of which there are at most
@@ -40,7 +46,7 @@ def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         lengths: Tokens of each sequence, each >= 1.
         capacity: Tokens of a bin.
     Returns:
-        Bins of sequence numbers, each ascending, ordered by their first number.
+        Bins of sequence numbers, in the order in which they were opened and filled.
     Raises:
         DataError: A sequence is empty or longer than the capacity.
     Source: Johnson 1973, Near-optimal bin packing algorithms (thesis, MIT); bound: Dosa 2007.
@@ -49,7 +55,7 @@ def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         if not 1 <= length <= capacity:
             raise DataError(f"sequence {index} has {length} tokens: packing needs 1 to {capacity}. Truncate it before")
     bins: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # room -> numbers of the bins that have exactly this room
+    with_room: dict[int, deque[int]] = {}  # room -> numbers of the bins that came to have exactly this room, in order
     rooms: list[int] = []  # the keys of with_room, ascending
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
@@ -59,16 +65,16 @@ def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             bins.append([])
         else:
             room = rooms[position]
-            target = with_room[room].pop()
+            target = with_room[room].popleft()
             if not with_room[room]:
                 del with_room[room], rooms[position]
         bins[target].append(index)
         room -= length
         if room not in with_room:
-            with_room[room] = []
+            with_room[room] = deque()
             insort(rooms, room)
         with_room[room].append(target)
-    return sorted((sorted(numbers) for numbers in bins), key=lambda numbers: numbers[0])
+    return bins
 
 
 def pack_dataset(dataset: AnyDataset, *, max_length: int, strategy: PackingStrategy = "bfd") -> AnyDataset:

@@ -167,7 +167,7 @@ def prepare_unpaired_dataset(
     if dataset_format.kind == "preference":
         dataset = _unpaired(convert_from_value(dataset, dataset_format), invalid_rows, num_proc)
         dataset_format = detect_format(dataset, ("unpaired",))
-        remedy += ". Rows are numbered as in unpair_preference_dataset(dataset)"
+        remedy += ". Rows are numbered as in unpair_preference_dataset(dataset, batch_size=2)"
     check_not_reserved(dataset, ("prompt_ids", "completion_ids", _MISMATCHED))
     dataset = convert_from_value(dataset, dataset_format)
     encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
@@ -312,7 +312,8 @@ def _unpaired(dataset: AnyDataset, invalid_rows: InvalidRows, num_proc: int | No
         num_proc=num_proc,
         desc="Reading pairs",
     )
-    return unpair_preference_dataset(pairs)
+    # Two pairs at a time: even unshuffled, neighbors answer different prompts, and any four rows have both labels.
+    return unpair_preference_dataset(pairs, batch_size=2)
 
 
 def _fit(

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
+_LAYER_NAME = re.compile(r"[\w.]+")  # neither "all-linear" nor a regular expression
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -42,10 +43,11 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def lora_config(*, target_modules: Sequence[str] | None = None, **options: Any) -> PeftConfig:
-    """A `peft.LoraConfig` without a `task_type`, which the model's loader sets.
+    """A `peft.LoraConfig`. Without a `task_type`, the model's loader sets it.
 
     Args:
-        target_modules: Names of the layers that get adapters; ["all-linear"]: all linear layers; None: peft's choice.
+        target_modules: Names of the layers that get adapters; None: peft's choice. A single entry may be "all-linear",
+            for all linear layers, or a regular expression for names.
         options: Other arguments of `peft.LoraConfig`, under peft's names.
 
     Raises:
@@ -53,9 +55,10 @@ def lora_config(*, target_modules: Sequence[str] | None = None, **options: Any) 
         ImportError: peft is not installed.
     """
     peft = require("peft", extra="peft", feature="use_peft=True")
-    targets = "all-linear" if target_modules == ["all-linear"] else target_modules
+    if target_modules is not None and len(target_modules) == 1 and not _LAYER_NAME.fullmatch(target_modules[0]):
+        target_modules = target_modules[0]
     try:
-        config: PeftConfig = peft.LoraConfig(target_modules=targets, **options)
+        config: PeftConfig = peft.LoraConfig(target_modules=target_modules, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"peft refuses the LoRA options: {error}") from error
     return config
@@ -162,7 +165,12 @@ def prepare_quantized(model: PreTrainedModel) -> None:
 
 
 def bitsandbytes_config(
-    *, bits: Literal[4, 8], quant_type: Literal["nf4", "fp4"], nested: bool, compute_dtype: torch.dtype
+    *,
+    bits: Literal[4, 8],
+    quant_type: Literal["nf4", "fp4"],
+    nested: bool,
+    compute_dtype: torch.dtype | str,
+    storage_dtype: torch.dtype | str | None = None,
 ) -> BitsAndBytesConfig:
     """The bitsandbytes config for quantizing a model when it is loaded.
 
@@ -170,8 +178,9 @@ def bitsandbytes_config(
         bits: 4 or 8. The other options are for 4.
         quant_type: Which 16 values a weight of 4 bits can have.
         nested: Quantize the scales, too.
-        compute_dtype: Weights become this for each matrix product. Four-bit ones are stored in tensors of it: FSDP2
-            shares out no others, and a backend that casts weights leaves these alone.
+        compute_dtype: Weights become this for each matrix product.
+        storage_dtype: Type of the tensors that hold four-bit weights; None: `compute_dtype`. FSDP2 shares out no
+            others, and a backend that casts weights leaves these alone.
 
     Raises:
         ImportError: bitsandbytes is not installed.
@@ -186,5 +195,5 @@ def bitsandbytes_config(
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=nested,
         bnb_4bit_compute_dtype=compute_dtype,
-        bnb_4bit_quant_storage=compute_dtype,
+        bnb_4bit_quant_storage=compute_dtype if storage_dtype is None else storage_dtype,
     )

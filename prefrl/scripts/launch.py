@@ -248,7 +248,7 @@ def plan_server(
         )
     gpus = _gpus_of_server(options.vllm_gpus, visible)
     words = ["--model", run["model_name_or_path"], "--port", str(run[_PORT])]
-    if run["model_revision"] is not None:
+    if run["model_revision"] != "main":  # the default of both
         words += ["--revision", run["model_revision"]]
     if len(gpus) > 1:
         words += ["--tensor_parallel_size", str(len(gpus))]

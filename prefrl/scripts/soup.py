@@ -18,9 +18,8 @@ from prefrl.models.soup import Evaluate, Soup, best_soup, greedy_soup, uniform_s
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.arguments import DatasetPart
+from prefrl.scripts.dataset_config import DatasetConfig, load_part
 from prefrl.scripts.parser import CommandParser
-from prefrl.scripts.train import load_part
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ def _evaluation(options: SoupArguments, scratch: str) -> Evaluate:
     else:
         because = f"algorithm={algorithm.name!r} has no reference"
         check_no_effect(name="ref_model", value=options.ref_model, unset=None, because=because, remedy="Remove it.")
-    part = DatasetPart(path=str(options.dataset_name), name=options.dataset_config, split=options.dataset_test_split)
+    part = DatasetConfig(path=str(options.dataset_name), name=options.dataset_config, split=options.dataset_test_split)
     dataset = load_part(part, streaming=False, path_option="dataset_name", split_option="dataset_test_split")
     metric = str(options.metric)
 

@@ -16,7 +16,7 @@ import pytest
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments import RewardArguments, ScriptArguments
+from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.launch import LaunchArguments
 from prefrl.scripts.main import main
 from prefrl.scripts.parser import CommandParser
@@ -111,7 +111,7 @@ def _command_lines(command: str | None = None) -> list[object]:
 def test_command_lines_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = REGISTRY[words[0]].load_config()
-    arguments = RewardArguments if words[0] == "grpo" else ScriptArguments
+    arguments = RewardArguments if words[0] == "grpo" else CommandArguments
     script, _ = CommandParser(words[0], (arguments, config), "").parse([*words[1:], "--use_cpu"])
     assert script.model_name_or_path == MODEL
 

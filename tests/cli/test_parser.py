@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,16 +12,18 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.arguments import DatasetPart, RewardArguments, ScriptArguments
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.arguments import CommandArguments, RewardArguments
+from prefrl.scripts.dataset_config import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.model_config import ModelConfig, lora_options
+from prefrl.scripts.parser import CommandParser, TrlParser
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.sft_config import SFTConfig
 
 REQUIRED = "model_name_or_path: m\ndataset_name: d\n"
 
 
-def parse(tmp_path: Path, text: str, *argv: str) -> tuple[ScriptArguments, SFTConfig]:
-    return _parse(tmp_path, REQUIRED + text, (ScriptArguments, SFTConfig), argv)
+def parse(tmp_path: Path, text: str, *argv: str) -> tuple[CommandArguments, SFTConfig]:
+    return _parse(tmp_path, REQUIRED + text, (CommandArguments, SFTConfig), argv)
 
 
 def _parse(tmp_path: Path, text: str, classes: tuple[type, ...], argv: tuple[str, ...]) -> Any:
@@ -40,7 +45,7 @@ def test_the_command_line_wins_wherever_config_stands(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(REQUIRED + "max_length: 77\n", encoding="utf-8")
     argv = ["--max_length", "88", "--use_cpu", "--output_dir", str(tmp_path), f"--config={path}"]
-    _, config = CommandParser("sft", (ScriptArguments, SFTConfig), "").parse(argv)
+    _, config = CommandParser("sft", (CommandArguments, SFTConfig), "").parse(argv)
     assert config.max_length == 88
 
 
@@ -99,7 +104,7 @@ def test_what_is_more_than_plain_values_is_refused(tmp_path: Path, text: str, wo
     path = tmp_path / "run.yaml"
     path.write_text(REQUIRED + text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=re.escape(words)):
-        CommandParser("sft", (ScriptArguments, SFTConfig), "").parse(["--config", str(path)])
+        CommandParser("sft", (CommandArguments, SFTConfig), "").parse(["--config", str(path)])
 
 
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     required = ("--model_name_or_path", "m", "--dataset_name", "d")
-    _, config = _parse(tmp_path, "# nothing\n", (ScriptArguments, SFTConfig), required)
+    _, config = _parse(tmp_path, "# nothing\n", (CommandArguments, SFTConfig), required)
     assert config.max_length == SFTConfig.max_length
 
 
@@ -148,7 +153,7 @@ def test_a_bad_entry_is_refused_with_its_line(tmp_path: Path, text: str, message
 
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.yaml:1: must be a mapping"):
-        _parse(tmp_path, "- 1\n", (ScriptArguments, SFTConfig), ())
+        _parse(tmp_path, "- 1\n", (CommandArguments, SFTConfig), ())
 
 
 def test_what_huggingface_refuses_is_a_config_error_too(tmp_path: Path) -> None:
@@ -166,9 +171,9 @@ def test_rewards_are_options_of_grpo(tmp_path: Path) -> None:
 MIXTURE = "model_name_or_path: m\ndatasets:\n"
 
 
-def mixture(tmp_path: Path, text: str, *argv: str) -> ScriptArguments:
-    script, _ = _parse(tmp_path, text, (ScriptArguments, SFTConfig), argv)
-    assert isinstance(script, ScriptArguments)
+def mixture(tmp_path: Path, text: str, *argv: str) -> CommandArguments:
+    script, _ = _parse(tmp_path, text, (CommandArguments, SFTConfig), argv)
+    assert isinstance(script, CommandArguments)
     return script
 
 
@@ -178,15 +183,18 @@ def test_a_mixture_is_a_list_of_datasets(tmp_path: Path) -> None:
         "  - {path: hub/b, name: en, data_dir: d, data_files: {train: [x, y]}, split: test, columns: [c],"
         " weight: .5}\n"
     )
-    assert mixture(tmp_path, text).parts() == [
-        DatasetPart("a.jsonl", weight=2),
-        DatasetPart("hub/b", "en", "d", {"train": ["x", "y"]}, "test", ["c"], 0.5),
+    assert mixture(tmp_path, text).datasets == [
+        DatasetConfig("a.jsonl", weight=2),
+        DatasetConfig("hub/b", "en", "d", {"train": ["x", "y"]}, "test", ["c"], weight=0.5),
     ]
 
 
 def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
+    model = "model_name_or_path: m\n"
     argv = ("--datasets", '[{"path": "a", "split": "test"}]')
-    assert mixture(tmp_path, "model_name_or_path: m\n", *argv).parts() == [DatasetPart("a", split="test")]
+    assert mixture(tmp_path, model, *argv).datasets == [DatasetConfig("a", split="test")]
+    argv = ("--datasets", '{"path": "a", "name": "x"}', "b.jsonl")
+    assert mixture(tmp_path, model, *argv).datasets == [DatasetConfig("a", "x"), DatasetConfig("b.jsonl")]
 
 
 @pytest.mark.parametrize(
@@ -194,14 +202,30 @@ def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
     [
         pytest.param("model_name_or_path: m\n", "dataset_name, datasets: not given. Set one of them", id="neither"),
         pytest.param(MIXTURE + "- path: a\ndataset_name: b\n", "dataset_name, datasets: both are given", id="both"),
-        pytest.param(MIXTURE + "- a\n", r"datasets\[0\]='a': must be a mapping with at least a path", id="text"),
+        pytest.param(MIXTURE + "- 1\n", r"datasets\[0\]=1: must be a mapping with at least a path", id="number"),
         pytest.param(MIXTURE + "- {name: a}\n", "must be a mapping with at least a path", id="no path"),
         pytest.param(
             MIXTURE + "- {path: a}\n- {path: a, colums: [b]}\n",
             r"datasets\[1\]: unknown key 'colums'. Did you mean 'columns'\?",
             id="unknown",
         ),
-        pytest.param(MIXTURE + "- {path: a, fraction: 1}\n", "unknown key 'fraction'. Known: .*weight", id="fraction"),
+        pytest.param(MIXTURE + "- {path: a, fraction: 0}\n", "fraction=0: must be a number > 0", id="fraction"),
+        pytest.param(
+            MIXTURE + "- {path: a, fraction: 1}\n- path: b\n", "some have a fraction and others do not", id="some"
+        ),
+        pytest.param(
+            MIXTURE + "- {path: a, fraction: 1, weight: 1}\n", "fraction and weight are given", id="two shares"
+        ),
+        pytest.param(
+            MIXTURE + "- {path: a, fraction: 1}\nstreaming: true\n", "streaming=True and fraction", id="stream"
+        ),
+        pytest.param(
+            MIXTURE + "- path: a\nstreaming: true\ntest_split_size: 0.1\n",
+            "streaming=True and test_split_size",
+            id="split of a stream",
+        ),
+        pytest.param(REQUIRED + "streaming: true\n", "streaming=True has no effect", id="stream of one"),
+        pytest.param(REQUIRED + "test_split_size: 0.1\n", "test_split_size=0.1 has no effect", id="split of one"),
         pytest.param(MIXTURE + "- {path: 3}\n", r"datasets\[0\].path=3: must be a string", id="path"),
         pytest.param(MIXTURE + "- {path: a, columns: b}\n", "columns='b': must be a list of names", id="columns"),
         pytest.param(MIXTURE + "- {path: a, weight: 0}\n", "weight=0: must be a number > 0", id="weight"),
@@ -212,10 +236,8 @@ def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
             id="split",
         ),
         pytest.param(MIXTURE + "- path: a\ndataset_config: en\n", "dataset_config='en' has no effect", id="config"),
-        pytest.param(
-            "model_name_or_path: m\ndatasets: a.jsonl\n", "datasets='a.jsonl': must be a JSON list", id="name"
-        ),
-        pytest.param("model_name_or_path: m\ndatasets: '{}'\n", "datasets='{}': must be a JSON list", id="json"),
+        pytest.param("model_name_or_path: m\ndatasets: '[a'\n", r"='\[a': must be a path, or JSON such as", id="json"),
+        pytest.param("model_name_or_path: m\ndatasets: '{}'\n", r"datasets\[0\]=\{\}: must be a mapping", id="empty"),
     ],
 )
 def test_a_mixture_that_cannot_be_read_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -226,7 +248,8 @@ def test_a_mixture_that_cannot_be_read_is_refused(tmp_path: Path, text: str, mes
 def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path: Path) -> None:
     argv = ("--lora_alpha_pattern", '{"v_proj": 4}')
     script, _ = parse(tmp_path, "use_peft: true\nlora_rank_pattern: {q_proj: 2}\nlora_init: pissa\n", *argv)
-    assert script.lora_options == {
+    assert lora_options(script) == {
+        "task_type": "CAUSAL_LM",
         "r": 16,
         "lora_alpha": 32,
         "lora_dropout": 0.05,
@@ -255,6 +278,7 @@ def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path
                 "lora_rank_pattern": "{a: 1}",
                 "lora_alpha_pattern": "{a: 1}",
                 "lora_init": "pissa",
+                "lora_task_type": "SEQ_CLS",
                 "use_rslora": "true",
                 "use_dora": "true",
             }.items()
@@ -276,6 +300,13 @@ def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path
             "load_in_8bit=True: set one of them",
             id="12 bits",
         ),
+        pytest.param("dtype: int8", "dtype='int8': must be one of auto, bfloat16", id="dtype"),
+        pytest.param(
+            "ignore_bias_buffers: true", "ignore_bias_buffers=True.* Set ddp_broadcast_buffers=False", id="buffers"
+        ),
+        pytest.param(
+            "bnb_4bit_quant_storage: uint8", "storage='uint8' has no effect because load_in_4bit", id="storage"
+        ),
         pytest.param("bnb_4bit_quant_type: fp4", "='fp4' has no effect because load_in_4bit=False", id="type"),
         pytest.param(
             "use_peft: true\nload_in_8bit: true\nuse_bnb_nested_quant: true",
@@ -289,3 +320,101 @@ def test_an_option_of_adapters_or_quantization_without_effect_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(tmp_path, text)
+
+
+@dataclasses.dataclass
+class Run:
+    steps: int
+    name: str = "alpha"
+    is_long: bool = True
+    sizes: list[int] | None = None
+
+
+@dataclasses.dataclass
+class Place:
+    folder: str = "here"
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_scripts_own_classes_are_parsed_with_a_file(tmp_path: Path) -> None:
+    config = written(tmp_path, "steps: 3\nsizes: [1, 2]\nfolder: there\n")
+    argv = ["--config", config, "--name", "beta", "--no_is_long"]
+    assert TrlParser((Run, Place)).parse_args_and_config(argv) == (Run(3, "beta", False, [1, 2]), Place("there"))
+    assert TrlParser(Run).parse_args_and_config(["--steps", "1"]) == (Run(1),)
+    assert TrlParser([Run]).parse_args_into_dataclasses(["--steps", "1"]) == (Run(1),)
+
+
+def test_without_arguments_the_command_line_of_the_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["script.py", "--steps", "5"])
+    assert TrlParser(Run).parse_args_and_config() == (Run(5),)
+
+
+def test_env_of_the_file_sets_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFRL_TEST_VALUE", raising=False)
+    config = written(tmp_path, "steps: 1\nenv: {PREFRL_TEST_VALUE: no}\n")
+    assert TrlParser(Run).parse_args_and_config(["--config", config]) == (Run(1),)
+    assert os.environ["PREFRL_TEST_VALUE"] == "no"
+    monkeypatch.delenv("PREFRL_TEST_VALUE")
+    for value in ("text", "[a]", "{a: [b]}", "null"):
+        with pytest.raises(ConfigError, match="env: must be a mapping of environment variables"):
+            TrlParser(Run).parse_args_and_config(["--config", written(tmp_path, f"env: {value}\n")])
+
+
+def test_unknown_options_are_refused_ignored_or_returned(tmp_path: Path) -> None:
+    argv = ["--config", written(tmp_path, "steps: 1\nother: true\n"), "--more", "2"]
+    parser = TrlParser(Run)
+    with pytest.raises(ConfigError, match="unknown option 'other'"):
+        parser.parse_args_and_config(argv)
+    with pytest.raises(ConfigError, match="unknown option '--more'"):
+        parser.parse_args_and_config(argv, fail_with_unknown_args=False)
+    assert parser.parse_args_and_config(argv[:2], fail_with_unknown_args=False) == (Run(1),)
+    words = (["--other", "True"], ["--more", "2"])
+    assert parser.parse_args_and_config(argv, return_remaining_strings=True) == (Run(1), words[0] + words[1])
+    separate = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
+    assert separate == (Run(1), *words)
+
+
+def test_a_file_gives_defaults_to_commands_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = TrlParser(prog="script")
+    commands = parser.add_subparsers(dest="command")
+    for command, cls in (("run", Run), ("again", Run), ("place", Place)):
+        commands.add_parser(command, dataclass_types=[cls])
+    file = ["--config", written(tmp_path, "steps: 2\nname: beta\n")]
+    for command in ("run", "again"):
+        (values,) = parser.parse_args_and_config([command, "--sizes", "1", *file])
+        assert (values.command, values.steps, values.name, values.sizes) == (command, 2, "beta", [1])
+    with pytest.raises(ConfigError, match=r"unknown option 'nam'\. Did you mean 'name'"):
+        parser.parse_args_and_config(["run", "--config", written(tmp_path, "steps: 2\nnam: beta\n")])
+    with pytest.raises(SystemExit):
+        parser.parse_args_and_config(["place", "--help"])
+    assert "--folder text" in capsys.readouterr().out
+
+
+def test_options_of_add_argument_come_back_in_a_namespace(tmp_path: Path) -> None:
+    parser = TrlParser(Run)
+    parser.add_argument("--extra", type=int, default=3)
+    config = written(tmp_path, "steps: 1\nextra: 4\n")
+    assert parser.parse_args_and_config(["--steps", "1"]) == (Run(1), argparse.Namespace(extra=3))
+    assert parser.parse_args_and_config(["--config", config]) == (Run(1), argparse.Namespace(extra=4))
+
+
+def test_configs_with_names_that_are_no_fields_come_back_alone(tmp_path: Path) -> None:
+    argv = ["--output_dir", str(tmp_path), "--use_cpu", "--model_name_or_path", "m"]
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig))
+    script, config, model, data = parser.parse_args_into_dataclasses(argv)
+    assert isinstance(config, GRPOConfig)
+    assert (script, model, data) == (ScriptArguments(), ModelConfig("m"), DatasetMixtureConfig())
+
+
+def test_a_class_with_an_option_config_is_refused() -> None:
+    @dataclasses.dataclass
+    class Taken:
+        config: str = ""
+
+    with pytest.raises(ConfigError, match=r"Taken\.config: this option names the YAML file"):
+        TrlParser(Taken)

@@ -250,7 +250,7 @@ def test_a_stream_is_read_in_order_and_needs_a_number_of_steps(workspace: Path) 
         ("{path: a.jsonl, split: test}", DataError, "datasets.path='a.jsonl' with split='test' cannot be loaded"),
         ("{path: a.jsonl, columns: [txt]}", DataError, "datasets.path='a.jsonl' with split='train' cannot .*txt"),
         ("{path: a.jsonl, data_files: b.jsonl}", ConfigError, "is a file: remove data_files and data_dir"),
-        ("{path: a.jsonl, columns: [text], weight: 1}", ConfigError, "give each dataset one weight"),
+        ("{path: a.jsonl, columns: [text], weight: 1}", ConfigError, "some have a weight and others do not"),
         ("{path: a.jsonl}", DataError, "'extra'"),
     ],
 )
@@ -325,3 +325,23 @@ def test_the_module_runs_under_a_launcher_of_several_processes(workspace: Path, 
     assert done.returncode == 0, done.stderr[-4000:]
     saved = {path.name for path in (workspace / "out/checkpoint-2").glob("rollouts_*")}
     assert saved == {"rollouts_0_of_2.safetensors", "rollouts_1_of_2.safetensors"}
+
+
+def test_options_of_the_model_and_a_share_of_a_mixture_reach_the_trainer(workspace: Path) -> None:
+    parts = ["{path: a.jsonl, columns: [text], fraction: 1}", "{path: b.jsonl, fraction: 3}"]
+    argv = write_mixture(workspace, *parts, test_split_size="0.25", eval_strategy="steps")
+    options = ["--dtype", "bfloat16", "--attn_implementation", "eager", "--model_revision", "v2"]
+    given = recorded("sft", [*argv, *options])
+    kwargs = {"revision": "v2", "dtype": "bfloat16", "attn_implementation": "eager"}
+    assert given["args"].model_init_kwargs == kwargs
+    texts = [*given["train_dataset"]["text"], *given["eval_dataset"]["text"]]
+    assert len(given["eval_dataset"]) == 14  # a quarter of 13 and 40 rows
+    assert {letter: sum(text[0] == letter for text in texts) for letter in "ab"} == {"a": 13, "b": 40}
+    assert recorded("sft", argv)["args"].model_init_kwargs is None
+
+
+def test_a_reward_model_with_lora_needs_no_task_type(workspace: Path) -> None:
+    argv = ["--dataset_name", "pairs.jsonl", "--use_peft"]
+    assert recorded("reward", argv)["peft_config"].task_type is None
+    given = recorded("reward", [*argv, "--lora_task_type", "SEQ_CLS"])
+    assert given["peft_config"].task_type == "SEQ_CLS"

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefrl.data.convert import extract_prompt, unpair_preference_dataset
+from prefrl.data.convert import (
+    extract_prompt,
+    maybe_extract_prompt,
+    maybe_unpair_preference_dataset,
+    unpair_preference_dataset,
+)
 from prefrl.errors import ConfigError, DataError
 
 ASK = {"role": "user", "content": "hi"}
@@ -164,25 +167,42 @@ def test_a_stream_is_not_read_before_it_is_iterated():
 # --- unpair_preference_dataset ---
 
 
-def test_each_side_becomes_a_row_and_labels_alternate():
+def test_each_side_becomes_a_row_first_all_chosen_then_all_rejected():
     rows = unpair_preference_dataset(datasets.Dataset.from_list(text_pairs(3)))
     assert set(rows.column_names) == {"prompt", "completion", "label", "id"}
     assert [(row["id"], row["completion"], row["label"]) for row in rows] == [
-        (0, " good", True),
-        (1, " bad", False),
-        (2, " good", True),
-        (0, " bad", False),
-        (1, " good", True),
-        (2, " bad", False),
+        *((i, " good", True) for i in range(3)),
+        *((i, " bad", False) for i in range(3)),
     ]
     assert all(row["prompt"] == f"Question {row['id']}: it is" for row in rows)
 
 
-def test_neighbors_answer_different_prompts_and_every_window_has_both_labels():
-    rows = unpair_preference_dataset(datasets.Dataset.from_list(text_pairs(2002))).to_list()
-    assert len({(row["id"], row["label"]) for row in rows}) == len(rows) == 4004
-    assert all(a["prompt"] != b["prompt"] for a, b in pairwise(rows))
-    assert {sum(row["label"] for row in rows[i : i + 4]) for i in range(0, len(rows) - 4)} <= {1, 2, 3}
+def test_blocks_of_1000_pairs_are_unpaired_one_after_the_other():
+    rows = unpair_preference_dataset(datasets.Dataset.from_list(text_pairs(1001)))
+    assert rows["label"][:] == [True] * 1000 + [False] * 1000 + [True, False]
+    two = unpair_preference_dataset(datasets.Dataset.from_list(text_pairs(3)), batch_size=2, desc="Unpairing")
+    assert two["label"][:] == [True, True, False, False, True, False]
+
+
+def test_pairs_are_unpaired_and_other_data_stay_as_they_are():
+    pairs = datasets.Dataset.from_list(text_pairs(3))
+    expected = unpair_preference_dataset(pairs).to_list()
+    assert maybe_unpair_preference_dataset(pairs, num_proc=1, desc="Unpairing").to_list() == expected
+    splits = maybe_unpair_preference_dataset(datasets.DatasetDict(train=pairs))
+    assert splits["train"].to_list() == expected
+    other = datasets.Dataset.from_list([{"prompt": "a", "completion": "b"}])
+    assert maybe_unpair_preference_dataset(other) is other
+    assert list(maybe_unpair_preference_dataset(pairs.to_iterable_dataset())) == expected
+
+
+def test_a_prompt_is_extracted_where_there_is_none():
+    pair = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
+    expected = {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
+    assert maybe_extract_prompt(pair) == expected
+    assert maybe_extract_prompt(expected | {"id": 1}) == expected | {"id": 1}
+    repeated = {"prompt": "Hi", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+    assert maybe_extract_prompt(repeated) == {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
+    assert maybe_extract_prompt({"text": "a"}) == {"text": "a"}
 
 
 def test_the_order_is_the_same_for_datasets_streams_and_any_number_of_processes():
@@ -231,7 +251,7 @@ def test_a_key_that_only_late_messages_have_is_kept():
     first = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
     last = {"prompt": [MORE], "chosen": [GOOD | {"name": "oracle"}], "rejected": [BAD | {"name": "fool"}]}
     rows = unpair_preference_dataset(datasets.Dataset.from_list([first] * 1000 + [last] * 2))
-    assert [row["completion"][0]["name"] for row in rows][1998:] == [None, None, "oracle", "fool", "fool", "oracle"]
+    assert [row["completion"][0]["name"] for row in rows][1998:] == [None, None, "oracle", "oracle", "fool", "fool"]
 
 
 @pytest.mark.parametrize("column", ["completion", "label"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import datasets
@@ -405,6 +406,13 @@ def test_unusable_pair_is_named_by_its_own_number_or_dropped(warnings):
         unpaired(rows)
     assert sorted(row["label"] for row in unpaired(rows, invalid_rows="drop")) == [False, True]
     assert len(warnings()) == 1
+
+
+def test_rows_of_pairs_have_both_labels_nearby_and_neighbors_with_other_prompts():
+    rows = unpaired([{"prompt": letter, "chosen": "x", "rejected": "y"} for letter in "abcdef"])
+    assert rows["label"][:] == [True, True, False, False] * 3
+    prompts = rows["prompt_ids"][:]
+    assert all(a != b for a, b in pairwise(prompts))
 
 
 def test_row_of_a_pair_that_does_not_fit_is_named_as_unpaired():

@@ -1,0 +1,192 @@
+"""Look at the chat template of a tokenizer, or give it another one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from transformers import AddedToken, AutoTokenizer
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from prefrl.data.chat import ChatTemplate, common_length, last_special, special_tokens
+from prefrl.data.examples import prepare_multimodal_messages
+from prefrl.data.tool_calls import tool_call_reader
+from prefrl.data.tool_formats import CALLS, TEXT, known_formats
+from prefrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+    from prefrl.data.chat import ProcessingClass
+    from prefrl.data.formats import Message
+
+__all__ = ["add_response_schema", "clone_chat_template", "get_training_chat_template", "supports_tool_calling"]
+
+_T = TypeVar("_T", bound="PreTrainedTokenizerBase | ProcessorMixin")
+# Texts that no template writes by itself.
+_NAME, _KEY, _VALUE, _RESULT = "prefrl_probe_name", "prefrl_probe_key", "prefrl_probe_value", "prefrl_probe_result"
+_ASKED, _SAID = "prefrlProbeQuestion", "prefrlProbeAnswer"
+
+
+def clone_chat_template(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source_tokenizer_path: str,
+    resize_to_multiple_of: int | None = 64,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
+    """Give a model and its tokenizer the chat template of another tokenizer, with the tokens that it needs.
+
+    The added tokens and the end-of-sequence token of the source are taken over, too. The embeddings of the model grow
+    to the new size of the vocabulary, and the tokenizer gets a token `<extra_id_...>` for each row without one.
+
+    Args:
+        model: Changed in place.
+        tokenizer: Changed in place.
+        source_tokenizer_path: Name on the Hub or folder of the tokenizer with the template.
+        resize_to_multiple_of: The number of embeddings is rounded up to a multiple of this.
+
+    Returns:
+        The model, the tokenizer, and the ids of all tokens that were added.
+
+    Raises:
+        ConfigError: The source has no chat template.
+    """
+    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
+    if source.chat_template is None:
+        raise ConfigError(f"source_tokenizer_path={source_tokenizer_path!r}: this tokenizer has no chat template")
+    vocabulary = tokenizer.get_vocab()
+    added = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
+    tokenizer.chat_template = source.get_chat_template()
+    tokenizer.add_tokens(added)
+    tokenizer.eos_token = source.eos_token
+    model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
+    if model.can_generate():  # a classifier may have no generation config
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
+    names = (f"<extra_id_{number}>" for number in range(model.vocab_size + len(tokenizer)))
+    while len(tokenizer) < model.vocab_size:
+        token = AddedToken(next(names))
+        if tokenizer.add_tokens(token):  # 0: there is one of this name
+            added.append(token)
+    return model, tokenizer, tokenizer.convert_tokens_to_ids([token.content for token in added])
+
+
+def get_training_chat_template(processing_class: ProcessingClass) -> None:
+    """None: no chat template has to be patched for training.
+
+    prefrl finds the assistant's turns in what the model's own template renders, with or without `{% generation %}`
+    markers, and never renders again what was sampled.
+
+    Raises:
+        ConfigError: There is no chat template.
+    """
+    _check_has_template(processing_class)
+
+
+def supports_tool_calling(processing_class: ProcessingClass) -> bool:
+    """Whether the chat template renders tool calls and results: name, arguments, and the text of the result."""
+    if processing_class.chat_template is None:
+        return False
+    template = ChatTemplate(processing_class, ())
+    rendered = [template.try_render(turns) or "" for turns in _tool_turns(template)]
+    return any(all(part in text for part in (_NAME, _KEY, _VALUE, _RESULT)) for text in rendered)
+
+
+def add_response_schema(processing_class: _T) -> _T:
+    """Set `response_template` of the tokenizer, with which `tokenizer.parse_response` reads tool calls.
+
+    Training with tools does not need this function: it finds the format by itself. The same proof is used here: what
+    the chat template renders must be read back.
+
+    Args:
+        processing_class: A tokenizer, or a processor, whose tokenizer is changed.
+
+    Returns:
+        What was given.
+
+    Raises:
+        ConfigError: There is no chat template, it renders no tool calls, or no known format reads them.
+    """
+    _check_has_template(processing_class)
+    tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+    template = ChatTemplate(processing_class, special_tokens(tokenizer))
+    name = tool_call_reader(template, {}).name
+    if name not in known_formats():
+        return processing_class  # the tokenizer's own response template has passed the proof
+    before = getattr(tokenizer, "response_template", None)
+    tokenizer.response_template = _with_borders(known_formats()[name], template)
+    if not _is_read_back(tokenizer, template):
+        tokenizer.response_template = before
+        raise ConfigError(
+            f"tokenizer.parse_response cannot read the tool calls of {template.name!r}, whose format is {name!r}. Set "
+            "tokenizer.response_template yourself. Training with tools can read them, and needs no response template."
+        )
+    return processing_class
+
+
+def _with_borders(response_template: Any, template: ChatTemplate) -> dict[str, Any]:
+    """A response template that starts behind the header of a turn and stops at the token that ends one."""
+    ask, said = _said_turns(template)
+    prompt = template.render([ask], add_generation_prompt=True)
+    header = prompt[common_length(prompt, template.render([ask])) :]
+    fields = load_response_template(response_template).fields.values()
+    opens = [match.start() for field in fields if field.open_re for match in field.open_re.finditer(header)]
+    tail = template.render([ask, said]).rpartition(_SAID)[2]
+    end = last_special(tail, template.special_tokens)
+    spans = {name: {**field} for name, field in response_template["fields"].items()}
+    if end is not None:
+        ends = rf"\s*{re.escape(tail[end.start : end.stop])}\s*"
+        if "close" not in spans[CALLS]:
+            known = spans[CALLS].get("close_pattern")
+            spans[CALLS]["close_pattern"] = ends if known is None else f"{known}|{ends}"
+        if not {"open", "open_pattern"} & spans[TEXT].keys():
+            spans[TEXT] = {**spans[TEXT], "close_pattern": ends}
+            spans[TEXT].pop("close", None)
+    about = {key: value for key, value in response_template.items() if not key.startswith("start_anchor")}
+    return {**about, "start_anchor": header[: min(opens, default=len(header))], "fields": spans}
+
+
+def _is_read_back(tokenizer: Any, template: ChatTemplate) -> bool:
+    """Whether the tokenizer reads a turn with a call, and one without, as they were before they were rendered."""
+
+    def read(turns: list[Message]) -> Message:
+        prompt, rendered = template.render(turns[:1], add_generation_prompt=True), template.try_render(turns) or ""
+        start = common_length(prompt, rendered)
+        try:
+            return dict(tokenizer.parse_response(rendered[start:], prefix=prompt[:start]))
+        except Exception:  # the parser and the transforms of a format may raise anything
+            return {}
+
+    called = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+    calls = [read(turns[:2]).get(CALLS) for turns in _tool_turns(template)]
+    return [{"type": "function", "function": called}] in calls and read(_said_turns(template)).get(TEXT) == _SAID
+
+
+def _said_turns(template: ChatTemplate) -> list[Message]:
+    return _in_its_form(template, [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}])
+
+
+def _tool_turns(template: ChatTemplate) -> Iterator[list[Message]]:
+    """A conversation with a tool: with its arguments as a mapping and, as some templates need them, as JSON text."""
+    for arguments in ({_KEY: _VALUE}, f'{{"{_KEY}": "{_VALUE}"}}'):
+        call = {"type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        turns: list[Message] = [
+            {"role": "user", "content": _ASKED},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": _NAME, "content": _RESULT},
+        ]
+        yield _in_its_form(template, turns)
+
+
+def _in_its_form(template: ChatTemplate, turns: list[Message]) -> list[Message]:
+    is_processor = hasattr(template.tokenizer, "tokenizer")  # its template reads contents as lists of parts
+    return prepare_multimodal_messages(turns) if is_processor else turns
+
+
+def _check_has_template(processing_class: ProcessingClass) -> None:
+    if processing_class.chat_template is None:
+        raise ConfigError(
+            "the tokenizer has no chat template. Set tokenizer.chat_template, or use the tokenizer of an "
+            "instruction-tuned model."
+        )
