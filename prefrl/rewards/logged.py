@@ -26,7 +26,8 @@ _METRICS = frozenset(
             "logits",
             "logps",
         ),
-        *("loss", "mean_token_accuracy", "num_tokens", "perf", "reward", "reward_balance", "reward_std", "rewards"),
+        *("loss", "mean_token_accuracy", "num_tokens", "perf", "policy_loss"),
+        *("reward", "reward_balance", "reward_group_std", "reward_std", "rewards"),
         *("sample", "sampling", "server", "step", "step_time", "time", "val", "vespo"),
     }
 )

@@ -38,8 +38,7 @@ def test_evaluation_leaves_training_alone(name: str, tmp_path: Path) -> None:
         name, tmp_path, **settings, eval_strategy="steps", eval_steps=1, eval_dataset=dataset_of(name, 5)
     )
     assert torch.equal(update_of(evaluated), plain)
-    key = "eval_reward" if name in ONLINE else "eval_loss"
-    values = [entry[key] for entry in evaluated.state.log_history if key in entry]
+    values = [entry["eval_loss"] for entry in evaluated.state.log_history if "eval_loss" in entry]
     assert len(values) == 3
     assert all(value == value for value in values)
 

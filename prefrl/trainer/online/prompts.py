@@ -11,22 +11,39 @@ from safetensors.torch import load_file, save_file
 
 from prefrl import distributed
 from prefrl.data.samplers import GenerationBatchSampler, positions_of_rank
-from prefrl.rollout.collect import Collected, Request, ask, prompt_seed
+from prefrl.errors import DataError
+from prefrl.rollout.collect import Collected, Request, add_greedy, ask, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
 from prefrl.rollout.prefetch import PrefetchQueue
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from prefrl.rollout.collect import Collector
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
-__all__ = ["Prompts", "prompt_sampler", "prompts_per_generation"]
+__all__ = ["Prompts", "check_enough_prompts", "prompt_sampler", "prompts_per_generation"]
 
 
 def prompts_per_generation(args: PolicyGradientConfig) -> int:
     """Prompts of a generation batch, over all ranks."""
     return args.completions_per_rank // args.num_generations * distributed.world_size()
+
+
+def check_enough_prompts(args: PolicyGradientConfig, dataset: Dataset | None) -> None:
+    """Reject a training dataset with fewer prompts than a generation batch.
+
+    Raises:
+        DataError: Names both numbers.
+    """
+    needed = prompts_per_generation(args)
+    if dataset is not None and len(dataset) < needed:
+        raise DataError(
+            f"train_dataset has {len(dataset)} prompts, one generation batch needs {needed}: add prompts, or lower "
+            "per_device_train_batch_size, steps_per_generation or generation_batch_size"
+        )
 
 
 def prompt_sampler(args: PolicyGradientConfig, *, num_rows: int) -> GenerationBatchSampler:
@@ -105,7 +122,7 @@ class Prompts:
             if self._resampling_params is not None:
                 collected = self._with_signal(collected, number, self._resampling_params)
             if self._args.needs_greedy:
-                self._add_greedy(collected)
+                add_greedy(collected, self._collector, self._args.sampling_params())
         except BaseException:
             if self.curriculum is not None and before is not None:
                 self.curriculum.load_state_dict(before)
@@ -116,17 +133,6 @@ class Prompts:
         """Update the curriculum as `collect` did when these rollouts were collected."""
         for visit in collected.visits:
             self._visit(visit)
-
-    def _add_greedy(self, collected: Collected) -> None:
-        """Set `greedy_reward`: the total reward of one more completion of each prompt, decoded greedily."""
-        sampling = replace(self._args.sampling_params(), num_samples=1, temperature=0.0)
-        rows = {rollout.group: rollout.row for rollout in collected.rollouts}
-        seeds = dict.fromkeys(rows, 0)
-        asked = ask(list(rows.values()), sampler=self._collector.sampler, sampling=sampling, seeds=seeds)
-        greedy = self._collector.collect(asked).rollouts
-        totals = {rollout.group: rollout.reward for rollout in greedy}
-        for rollout in collected.rollouts:
-            rollout.greedy_reward = totals[rollout.group]
 
     def _ask_for(self, number: int) -> Request:
         rows = self._rows_of_generation(number)
