@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -39,7 +39,7 @@ class Mean:
 
     total: float | Tensor
     count: float | Tensor
-    empty: float = math.nan
+    empty: float = field(default=math.nan, compare=False)  # NaN does not equal itself
 
     def merge(self, other: Mean) -> Mean:
         """The mean over both."""

@@ -132,5 +132,5 @@ def turn_rewards(rollouts: Sequence[Rollout], totals: torch.Tensor) -> tuple[tor
         of_turns = [0.0] * len(rollout.turns) if rollout.episode is None else list(rollout.episode.turn_rewards)
         of_turns[-1] += total - sum(of_turns)
         rewards += of_turns
-    counts = torch.tensor([len(rollout.turns) for rollout in rollouts])
+    counts = torch.tensor([len(rollout.turns) for rollout in rollouts], dtype=torch.long)
     return torch.tensor(rewards, dtype=torch.float64), torch.arange(len(rollouts)).repeat_interleave(counts)

@@ -116,9 +116,10 @@ class PairLearner:
         size = -(-len(rollouts) // num_parts)
         parts = []
         advantages = [0.0] * len(rollouts)
-        for start in range(0, len(rollouts), size):
+        for number in range(num_parts):
             part: list[int] = []
-            for rows in _rows_by_group(rollouts, totals, range(start, min(start + size, len(rollouts)))):
+            of_part = range(len(rollouts))[number * size : (number + 1) * size]
+            for rows in _rows_by_group(rollouts, totals, of_part):
                 best, worst = max(rows, key=totals.__getitem__), min(rows, key=totals.__getitem__)
                 if totals[best] > totals[worst]:
                     advantages[best], advantages[worst] = 1.0, -1.0

@@ -240,6 +240,11 @@ class BaseConfig(TrainingArguments):
         return {name for base in cls.__mro__ for name in vars(base).get("changeable", ())}
 
     @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows that a micro-batch of one process starts from: dataset rows, or completions."""
+        return int(self.per_device_train_batch_size)
+
+    @property
     def scoring_temperature(self) -> float:
         """Temperature of the distribution whose log-probs enter the losses."""
         return 1.0

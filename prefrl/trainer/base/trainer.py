@@ -155,7 +155,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
 
     def get_total_train_batch_size(self, args: BaseConfig) -> int:
         """HuggingFace's hook: rows of a step, over all ranks."""
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
+        return int(args.rows_per_micro_batch * args.gradient_accumulation_steps * distributed.world_size())
 
     @property
     def reference(self) -> Reference | None:

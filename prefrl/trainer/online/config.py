@@ -195,7 +195,7 @@ class OnlineConfig(
             )
 
     def _validate_generation_size(self) -> None:
-        per_step = self.per_device_train_batch_size * self.world_size
+        per_step = self.rows_per_micro_batch * self.world_size
         if self.generation_batch_size is not None:
             if self.steps_per_generation is not None:
                 raise ConfigError(
@@ -205,7 +205,7 @@ class OnlineConfig(
             if self.generation_batch_size % per_step:
                 raise ConfigError(
                     f"generation_batch_size={self.generation_batch_size}: must be a multiple of {per_step} = "
-                    f"per_device_train_batch_size {self.per_device_train_batch_size} * {self.world_size} processes"
+                    f"{self.rows_per_micro_batch} completions of a micro-batch * {self.world_size} processes"
                 )
         accumulation = self.gradient_accumulation_steps
         if self.micro_batches_per_generation % accumulation:
@@ -229,7 +229,7 @@ class OnlineConfig(
     def micro_batches_per_generation(self) -> int:
         """The effective value of `steps_per_generation`."""
         if self.generation_batch_size is not None:
-            return self.generation_batch_size // int(self.per_device_train_batch_size * self.world_size)
+            return self.generation_batch_size // int(self.rows_per_micro_batch * self.world_size)
         return self.steps_per_generation or int(self.gradient_accumulation_steps)
 
     @property
@@ -238,9 +238,15 @@ class OnlineConfig(
         return self.micro_batches_per_generation // int(self.gradient_accumulation_steps)
 
     @property
+    def prompts_per_evaluation_batch(self) -> int:
+        """Prompts of an evaluation batch on one process."""
+        num_samples = self.sampling_params(evaluation=True).num_samples
+        return max(1, int(self.per_device_eval_batch_size) // num_samples)
+
+    @property
     def completions_per_rank(self) -> int:
         """Completions of a generation batch on one process."""
-        return int(self.per_device_train_batch_size) * self.micro_batches_per_generation
+        return self.rows_per_micro_batch * self.micro_batches_per_generation
 
     def _validate_groups(self) -> None:
         if self.completions_per_rank % self.num_generations:

@@ -166,8 +166,8 @@ class PolicyGradient:
         size = -(-len(repeats) // num_parts)
         rows = range(len(repeats))
         return [
-            [row for row in rows[start : start + size] for _ in range(repeats[row])]
-            for start in range(0, len(repeats), size)
+            [row for row in rows[part * size : (part + 1) * size] for _ in range(repeats[row])]
+            for part in range(num_parts)
         ]
 
     def state_dict(self) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             args,
             self.objective,
             self.scorer,
-            cut=lambda batch: self.cut(batch, args.per_device_train_batch_size),
+            cut=lambda batch: self.cut(batch, args.rows_per_micro_batch),
             hidden_size=self.policy.config.get_text_config().hidden_size,
         )
         place = (distributed.rank(), distributed.world_size())
@@ -236,14 +236,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
         return prompt_sampler(self.args, num_rows=len(self.train_dataset))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
-        """The prompts of an evaluation dataset, in order; `per_device_eval_batch_size` counts completions."""
+        """The prompts of an evaluation dataset, in order."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        num_samples = self.args.sampling_params(evaluation=True).num_samples
         sampler = StepBatchSampler(
             len(dataset),
-            micro_batch_size=max(1, self.args.per_device_eval_batch_size // num_samples),
+            micro_batch_size=self.args.prompts_per_evaluation_batch,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
         )
@@ -289,7 +288,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         args = self.args
         batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions)
-        scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
+        scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.rows_per_micro_batch)
         step = self.state.global_step
         learned = self.learner.advantages(
             batch, scores, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks
@@ -492,7 +491,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         rank, world_size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
         paths = [folder / rollouts_file(number, num_files) for number in range(num_files)]
-        cut = partial(self.cut, rows_per_micro_batch=self.args.per_device_train_batch_size)
+        cut = partial(self.cut, rows_per_micro_batch=self.args.rows_per_micro_batch)
         self.buffer.load_share(paths, cut=cut, rank=rank, world_size=world_size)
         self.prompts.load(folder / "curriculum.safetensors")
         restore(self.learner, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
