@@ -17,6 +17,7 @@ _METRICS = frozenset(
         *("balance", "clip_cov", "clip_ratio", "completions", "dynamic_sampling", "entropy", "entropy_coef", "epoch"),
         *(
             "frac_reward_zero_std",
+            "frac_unscored",
             "grad_norm",
             "health",
             "kl",

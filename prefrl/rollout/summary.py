@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_text",
     "collected_metrics",
+    "is_unscored",
     "log_collected",
     "log_completions",
     "messages_of_turn",
@@ -45,8 +46,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     """Rewards and lengths under TRL's names; lengths are in tokens.
 
     `reward` is the mean total reward, `reward_std` the standard deviation (n-1) of all totals, `reward_group_std` the
-    mean over groups of the group's, `frac_reward_zero_std` the share of groups whose totals are all equal. Rewards
-    that are None are ignored. Lengths of terminated completions are 0 if no completion is terminated.
+    mean over groups of the group's, `frac_reward_zero_std` the share of groups whose totals are all equal,
+    `frac_unscored` the share of completions of which all rewards are None. Rewards that are None are ignored. Lengths
+    of terminated completions are 0 if no completion is terminated.
     """
     played = [rollout for rollout in rollouts if not rollout.has_failed]
     lengths = [len(rollout.sampled_ids) for rollout in played]
@@ -67,6 +69,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     deviations = _group_deviations(rollouts)
     metrics["reward_group_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
+    metrics["frac_unscored"] = Mean(sum(is_unscored(rollout) for rollout in played), len(played))
     return metrics
 
 
@@ -75,6 +78,11 @@ def collected_metrics(collected: Collected) -> dict[str, Metric]:
     count = len(collected.rollouts)
     logged = {name: Mean(value * count, count) for name, value in collected.logged_metrics.items()}
     return {**rollout_metrics(collected.rollouts), **logged}
+
+
+def is_unscored(rollout: Rollout) -> bool:
+    """Whether every reward returned None for a rollout that was scored."""
+    return not rollout.has_failed and rollout.reward != rollout.reward
 
 
 def _of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Metric]:

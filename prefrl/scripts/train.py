@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import DatasetPart, RewardArguments, ScriptArguments
 from prefrl.scripts.parser import CommandParser
 
@@ -35,6 +36,7 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     """
     script, config = parser_of(algorithm).parse(argv)
     _check_stream(script, config)
+    _check_switches(config)
     _merge(config, "model_revision", "revision", script.model_revision)
     _merge(config, f"load_in_{script.bits}bit", "quantization_config", _quantization(script, config))
     extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
@@ -70,6 +72,16 @@ def _check_stream(script: ScriptArguments, config: Any) -> None:
             f"dataset_streaming=True and max_steps={config.max_steps}: a stream has no length, so the number of "
             "steps must be given. Set max_steps."
         )
+
+
+def _check_switches(config: Any) -> None:
+    """Switches of HuggingFace's scripts: the command trains, and `eval_strategy` says when it evaluates."""
+    remedy = "Remove it, and set eval_strategy for evaluations during training."
+    check_no_effect(
+        name="do_predict", value=config.do_predict, unset=False, because="this command trains", remedy=remedy
+    )
+    if config.eval_strategy == "no":
+        check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
 
 
 def _merge(config: Any, option: str, argument: str, value: Any) -> None:

@@ -118,8 +118,8 @@ def test_the_order_of_rows_comes_from_data_seed_or_else_from_seed(name: str, tmp
 def test_rows_left_over_at_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path, rows=11, max_steps=-1, num_train_epochs=2)
     trainer.train()
-    # Offline: steps of 8 and 3 rows. Online: 8 / num_generations prompts for each step, or 8 where they are counted; those
-    # left over wait for the next epoch's order.
+    # Offline: steps of 8 and 3 rows. Online: 8 / num_generations prompts for each step, or 8 where they are counted;
+    # those left over wait for the next epoch's order.
     prompts = 8 if name == "online_dpo" else 8 // OPTIONS[name].get("num_generations", 1)
     assert trainer.state.global_step == (2 * (11 // prompts) if name in ONLINE else 4)
 

@@ -25,6 +25,7 @@ from prefrl.printable import masked, plain
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.optimization_options import check_optimization
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
 
@@ -72,6 +73,7 @@ class BaseConfig(TrainingArguments):
         "logging_steps",
         "logging_nan_inf_filter",
         "remove_unused_columns",
+        "no_remove_unused_columns",
         "model_init_kwargs",  # what it decides is seen in the model
         "max_tokens_per_micro_batch",
         "forward_plan",
@@ -92,6 +94,9 @@ class BaseConfig(TrainingArguments):
     logging_steps: float = opt(10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.")
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.")
     remove_unused_columns: bool = opt(False, "Must stay False: rewards may read any column of the dataset.")
+    no_remove_unused_columns: bool = opt(
+        False, "Changes nothing: no columns are removed. Commands for TRL's scripts have this switch."
+    )
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
     )
@@ -295,6 +300,7 @@ class BaseConfig(TrainingArguments):
         self._validate_activations()
         self._validate_liger()
         check_ignored_options(self)
+        check_optimization(self)
 
     def _validate_activations(self) -> None:
         if self.device.type == "cpu":

@@ -185,7 +185,12 @@ class OnlineConfig(
             because="shuffle_dataset decides the order of prompts",
             remedy="Set shuffle_dataset=False for the dataset's own order.",
         )
-        for name, unset in (("dataloader_num_workers", 0), ("dataloader_drop_last", False)):
+        for name, unset in (
+            ("dataloader_num_workers", 0),
+            ("dataloader_drop_last", False),
+            ("dataloader_persistent_workers", False),
+            ("dataloader_multiprocessing_context", None),
+        ):
             check_no_effect(
                 name=name,
                 value=getattr(self, name),

@@ -42,6 +42,8 @@ class PolicyObjective:
 
     def __init__(self, args: PolicyGradientConfig) -> None:
         self.args = args
+        if distributed.is_main():
+            args.warn_of_lengths()
         self._has_kl = args.beta > 0 and args.kl_in == "loss"
         self._has_bonus = args.entropy_coef > 0 or args.use_adaptive_entropy
         self._has_critic = "values" in ADVANTAGES[args.estimator].needs

@@ -25,7 +25,7 @@ from prefrl.rollout.collect import Collected, Collector
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import collected_metrics, log_collected
-from prefrl.trainer.base.arguments import check_arguments, default_output_dir
+from prefrl.trainer.base.arguments import check_arguments, check_has_data, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.schedule_free import averages_weights
 from prefrl.trainer.base.steps import Step, SyncStep
@@ -129,6 +129,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if reward_funcs is None and environment_factory is not None:
             reward_funcs = []  # the environments give them
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
+        check_has_data(shared | {"environment_factory": environment_factory})
         if args is None:
             args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
         self.episodes = Episodes(args, tools, environment_factory)
@@ -370,6 +371,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _end_training(self) -> None:
         """See `BaseTrainer`."""
+        super()._end_training()
         self.prompts.prefetched.drop()
         self.health.end()
 

@@ -44,6 +44,7 @@ def test_metrics_by_hand() -> None:
     assert values["reward_std"] == pytest.approx((11 / 3) ** 0.5)  # of 1, 3, 5, 5
     assert values["reward_group_std"] == pytest.approx(2**0.5 / 2)  # groups: sqrt(2), 0; the third has no reward
     assert values["frac_reward_zero_std"] == 0.5
+    assert values["frac_unscored"] == 0.2
     assert values["rewards/good/mean"] == pytest.approx(3.5)
     assert values["rewards/good/std"] == pytest.approx((11 / 3) ** 0.5)
     assert values["completions/mean_length"] == pytest.approx(21 / 5)
