@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from annotated_types import Ge, Gt, Lt
 from transformers import TrainingArguments
@@ -26,6 +26,9 @@ from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimization_options import check_optimization
+
+if TYPE_CHECKING:
+    from prefrl.models.positions import PositionLimit
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
 
@@ -253,6 +256,16 @@ class BaseConfig(TrainingArguments):
     def scoring_temperature(self) -> float:
         """Temperature of the distribution whose log-probs enter the losses."""
         return 1.0
+
+    def fit_context(self, limit: PositionLimit | None) -> None:
+        """Set what depends on the model's context; called when the model is loaded.
+
+        Args:
+            limit: Of the model; None: not known.
+
+        Raises:
+            ConfigError: The context is too short, or not known.
+        """
 
     @property
     def length_bound(self) -> LengthBound:

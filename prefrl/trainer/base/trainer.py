@@ -120,6 +120,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.account = StepAccount(args.device)
         self._num_embeddings = num_embeddings(model)
         self._position_limit = position_limit(model)
+        args.fit_context(self._position_limit)
         tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
         self.args = args
         super().__init__(

@@ -99,7 +99,7 @@ class PolicyObjective:
     def num_items(self, batch: PolicyBatch) -> Tensor:
         """The number of tokens or sequences, or a multiple of a constant, as the reduction of the loss says."""
         reduction = self.policy_loss.reduction
-        constant = self.args.max_completion_length if reduction == "constant" else None
+        constant = self.args.longest_completion if reduction == "constant" else None
         return item_count(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
 
     def prepared(self, batch: PolicyBatch, *, num_items: float) -> PolicyBatch:
