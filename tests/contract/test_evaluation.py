@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from prefrl import ConfigError, GRPOConfig, SFTConfig
+from prefrl import ConfigError, GRPOConfig, RewardError, SFTConfig
 from prefrl.trainer.base.ignored_options import _ACCELERATOR, _OPTIONS
 from prefrl.trainer.online.learner import state_of
 from prefrl.types import Rollout
-from tests.contract.cases import ONLINE, dataset_of, make_trainer
+from tests.contract.cases import ONLINE, dataset_of, make_trainer, ragged_reward
 
 PROGRESS = ("runtime", "per_second", "time/", "epoch", "num_tokens")
 
@@ -81,6 +81,24 @@ def watched(trainer: Any) -> list[Rollout]:
 
     trainer._evaluation.take = watch
     return seen
+
+
+def test_an_evaluation_that_failed_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    fails = [False, True, False, False]  # the second batch, once
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        if fails and fails.pop(0):
+            raise ValueError("unlucky")
+        return ragged_reward(completions)
+
+    trainer: Any = make_trainer(
+        "grpo", tmp_path, reward=reward, eval_dataset=dataset_of("grpo", 2), per_device_eval_batch_size=4
+    )
+    with pytest.raises(RewardError, match="unlucky"):
+        trainer.evaluate()
+    rollouts = watched(trainer)
+    trainer.evaluate()
+    assert len(rollouts) == 2 * 4
 
 
 def test_an_online_evaluation_logs_what_a_step_logs_of_its_completions(tmp_path: Path) -> None:

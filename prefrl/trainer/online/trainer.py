@@ -38,12 +38,7 @@ from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
-from prefrl.trainer.online.prompts import (
-    Prompts,
-    check_enough_prompts,
-    prompt_sampler,
-    prompts_per_generation,
-)
+from prefrl.trainer.online.prompts import Prompts, check_enough_prompts, prompt_sampler, prompts_per_generation
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
 
 if TYPE_CHECKING:
@@ -404,16 +399,17 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """See `BaseTrainer.evaluation_loop`; samples with the current weights, and learning goes on as before."""
-        other_weights = not self.is_in_train or averages_weights(self.optimizer)  # than those of the version's number
-        if other_weights:
+        has_average = averages_weights(self.optimizer)  # other weights of the same version
+        if has_average or not self.is_in_train:
             self.generator.invalidate()
         self._sync_generator()
         state = state_of(self.learner)
+        self._evaluation.take()  # what an evaluation that failed has left
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
             restore(self.learner, state)
-            if other_weights:
+            if has_average:
                 self.generator.invalidate()
 
     def evaluation_step(self, model: nn.Module, item: list[dict[str, Any]]) -> dict[str, Metric]:
