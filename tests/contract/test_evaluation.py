@@ -76,7 +76,7 @@ def watched(trainer: Any) -> list[Rollout]:
 
     def watch() -> list[Rollout]:
         rollouts: list[Rollout] = take()
-        seen.extend(rollouts)
+        seen[:] = rollouts
         return rollouts
 
     trainer._evaluation.take = watch
