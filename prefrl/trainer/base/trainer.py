@@ -118,8 +118,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
-        self._num_embeddings = num_embeddings(model)
-        self._position_limit = position_limit(model)
+        self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
         args.fit_context(self._position_limit)
         tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
         self.args = args
