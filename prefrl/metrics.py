@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -35,19 +35,20 @@ _ROUNDING_SHARE = 1e-13
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """total / count; NaN if nothing was counted."""
+    """total / count; `empty` if nothing was counted."""
 
     total: float | Tensor
     count: float | Tensor
+    empty: float = field(default=math.nan, compare=False)  # NaN does not equal itself
 
     def merge(self, other: Mean) -> Mean:
         """The mean over both."""
-        return Mean(self.total + other.total, self.count + other.count)
+        return Mean(self.total + other.total, self.count + other.count, self.empty)
 
     def value(self) -> float:
         """As a host number."""
         count = float(self.count)
-        return float(self.total) / count if count else float("nan")
+        return float(self.total) / count if count else self.empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +106,19 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """The smallest value over micro-batches and ranks."""
+    """The smallest value over micro-batches and ranks; `empty` if there is none, which infinity stands for."""
 
     extreme: float | Tensor
+    empty: float = math.inf
 
     def merge(self, other: Min) -> Min:
         """The smaller of both."""
-        return Min(torch.minimum(torch.as_tensor(self.extreme), torch.as_tensor(other.extreme)))
+        return Min(torch.minimum(torch.as_tensor(self.extreme), torch.as_tensor(other.extreme)), self.empty)
 
     def value(self) -> float:
         """As a host number."""
-        return float(self.extreme)
+        extreme = float(self.extreme)
+        return self.empty if extreme == math.inf else extreme
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftModel
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -124,27 +124,42 @@ def _check_init(peft_config: PeftConfig) -> None:
         )
 
 
-def _check_every_name_is_found(peft_config: PeftConfig, model: PreTrainedModel) -> None:
-    """Reject names that match no layer: peft ignores them silently as long as another name matches."""
-    given = peft_config.to_dict()
+def _check_every_name_is_found(peft_config: PeftConfig, model: PeftModel) -> None:
+    """Reject names that match nothing: peft ignores them silently as long as another name matches."""
+    # In its copy, peft has replaced names of experts by those of the parameters that transformers makes of them, and
+    # has added its own names to modules_to_save.
+    made = model.peft_config["default"].to_dict()
+    given = made | {"modules_to_save": peft_config.to_dict().get("modules_to_save")}
     for field in ("target_modules", "rank_pattern", "alpha_pattern", "modules_to_save"):
         names = given.get(field) or ()
         if isinstance(names, str):  # a regular expression: peft itself raises if it matches nothing
             continue
+        prefix = ".*" if field == "modules_to_save" else r"(.*\.)?"
         for name in names:
-            if field == "modules_to_save":
-                layers, pattern = (
-                    [layer for layer, _ in model.get_base_model().named_modules()],
-                    f".*{re.escape(name)}",
-                )
-            else:
-                layers = list(model.base_model.targeted_module_names)
-                pattern = rf"(.*\.)?({name if field.endswith('_pattern') else re.escape(name)})"
-            if not any(re.fullmatch(pattern, layer) for layer in layers):
-                raise ConfigError(
-                    f"peft_config.{field} contains {name!r}, but there is no such layer. Correct or remove it. Layer "
-                    f"names look like {', '.join(layers[-3:])}."
-                )
+            places = _places(field, model)
+            pattern = name if field.endswith("_pattern") else re.escape(name)
+            if not any(re.fullmatch(f"{prefix}({pattern})", place) for place in places):
+                raise ConfigError(_not_found(field, name, places, model))
+
+
+def _places(field: str, model: PeftModel) -> list[str]:
+    """Names of the layers, and for patterns of the parameters, that a field of a config may name."""
+    layers = dict(model.get_base_model().named_modules())
+    if field == "modules_to_save":
+        return list(layers)
+    tuner: Any = model.base_model
+    if field == "target_modules":  # layers that peft trains as a whole can be named, too
+        return [*tuner.targeted_module_names, *(name for name in layers if hasattr(layers[name], "modules_to_save"))]
+    return [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+
+
+def _not_found(field: str, name: str, layers: Sequence[str], model: PeftModel) -> str:
+    message = f"peft_config.{field} contains {name!r}, but there is no such layer."
+    parameters = [place for place, _ in model.get_base_model().named_parameters() if place.endswith(f".{name}")]
+    if parameters:
+        return f"{message} {parameters[0]} is a parameter: name it in target_parameters."
+    names = layers or [place for place, _ in model.get_base_model().named_modules()]
+    return f"{message} Correct or remove it. Layer names look like {', '.join(names[-3:])}."
 
 
 def prepare_quantized(model: PreTrainedModel) -> None:

@@ -17,6 +17,7 @@ _METRICS = frozenset(
         *("balance", "clip_cov", "clip_ratio", "completions", "dynamic_sampling", "entropy", "entropy_coef", "epoch"),
         *(
             "frac_reward_zero_std",
+            "frac_unscored",
             "grad_norm",
             "health",
             "kl",
@@ -26,7 +27,8 @@ _METRICS = frozenset(
             "logits",
             "logps",
         ),
-        *("loss", "mean_token_accuracy", "num_tokens", "perf", "reward", "reward_balance", "reward_std", "rewards"),
+        *("loss", "mean_token_accuracy", "num_tokens", "perf", "policy_loss"),
+        *("reward", "reward_balance", "reward_group_std", "reward_std", "rewards"),
         *("sample", "sampling", "server", "step", "step_time", "time", "val", "vespo"),
     }
 )

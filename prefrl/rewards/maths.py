@@ -16,6 +16,7 @@ from prefrl.rewards.math_checker import MathChecker, Verdict
 
 __all__ = [
     "MathReward",
+    "ReasoningReward",
     "accuracy_reward",
     "get_cosine_scaled_reward",
     "reasoning_accuracy_reward",
@@ -34,12 +35,10 @@ class MathReward:
 
     Args:
         name: The name under which the reward is logged.
-        after_reasoning: Read only what follows `</think>`; a completion without that tag scores 0.
     """
 
-    def __init__(self, name: str, *, after_reasoning: bool) -> None:
+    def __init__(self, name: str) -> None:
         self.__name__ = name
-        self.after_reasoning = after_reasoning
 
     def setup(self) -> None:
         """Fail before training starts rather than after the first generation.
@@ -76,20 +75,59 @@ class MathReward:
 
     def _verdicts(self, texts: Sequence[str], solution: Sequence[str | float | None]) -> list[Verdict]:
         pairs = zip(texts, solution, strict=True)
-        checked = iter(
-            _checker.check([(self._read_part(text), str(gold)) for text, gold in pairs if gold is not None])
-        )
+        checked = iter(_checker.check([(text, str(gold)) for text, gold in pairs if gold is not None]))
         return [Verdict(None) if gold is None else next(checked) for gold in solution]
 
-    def _read_part(self, text: str) -> str:
-        if not self.after_reasoning:
-            return text
-        # Without the tag there is no answer to read, but the solution is still parsed.
-        return text.rpartition("</think>")[2] if "</think>" in text else ""
+
+class ReasoningReward:
+    """A `MathReward` for what follows the reasoning; 0 for a completion whose reasoning has no end.
+
+    Args:
+        reward: Scores the answers; its name is the name of both.
+    """
+
+    def __init__(self, reward: MathReward) -> None:
+        self.__name__ = reward.__name__
+        self.setup = reward.setup
+        self._reward = reward
+
+    def __call__(
+        self,
+        completions: Sequence[str | list[dict[str, Any]]],
+        solution: Sequence[str | float | None],
+        reasoning_delimiters: Sequence[str] | None = None,
+        log_extra: Callable[[str, list[Any]], None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **_: Any,
+    ) -> list[float | None]:
+        """Score B completions.
+
+        Args:
+            completions: B texts or lists of messages.
+            solution: B correct answers, in LaTeX or plain.
+            reasoning_delimiters: Texts that end the reasoning. The answer follows the last occurrence of the first of
+                them that a completion contains; None: of `</think>`.
+            log_extra: See `MathReward`.
+            log_metric: See `MathReward`.
+
+        Raises:
+            ConfigError: `reasoning_delimiters` is not a list of texts.
+        """
+        ends = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+        if isinstance(ends, str) or not ends or not all(isinstance(end, str) and end for end in ends):
+            raise ConfigError(f"reasoning_delimiters={ends!r}: must be a list of texts, such as ['</think>']")
+        # Without an end there is no answer to read, but the solution is still parsed.
+        answers = [_after(completion_text(completion), ends) for completion in completions]
+        return self._reward(answers, solution, log_extra, log_metric)
 
 
-accuracy_reward = MathReward("accuracy_reward", after_reasoning=False)
-reasoning_accuracy_reward = MathReward("reasoning_accuracy_reward", after_reasoning=True)
+def _after(text: str, ends: Sequence[str]) -> str:
+    """What follows the last occurrence of the first of some texts that is in `text`; nothing if none is."""
+    return next((text.rpartition(end)[2] for end in ends if end in text), "")
+
+
+accuracy_reward = MathReward("accuracy_reward")
+reasoning_accuracy_reward = ReasoningReward(MathReward("reasoning_accuracy_reward"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,15 +311,21 @@ def _function(
             f"reward_funcs: {source!r} ({type(source).__name__}) is not a reward. Allowed are functions, and names "
             "and instances of sequence-classification models"
         )
-    if callable(setup := getattr(source, "setup", None)):
+    if callable(setup := getattr(_unwrapped(source), "setup", None)):
         setup()
     return source
 
 
 def _name(function: Callable[..., Any]) -> str:
+    function = _unwrapped(function)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a `functools.partial`."""
     while isinstance(function, functools.partial):
         function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
+    return function
 
 
 def _unique(names: Iterable[str]) -> list[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefrl.rewards.runner import RewardRunner
     from prefrl.rollout.samplers import RolloutSampler
 
-__all__ = ["Collected", "Collector", "Request", "ask", "prompt_seed"]
+__all__ = ["Collected", "Collector", "Request", "add_greedy", "ask", "prompt_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,22 @@ class Collector:
             metrics, columns = _score(rollouts, self.rewards, self.trainer_state(), seed)
         self.sampler.release(rollouts)
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
+
+
+def add_greedy(collected: Collected, collector: Collector, sampling: SamplingParams) -> None:
+    """Set `greedy_reward`: the total reward of one more completion of each prompt, decoded greedily.
+
+    Args:
+        collected: Scored rollouts.
+        collector: Samples and scores the greedy ones.
+        sampling: The parameters that the others were sampled with.
+    """
+    rows = {rollout.group: rollout.row for rollout in collected.rollouts}
+    sampling = replace(sampling, num_samples=1, temperature=0.0)
+    asked = ask(list(rows.values()), sampler=collector.sampler, sampling=sampling, seeds=dict.fromkeys(rows, 0))
+    totals = {rollout.group: rollout.reward for rollout in collector.collect(asked).rollouts}
+    for rollout in collected.rollouts:
+        rollout.greedy_reward = totals[rollout.group]
 
 
 def _score(

@@ -7,19 +7,34 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prefrl import distributed
 from prefrl.metrics import Max, Mean, Metric, Min, Std
 from prefrl.printable import printable
 from prefrl.types import Rollout, StopReason
 
-__all__ = ["as_text", "log_completions", "messages_of_turn", "print_table", "rollout_metrics", "staleness"]
+if TYPE_CHECKING:
+    from prefrl.rollout.collect import Collected
+
+__all__ = [
+    "as_text",
+    "collected_metrics",
+    "is_unscored",
+    "log_collected",
+    "log_completions",
+    "messages_of_turn",
+    "print_table",
+    "rollout_metrics",
+    "staleness",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +45,10 @@ _CELL_CHARACTERS, _CELL_LINES = 4000, 100
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     """Rewards and lengths under TRL's names; lengths are in tokens.
 
-    `reward` is the mean total reward, `reward_std` the mean over groups of the group's standard deviation (n-1),
-    `frac_reward_zero_std` the share of groups whose totals are all equal. Rewards that are None are ignored.
+    `reward` is the mean total reward, `reward_std` the standard deviation (n-1) of all totals, `reward_group_std` the
+    mean over groups of the group's, `frac_reward_zero_std` the share of groups whose totals are all equal,
+    `frac_unscored` the share of completions of which all rewards are None. Rewards that are None are ignored. Lengths
+    of terminated completions are 0 if no completion is terminated.
     """
     played = [rollout for rollout in rollouts if not rollout.has_failed]
     lengths = [len(rollout.sampled_ids) for rollout in played]
@@ -42,6 +59,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         "completions/clipped_ratio": Mean(len(lengths) - len(ended), len(lengths)),
         **_lengths("completions", "length", lengths),
         **_lengths("completions", "terminated_length", ended),
+        "reward_std": Std.of(totals),
     }
     for name in rollouts[0].rewards if rollouts else ():
         values = [value for rollout in rollouts if (value := rollout.rewards[name]) is not None]
@@ -49,9 +67,22 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         metrics[f"rewards/{name}/std"] = Std.of(values)
     metrics |= _of_episodes(rollouts)
     deviations = _group_deviations(rollouts)
-    metrics["reward_std"] = Mean(sum(deviations), len(deviations))
+    metrics["reward_group_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
+    metrics["frac_unscored"] = Mean(sum(is_unscored(rollout) for rollout in played), len(played))
     return metrics
+
+
+def collected_metrics(collected: Collected) -> dict[str, Metric]:
+    """`rollout_metrics`, and the means that reward functions logged."""
+    count = len(collected.rollouts)
+    logged = {name: Mean(value * count, count) for name, value in collected.logged_metrics.items()}
+    return {**rollout_metrics(collected.rollouts), **logged}
+
+
+def is_unscored(rollout: Rollout) -> bool:
+    """Whether every reward returned None for a rollout that was scored."""
+    return not rollout.has_failed and rollout.reward != rollout.reward
 
 
 def _of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -79,12 +110,10 @@ def staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, Metric]:
 
 
 def _lengths(area: str, quantity: str, lengths: Sequence[int]) -> dict[str, Metric]:
-    if not lengths:
-        return {}
     return {
-        f"{area}/mean_{quantity}": Mean(sum(lengths), len(lengths)),
-        f"{area}/min_{quantity}": Min(min(lengths)),
-        f"{area}/max_{quantity}": Max(max(lengths)),
+        f"{area}/mean_{quantity}": Mean(sum(lengths), len(lengths), empty=0.0),
+        f"{area}/min_{quantity}": Min(min(lengths, default=math.inf), empty=0.0),
+        f"{area}/max_{quantity}": Max(max(lengths, default=0)),
     }
 
 
@@ -116,6 +145,13 @@ def messages_of_turn(messages: Sequence[Mapping[str, Any]], turn: int) -> list[M
     if turn >= len(starts):  # the environment failed before the model said something
         return []
     return list(messages[starts[turn] : starts[turn + 1] if turn + 1 < len(starts) else len(messages)])
+
+
+def log_collected(collected: Collected, *, step: int, limit: int | None) -> None:
+    """Print the completions of all ranks; see `log_completions`. All ranks must call it."""
+    parts = distributed.gather_objects(collected)
+    if distributed.is_main():
+        log_completions(type(collected).concat(parts).rollouts, step=step, limit=limit)
 
 
 def log_completions(rollouts: Sequence[Rollout], *, step: int, limit: int | None) -> None:

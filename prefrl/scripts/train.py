@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
 from prefrl.scripts.model_config import get_peft_config, quantization_config
@@ -34,6 +35,7 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     """
     script, config = parser_of(algorithm).parse(argv)
     _check_stream(script, config)
+    _check_switches(config)
     _add_model_options(script, config)
     extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
     train_dataset, eval_dataset = _datasets(script, config)
@@ -88,6 +90,16 @@ def _add_model_options(script: CommandArguments, config: Any) -> None:
     except ImportError as error:
         raise ConfigError(str(error)) from error
     _merge(config, f"load_in_{bits}bit", "quantization_config", quantization)
+
+
+def _check_switches(config: Any) -> None:
+    """Switches of HuggingFace's scripts: the command trains, and `eval_strategy` says when it evaluates."""
+    remedy = "Remove it, and set eval_strategy for evaluations during training."
+    check_no_effect(
+        name="do_predict", value=config.do_predict, unset=False, because="this command trains", remedy=remedy
+    )
+    if config.eval_strategy == "no":
+        check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
 
 
 def _merge(config: Any, option: str, argument: str, value: Any) -> None:

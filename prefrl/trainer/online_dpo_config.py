@@ -28,6 +28,16 @@ class OnlineDPOConfig(ReferenceOptions, OnlineConfig):
     )
 
     @property
+    def rows_per_micro_batch(self) -> int:
+        """All completions of `per_device_train_batch_size` prompts, as in TRL."""
+        return super().rows_per_micro_batch * self.num_generations
+
+    @property
+    def prompts_per_evaluation_batch(self) -> int:
+        """`per_device_eval_batch_size` counts prompts, too."""
+        return int(self.per_device_eval_batch_size)
+
+    @property
     def corrects_sampling(self) -> bool:
         """False: pairs are trained on like those of a dataset, whichever policy sampled them."""
         return False

@@ -64,7 +64,7 @@ class OnlineDPOTrainer(OnlineTrainer[ReferencedBatch]):
         super().__init__(model, reward_funcs, args, **given)
 
     def cut(self, batch: ReferencedBatch, rows_per_micro_batch: int) -> list[ReferencedBatch]:
-        """See `BaseTrainer`; never splits a pair."""
+        """See `BaseTrainer`; never splits a pair. A prompt gives one, whatever `num_generations` is."""
         if self.args.max_tokens_per_micro_batch is not None:
             return batch.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
-        return batch.chunks(max(2, rows_per_micro_batch // 2 * 2))
+        return batch.chunks(2 * self.args.per_device_train_batch_size)

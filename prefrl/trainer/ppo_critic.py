@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.ppo_config import PPOConfig
 
 __all__ = [
-    "add_critic_group",
+    "add_critic_groups",
     "attach_critic",
     "critic_loss",
     "make_critic",
@@ -111,11 +111,14 @@ def without_critic(parameters: Iterable[nn.Parameter], critic: Critic) -> list[n
     return [parameter for parameter in parameters if id(parameter) not in own]
 
 
-def add_critic_group(optimizer: torch.optim.Optimizer, critic: Critic, *, learning_rate: float) -> None:
-    """Move the critic's parameters from the existing groups to a new last group without weight decay."""
-    for group in optimizer.param_groups:
+def add_critic_groups(optimizer: torch.optim.Optimizer, critic: Critic, *, learning_rate: float) -> None:
+    """Move the critic's parameters from the existing groups to new ones, the last, with the same weight decays."""
+    own = {id(parameter) for parameter in critic.parameters()}
+    for group in list(optimizer.param_groups):
+        of_critic = [parameter for parameter in group["params"] if id(parameter) in own]
         group["params"] = without_critic(group["params"], critic)
-    optimizer.add_param_group({"params": critic.parameters(), "lr": learning_rate, "weight_decay": 0.0})
+        if of_critic:
+            optimizer.add_param_group({**group, "params": of_critic, "lr": learning_rate})
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
 
 

@@ -19,7 +19,7 @@ from prefrl.trainer.online.policy_batch import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.ppo_critic import (
-    add_critic_group,
+    add_critic_groups,
     attach_critic,
     critic_loss,
     make_critic,
@@ -133,22 +133,25 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         weight = 0.0 if self._is_warmup else 1.0
         return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)
 
-    # The critic is part of the model that HuggingFace trains, and its parameters are the optimizer's last group.
+    # The critic is part of the model that HuggingFace trains, and its parameters are in the optimizer's last groups.
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """HuggingFace's optimizer with a parameter group for the critic."""
+        """HuggingFace's optimizer with parameter groups for the critic, whose norms and biases do not decay either."""
         is_new = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if is_new:
-            add_critic_group(optimizer, self.critic, learning_rate=self.args.critic_learning_rate)
-            self._weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
+            add_critic_groups(optimizer, self.critic, learning_rate=self.args.critic_learning_rate)
+            own = {id(parameter) for parameter in self.critic.parameters()}
+            of_policy = [group for group in optimizer.param_groups if id(group["params"][0]) not in own]
+            self._weight_decays = [group["weight_decay"] for group in of_policy]
         return optimizer
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """See `OnlineTrainer`; during `critic_warmup`, weight decay of the policy is off, too."""
-        for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):
+        # The groups of the policy come first.
+        for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=False):
             group["weight_decay"] = 0.0 if self._is_warmup else weight_decay
         return super().training_step(model, inputs, num_items_in_batch)
 

@@ -148,6 +148,6 @@ def test_a_config_may_be_a_subclass(tokenizer: PreTrainedTokenizerBase, tmp_path
         pass
 
     config = MyConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    assert SFTTrainer(tiny_model(), config, processing_class=tokenizer).args is config
+    assert SFTTrainer(tiny_model(), config, None, dataset_of("sft", 2), None, tokenizer).args is config
     with pytest.raises(ConfigError, match="args=MyPairs"):
         SFTTrainer(tiny_model(), MyPairs(output_dir=str(tmp_path), use_cpu=True))  # type: ignore[arg-type]

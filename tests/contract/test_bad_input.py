@@ -188,11 +188,30 @@ def test_sft_refuses(
         sft(tmp_path, dataset, **options)
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_a_trainer_without_a_dataset_is_refused(algorithm: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train_dataset=None: .* For evaluation alone, give eval_dataset"):
+        make_trainer(algorithm, tmp_path, train_dataset=None)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo"])
+def test_a_dataset_with_a_transform_is_refused(algorithm: str, tmp_path: Path) -> None:
+    dataset = dataset_of(algorithm).with_transform(lambda batch: batch)
+    with pytest.raises(
+        DataError, match=r"train_dataset has a transform .* Apply it with map\(\), or .*with_format\(None"
+    ):
+        make_trainer(algorithm, tmp_path, train_dataset=dataset)
+    with pytest.raises(DataError, match=r"eval_dataset\['a'\] has a transform"):
+        make_trainer(algorithm, tmp_path, eval_dataset={"a": dataset})
+
+
 def test_training_without_a_dataset_is_refused(tmp_path: Path) -> None:
-    trainer = SFTTrainer(
-        tiny_model(), SFTConfig(output_dir=str(tmp_path), use_cpu=True), processing_class=tiny_tokenizer()
-    )
+    trainer = make_trainer("sft", tmp_path, train_dataset=None, eval_dataset=dataset_of("sft", 2))
     with pytest.raises(ConfigError, match="train_dataset=None"):
         trainer.train()
+
+
+def test_evaluation_without_a_dataset_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer("sft", tmp_path)
     with pytest.raises(ConfigError, match="eval_dataset=None"):
         trainer.evaluate()

@@ -1,4 +1,4 @@
-"""Evaluation is the same before and after a training that changes nothing; what it cannot do is refused."""
+"""Evaluation is the same before and after a training that changes nothing; its loss; what it cannot do is refused."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from typing import Any
 
 import pytest
 
-from prefrl import ConfigError, GRPOConfig, SFTConfig
+from prefrl import ConfigError, GRPOConfig, RewardError, SFTConfig
 from prefrl.trainer.base.ignored_options import _ACCELERATOR, _OPTIONS
-from tests.contract.cases import dataset_of, make_trainer
+from prefrl.trainer.online.learner import state_of
+from prefrl.types import Rollout
+from tests.contract.cases import ONLINE, dataset_of, make_trainer, ragged_reward
 
-TIMES = ("runtime", "per_second", "time/", "epoch")
+PROGRESS = ("runtime", "per_second", "time/", "epoch", "num_tokens")
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
-    return {name: value for name, value in trainer.evaluate().items() if not any(part in name for part in TIMES)}
+    return {name: value for name, value in trainer.evaluate().items() if not any(part in name for part in PROGRESS)}
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "reward", "grpo", "ppo"])
 def test_mixed_precision_is_that_of_training_before_training_too(algorithm: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"eval_dataset": dataset_of(algorithm, 6), "learning_rate": 0.0, "num_train_epochs": 1}
     if algorithm == "ppo":
-        options["critic_learning_rate"] = 1e-30
+        options["critic_learning_rate"] = 1e-300  # 0 in float32
     trainer = make_trainer(algorithm, tmp_path, bf16=True, **options)
     before = metrics_of(trainer)
     trainer.train()
@@ -38,6 +40,100 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path: Path
         for size in (2, 5)
     )
     assert few["eval_loss"] == pytest.approx(all_rows["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ONLINE)
+def test_the_best_model_of_an_online_training_is_found_by_its_loss(algorithm: str, tmp_path: Path) -> None:
+    saved = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options = {**saved, "load_best_model_at_end": True, "max_steps": 2, "learning_rate": 0.5}
+    trainer = make_trainer(algorithm, tmp_path, eval_dataset=dataset_of(algorithm, 4), **options)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.state.best_metric == min(losses)
+    assert trainer.state.best_model_checkpoint is not None
+
+
+def test_the_loss_of_an_online_evaluation_is_that_of_a_step_on_all_its_completions(tmp_path: Path) -> None:
+    """In the first step all ratios are 1: the loss is -sum(A length) / sum(length), whatever the batches."""
+    losses = []
+    for size in (4, 20):
+        options = {"per_device_eval_batch_size": size, "scale_rewards": "batch", "beta": 0.0}
+        trainer: Any = make_trainer("grpo", tmp_path, eval_dataset=dataset_of("grpo", 5), **options)
+        rollouts = watched(trainer)
+        losses.append(metrics_of(trainer)["eval_loss"])
+        lengths = [len(rollout.sampled_ids) for rollout in rollouts]
+        expected = -sum(rollout.advantage * n for rollout, n in zip(rollouts, lengths, strict=True)) / sum(lengths)
+        assert len(rollouts) == 20
+        assert losses[-1] == pytest.approx(expected, rel=1e-4)
+        assert abs(expected) > 0.01
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def watched(trainer: Any) -> list[Rollout]:
+    """The rollouts that the loss of an evaluation is about to be computed from."""
+    seen: list[Rollout] = []
+    take = trainer._evaluation.take
+
+    def watch() -> list[Rollout]:
+        rollouts: list[Rollout] = take()
+        seen[:] = rollouts
+        return rollouts
+
+    trainer._evaluation.take = watch
+    return seen
+
+
+def test_an_evaluation_that_failed_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    fails = [False, True, False, False]  # the second batch, once
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        if fails and fails.pop(0):
+            raise ValueError("unlucky")
+        return ragged_reward(completions)
+
+    trainer: Any = make_trainer(
+        "grpo", tmp_path, reward=reward, eval_dataset=dataset_of("grpo", 2), per_device_eval_batch_size=4
+    )
+    with pytest.raises(RewardError, match="unlucky"):
+        trainer.evaluate()
+    rollouts = watched(trainer)
+    trainer.evaluate()
+    assert len(rollouts) == 2 * 4
+
+
+def test_an_online_evaluation_logs_what_a_step_logs_of_its_completions(tmp_path: Path) -> None:
+    trainer = make_trainer("grpo", tmp_path, eval_dataset=dataset_of("grpo", 4), beta=0.1, entropy_coef=0.1)
+    trainer.train()
+    (step,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    of_training = ("time/", "grad_norm", "learning_rate", "step_time", "health/", "rewards/ragged_reward/none")
+    names = {name for name in step if not name.startswith(of_training)} - {"epoch", "step"}
+    assert {f"eval_{name}" for name in names} <= {*trainer.evaluate()}
+
+
+def test_state_that_adapts_in_training_is_left_alone_by_an_evaluation(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "kl_kwargs": {"target": 0.01, "horizon": 10},
+        "beta": 0.1,
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.1,
+        "reward_shaping_kwargs": {"normalize": True},
+    }
+    trainer: Any = make_trainer("grpo", tmp_path, eval_dataset=dataset_of("grpo", 4), max_steps=2, **options)
+    trainer.train()
+    before = state_of(trainer.learner)
+    assert before["learner"]["moments"]["count"] > 0
+    trainer.evaluate()
+    assert state_of(trainer.learner) == before
+    assert not trainer.objective._observed.any()
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_evaluation_says_how_many_tokens_were_trained_on_before(algorithm: str, tmp_path: Path) -> None:
+    trainer = make_trainer(algorithm, tmp_path, eval_dataset=dataset_of(algorithm, 4))
+    assert trainer.evaluate()["eval_num_tokens"] == 0
+    trainer.train()
+    (num_tokens,) = (entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry)
+    assert trainer.evaluate()["eval_num_tokens"] == num_tokens > 0
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])

@@ -1,4 +1,4 @@
-"""What is logged of completions that have no gradient and are not run again."""
+"""What is logged at the end, of the entropy bonus, and of completions that have no gradient and are not run again."""
 
 from __future__ import annotations
 
@@ -123,3 +123,32 @@ def test_completions_that_are_not_run_cost_no_forward_pass(tmp_path: Path) -> No
     trainer, (rollouts,) = trained(tmp_path, reward=equal_for_some)
     run = sum(batch.num_rows for minibatch in trainer.buffer.minibatches for batch in minibatch.micro_batches)
     assert 0 < run < len(rollouts)
+
+
+def test_metrics_since_the_last_log_are_in_the_last_entry(tmp_path: Path) -> None:
+    rows = {}
+    for every in (1, 2):
+        trainer = make_trainer("sft", tmp_path / str(every), max_steps=3, learning_rate=0.1, logging_steps=every)
+        trainer.train()
+        rows[every] = trainer.state.log_history
+    last = rows[2][-1]
+    assert "train_runtime" in last
+    for name in ("mean_token_accuracy", "entropy", "num_tokens"):
+        assert last[name] == rows[1][2][name]
+    assert "num_tokens" not in rows[1][-1]  # the last step has an entry of its own
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_loss_is_the_policy_loss_minus_the_entropy_bonus(adaptive: bool, tmp_path: Path) -> None:
+    options = {"use_adaptive_entropy": adaptive, "entropy_kwargs": {"target": 100.0} if adaptive else None}
+    trainer, _ = trained(tmp_path, beta=0.1, entropy_coef=0.25, max_steps=2, **options)
+    entry = logs(trainer)[1]  # an adaptive bonus begins once the entropy is known
+    bonus = entry["entropy_coef"] * entry["entropy"]
+    assert entry["loss"] == pytest.approx(entry["policy_loss"] - bonus, rel=1e-5)
+    assert entry["entropy_coef"] == pytest.approx(0.255 if adaptive else 0.25)
+    assert abs(entry["policy_loss"]) > 1e-3
+
+
+def test_without_an_entropy_bonus_the_loss_is_logged_alone(tmp_path: Path) -> None:
+    (entry,) = logs(trained(tmp_path)[0])
+    assert not {"policy_loss", "entropy_coef"} & {*entry}

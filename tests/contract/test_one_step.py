@@ -169,6 +169,24 @@ def test_a_balance_needs_several_rewards(tmp_path: Path) -> None:
         grpo(tmp_path, reward_balance="nash")
 
 
+def test_completions_may_fill_the_context(tmp_path: Path) -> None:
+    model = stopping_model(max_position_embeddings=40)
+    trainer = grpo(tmp_path, model=model, max_completion_length=None, max_prompt_length=30, loss_type="dr_grpo")
+    assert trainer.args.max_completion_length == 10
+    trainer.train()
+    (lengths,) = [entry["completions/max_length"] for entry in trainer.state.log_history if "loss" in entry]
+    assert lengths == 10
+
+
+@pytest.mark.parametrize("prompt", [None, 40])
+def test_a_context_without_room_for_completions_is_an_error(prompt: int | None, tmp_path: Path) -> None:
+    model = stopping_model(max_position_embeddings=40)
+    with pytest.raises(
+        ConfigError, match=f"max_completion_length=None with max_prompt_length={prompt} and max_pos.*=40"
+    ):
+        grpo(tmp_path, model=model, max_completion_length=None, max_prompt_length=prompt)
+
+
 def test_evaluation_samples_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     results = []
     for size in (4, 24):

@@ -79,8 +79,10 @@ CASES: dict[str, Case] = {
     "grpo": Case("grpo", {"beta": 0.04}, model=TIED),
     "rloo": Case("rloo"),
     "reinforce_plus_plus": Case("reinforce_plus_plus", model=TIED),
-    "ppo": Case("ppo"),
-    "online_dpo": Case("online_dpo", model=TIED),
+    "ppo": Case(
+        "ppo", {**ADAM, **EVAL, "critic_learning_rate": 1e-2, "critic_warmup": 1, "max_grad_norm": 1e4}, eval_rows=3
+    ),
+    "online_dpo": Case("online_dpo", EVAL, model=TIED, eval_rows=1),  # one rank has no completions
     # The head, the forward pass, and how the work is cut.
     "sft_llama_tied": Case("sft", model=LLAMA_TIED),
     "sft_micro_batches": Case("sft", {"gradient_accumulation_steps": 2}, rows_per_micro_batch=2),

@@ -141,7 +141,12 @@ def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[st
         "layers": layers,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in history if "loss" in entry],
-        "eval": [value for entry in history for key, value in entry.items() if _is_eval_metric(key)],
+        "eval": {
+            f"{key} of step {entry['step']}": value
+            for entry in history
+            for key, value in entry.items()
+            if _is_eval_metric(key)
+        },
         "elements": sum(distributed.shape_of(p).numel() for p in parameters),
         "local_elements": sum(map(distributed.num_local_elements, parameters)),
         "reference_is_sharded": own and distributed.is_sharded(own),

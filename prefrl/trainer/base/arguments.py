@@ -17,7 +17,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from prefrl.errors import ConfigError, DataError
 from prefrl.registry import REGISTRY
 
-__all__ = ["DATA", "check_arguments", "check_dataset", "check_stream", "default_output_dir", "named"]
+__all__ = [
+    "DATA",
+    "check_arguments",
+    "check_dataset",
+    "check_has_data",
+    "check_stream",
+    "default_output_dir",
+    "named",
+]
 
 # The positional parameters after `args` of trainers on a fixed dataset, in TRL's order.
 DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
@@ -85,6 +93,16 @@ def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> 
                 raise _error(trainer, name, value, allowed)
 
 
+def check_has_data(arguments: Mapping[str, Any]) -> None:
+    """Reject a trainer that can neither train nor evaluate.
+
+    Raises:
+        ConfigError: There is no dataset, and no environment that gives prompts.
+    """
+    if all(arguments.get(name) is None for name in ("train_dataset", "eval_dataset", "environment_factory")):
+        raise ConfigError("train_dataset=None: training needs a dataset. For evaluation alone, give eval_dataset.")
+
+
 def named(trainer: type[_Algorithm], data: Sequence[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name, for a constructor that also takes those of `DATA` by position.
 
@@ -109,7 +127,7 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
         takes_several: Whether a mapping of names to datasets is allowed, too.
 
     Raises:
-        DataError: The value is a mapping where one dataset is needed, or is not a dataset at all.
+        DataError: The value is a mapping where one dataset is needed, is not a dataset at all, or has a transform.
     """
     if isinstance(dataset, Mapping) and takes_several:
         for key, part in dataset.items():
@@ -126,6 +144,11 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
             f"{name} is a {type(dataset).__name__}: must be a datasets.Dataset or IterableDataset"
             f"{', or several by name' if takes_several else ''}. Make one of a list of rows by "
             "datasets.Dataset.from_list(rows)"
+        )
+    elif isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
+        raise DataError(
+            f"{name} has a transform (with_transform or set_transform), which would run each time that rows are read, "
+            "but rows are read once, before training. Apply it with map(), or remove it with with_format(None)"
         )
 
 

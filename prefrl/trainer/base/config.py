@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from annotated_types import Ge, Gt, Lt
 from transformers import TrainingArguments
@@ -25,6 +25,10 @@ from prefrl.printable import masked, plain
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.optimization_options import check_optimization
+
+if TYPE_CHECKING:
+    from prefrl.models.positions import PositionLimit
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
 
@@ -72,6 +76,7 @@ class BaseConfig(TrainingArguments):
         "logging_steps",
         "logging_nan_inf_filter",
         "remove_unused_columns",
+        "no_remove_unused_columns",
         "model_init_kwargs",  # what it decides is seen in the model
         "max_tokens_per_micro_batch",
         "forward_plan",
@@ -92,6 +97,9 @@ class BaseConfig(TrainingArguments):
     logging_steps: float = opt(10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.")
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.")
     remove_unused_columns: bool = opt(False, "Must stay False: rewards may read any column of the dataset.")
+    no_remove_unused_columns: bool = opt(
+        False, "Changes nothing: no columns are removed. Commands for TRL's scripts have this switch."
+    )
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
     )
@@ -245,9 +253,24 @@ class BaseConfig(TrainingArguments):
         return {name for base in cls.__mro__ for name in vars(base).get("changeable", ())}
 
     @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows that a micro-batch of one process starts from: dataset rows, or completions."""
+        return int(self.per_device_train_batch_size)
+
+    @property
     def scoring_temperature(self) -> float:
         """Temperature of the distribution whose log-probs enter the losses."""
         return 1.0
+
+    def fit_context(self, limit: PositionLimit | None) -> None:
+        """Set what depends on the model's context; called when the model is loaded.
+
+        Args:
+            limit: Of the model; None: not known.
+
+        Raises:
+            ConfigError: The context is too short, or not known.
+        """
 
     @property
     def length_bound(self) -> LengthBound:
@@ -295,6 +318,7 @@ class BaseConfig(TrainingArguments):
         self._validate_activations()
         self._validate_liger()
         check_ignored_options(self)
+        check_optimization(self)
 
     def _validate_activations(self) -> None:
         if self.device.type == "cpu":

@@ -34,7 +34,16 @@ _NAME_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 
 
-def write_model_card(folder: Path, *, algorithm: str, base_model: str, log_history: Sequence[dict[str, Any]]) -> None:
+def write_model_card(
+    folder: Path,
+    *,
+    algorithm: str,
+    base_model: str,
+    log_history: Sequence[dict[str, Any]],
+    model_name: str | None = None,
+    dataset_name: str | None = None,
+    tags: Sequence[str] = (),
+) -> None:
     """Write `README.md` with the method, base model, last metrics and versions, but no local paths or options.
 
     Args:
@@ -42,12 +51,15 @@ def write_model_card(folder: Path, *, algorithm: str, base_model: str, log_histo
         algorithm: The algorithm's name in the registry.
         base_model: The name of the base model. It is left out if it is a local path.
         log_history: HuggingFace's log; the card shows the last value of each metric.
+        model_name: The title; None: a general one.
+        dataset_name: The dataset that was trained on. It is left out if it is a local path.
+        tags: More tags.
     """
-    is_public_name = _NAME_ON_HUB.fullmatch(base_model) is not None and not Path(base_model).exists()
     data = ModelCardData(
         library_name="transformers",
-        tags=["generated_from_trainer", "prefrl", algorithm],
-        base_model=base_model if is_public_name else None,
+        tags=list(dict.fromkeys(["generated_from_trainer", "prefrl", algorithm, *tags])),
+        base_model=base_model if _is_on_hub(base_model) else None,
+        datasets=[dataset_name] if dataset_name is not None and _is_on_hub(dataset_name) else None,
     )
     last: dict[str, Any] = {}
     for entry in log_history:
@@ -58,7 +70,7 @@ def write_model_card(folder: Path, *, algorithm: str, base_model: str, log_histo
 {data.to_yaml()}
 ---
 
-# Model trained with prefrl
+# {_cell(model_name or "Model trained with prefrl")}
 
 {_PAPERS[algorithm]}
 
@@ -78,6 +90,10 @@ def write_model_card(folder: Path, *, algorithm: str, base_model: str, log_histo
     ModelCard(text).save(path)
 
 
+def _is_on_hub(name: str) -> bool:
+    return _NAME_ON_HUB.fullmatch(name) is not None and not Path(name).exists()
+
+
 def _cell(text: str) -> str:
-    """A name in a cell of a Markdown table, where it is nothing but text."""
+    """A name in a title or a cell of a Markdown table, where it is nothing but text."""
     return html.escape(printable(text)).replace("|", "&#124;").replace("\n", " ")

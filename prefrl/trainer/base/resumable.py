@@ -27,11 +27,14 @@ from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
 from prefrl.trainer.base.hub import Hub, is_refusal
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
+from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.saving import RunFolder
+from prefrl.trainer.base.schedule_free import use_averaged_weights
 from prefrl.trainer.base.trackers import contain_trackers
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
     from transformers.trainer_utils import TrainOutput
 
     from prefrl.trainer.base.config import BaseConfig
@@ -42,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 # HuggingFace's names of Adam with two moments for each weight.
 _ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
+# The arguments of `push_to_hub` that the model card shows.
+_OF_CARD = ("model_name", "dataset_name", "tags")
 
 
 class ResumableTrainer(Trainer):
@@ -52,6 +57,7 @@ class ResumableTrainer(Trainer):
         arguments: See HuggingFace's `Trainer`.
     """
 
+    algorithm: str  # name in the registry
     args: BaseConfig
     hub_model_id: str | None  # the repository's full name, once it is known to exist
 
@@ -107,7 +113,7 @@ class ResumableTrainer(Trainer):
 
     def get_total_train_batch_size(self, args: BaseConfig) -> int:
         """HuggingFace's hook: rows of a step, over all ranks."""
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
+        return int(args.rows_per_micro_batch * args.gradient_accumulation_steps * distributed.world_size())
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> NoReturn:
         """HuggingFace's method, which would return the logits of all tokens. Not supported: always raises."""
@@ -183,6 +189,7 @@ class ResumableTrainer(Trainer):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        use_averaged_weights(self.optimizer)  # those of the best checkpoint are averaged, too
         with distributed.only_data(Path(str(self.state.best_model_checkpoint))):
             super()._load_best_model()
 
@@ -338,6 +345,19 @@ class ResumableTrainer(Trainer):
         """HuggingFace's hook, called at the end of training."""
         self._hub.wait()
 
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write README.md, the model card, into `output_dir`; see `write_model_card` for the arguments."""
+        if self.is_world_process_zero():
+            tags = [tags] if isinstance(tags, str) else tags or []
+            self._write_card(Path(self.args.output_dir), model_name=model_name, dataset_name=dataset_name, tags=tags)
+
+    def _write_card(self, folder: Path, **named: Any) -> None:
+        model: PreTrainedModel = distributed.unwrap(self.model)
+        base, history = str(model.config.name_or_path), self.state.log_history
+        write_model_card(folder, algorithm=self.algorithm, base_model=base, log_history=history, **named)
+
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -349,7 +369,8 @@ class ResumableTrainer(Trainer):
     ) -> Any:
         """Save the model to `output_dir` and upload it. All processes must call it; see HuggingFace's `push_to_hub`.
 
-        Checkpoints, prompts and completions are not uploaded. `kwargs`, of HuggingFace's model card, are ignored.
+        Checkpoints, prompts and completions are not uploaded. `model_name`, `dataset_name` and `tags` go to the model
+        card; other `kwargs`, of HuggingFace's model card, are ignored.
 
         Raises:
             HubError: It cannot be uploaded. It is saved.
@@ -358,6 +379,7 @@ class ResumableTrainer(Trainer):
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
+        self.create_model_card(**{name: kwargs[name] for name in _OF_CARD if name in kwargs})
         self._hub.wait()
         try:
             self._create_repository(token, private)

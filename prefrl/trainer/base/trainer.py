@@ -31,12 +31,12 @@ from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
-from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
 from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
 from prefrl.trainer.base.run_identity import data_fingerprint, decisive_options, model_fingerprint
+from prefrl.trainer.base.schedule_free import use_averaged_weights, use_trained_weights
 from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.steps import Step, SyncStep
@@ -78,7 +78,6 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
 
     # HuggingFace must not divide the loss by the accumulation steps: it is divided here, by the step's item count.
     loss_is_scaled_for_ga = True
-    algorithm: str  # name in the registry
     _splits_rows = False  # whether processes can share the tokens of a row
     _id_columns: tuple[str, ...] = ID_COLUMNS  # columns of token ids in prepared datasets
     _derived_columns: tuple[str, ...] = ()  # columns of prepared datasets that models have computed
@@ -121,8 +120,8 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
-        self._num_embeddings = num_embeddings(model)
-        self._position_limit = position_limit(model)
+        self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
+        args.fit_context(self._position_limit)
         tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
         self.args = args
         super().__init__(
@@ -220,6 +219,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
 
     def _end_training(self) -> None:
         """Called on all ranks after the last step of a training run."""
+        use_averaged_weights(self.optimizer)
 
     # One optimizer step.
 
@@ -231,7 +231,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Step], float]:
         """HuggingFace's hook, called once for each optimizer step: the step's items and its count over all ranks."""
-        self.account.start()
+        self._start_step()
         items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
         if not items:
             return [], 0.0
@@ -246,6 +246,10 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
         idle = [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
         return [*(SyncStep() for _ in items[1:]), SyncStep([*micro_batches, *idle])], total_count
+
+    def _start_step(self) -> None:
+        self.account.start()
+        use_trained_weights(self.optimizer)
 
     def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """Tokens that a step adds to `num_tokens`: the tokens of all rows, each including its own prompts."""
@@ -361,6 +365,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Metrics on the evaluation dataset, or on raw data given here."""
+        use_averaged_weights(self.optimizer)
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepared(eval_dataset, self.processing_class, training=False)
         elif eval_dataset is None and self.eval_dataset is None:
@@ -388,14 +393,20 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             for item in dataloader:
                 merge(self.metrics["eval"], self.evaluation_step(model, item))
                 num_rows += self._rows_of(item)
+            merge(self.metrics["eval"], self.end_evaluation(model))
         distributed.release(model)
         (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
-        values = {f"{metric_key_prefix}_{name}": value for name, value in self._drain("eval").items()}
+        metrics = self._drain("eval") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+        values = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))
 
     @abstractmethod
     def evaluation_step(self, model: nn.Module, item: Any) -> dict[str, Metric]:
         """Metrics of one item of the evaluation loader."""
+
+    def end_evaluation(self, model: nn.Module) -> dict[str, Metric]:
+        """Metrics of all items together, after the last one. All ranks call it."""
+        return {}
 
     @abstractmethod
     def _rows_of(self, item: Any) -> int:
@@ -420,8 +431,9 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         return values_of(distributed.gather_objects(hosted))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """HuggingFace's hook: adds the metrics since the last log, under TRL's names."""
-        if "loss" in logs:
+        """HuggingFace's hook: adds the metrics since the last log, under TRL's names; at the end, too."""
+        is_rest = "train_runtime" in logs and self._globalstep_last_logged < self.state.global_step
+        if "loss" in logs or is_rest:
             merge(self.metrics["train"], self.account.drain(self.phases))
             logs |= self._drain("train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
         super().log(logs, start_time)
@@ -468,6 +480,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         Partitioned weights are gathered one at a time, on the process that writes. During training they are left to
         the backend's own checkpoint if its settings ask for partitioned checkpoints.
         """
+        use_averaged_weights(self.optimizer)
         is_checkpoint = _internal_call and output_dir is not None  # HuggingFace passes a folder only for checkpoints
         folder = output_dir or self.args.output_dir
         if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
@@ -482,13 +495,3 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         state = whole_state(self.policy, keep=self.args.should_save)
         if self.args.should_save:
             self._save(str(folder), state)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """HuggingFace's hook, called before a push to the hub."""
-        if self.is_world_process_zero():
-            self._write_card(Path(self.args.output_dir))
-
-    def _write_card(self, folder: Path) -> None:
-        """Write README.md, the model card, into `folder`."""
-        base, history = str(self.policy.config.name_or_path), self.state.log_history
-        write_model_card(folder, algorithm=self.algorithm, base_model=base, log_history=history)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from prefrl.options.fields import opt, parse_json
+from prefrl.options.fields import check_unset, opt, parse_json
 from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 
@@ -35,6 +35,10 @@ class OfflineConfig(BaseConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         parse_json(self, "chat_template_kwargs")
+        if not self.dataloader_num_workers:
+            because, remedy = "dataloader_num_workers=0: there are no workers", "Set dataloader_num_workers."
+            for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
+                check_unset(self, name, because=because, remedy=remedy)
 
     @property
     def length_bound(self) -> LengthBound:

@@ -21,7 +21,7 @@ from prefrl.metrics import Mean, Metric
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.modes import disable_dropout
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.arguments import check_arguments, check_stream, default_output_dir, named
+from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, named
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
@@ -94,6 +94,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     ) -> None:
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "args": args, **given})
+        check_has_data(given)
         given.pop("data_collator", None)
         if args is None:
             suffix = type(self).__name__.removesuffix("Trainer")

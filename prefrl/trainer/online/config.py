@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -28,6 +28,9 @@ from prefrl.trainer.online.rollout_options import (
 )
 from prefrl.trainer.online.vllm_options import CORRECTION, VLLM, VLLMOptions
 
+if TYPE_CHECKING:
+    from prefrl.models.positions import PositionLimit
+
 __all__ = ["OnlineConfig", "RewardOptions", "SamplingOptions"]
 
 
@@ -44,7 +47,9 @@ class SamplingOptions:
     num_generations_eval: Annotated[int, Ge(1)] | None = opt(
         None, "Completions per prompt in evaluation; None: same as num_generations."
     )
-    max_completion_length: Annotated[int, Ge(1)] = opt(256, "Maximum completion length in tokens.")
+    max_completion_length: Annotated[int, Ge(1)] | None = opt(
+        256, "Maximum completion length in tokens; None: what the model's context leaves after max_prompt_length."
+    )
     temperature: Annotated[float, Gt(0)] = opt(
         0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
     )
@@ -62,6 +67,13 @@ class SamplingOptions:
         1.0, "Above 1: tokens that already occur in the text become less likely."
     )
 
+    @property
+    def longest_completion(self) -> int:
+        """`max_completion_length`, which is a number once a trainer has loaded the model."""
+        if self.max_completion_length is None:
+            raise ConfigError("max_completion_length=None: a trainer sets it when it has loaded the model. Set it.")
+        return self.max_completion_length
+
     def sampling_params(self, *, evaluation: bool = False) -> SamplingParams:
         """The sampling parameters for the generator."""
         num_samples, temperature = self.num_generations, self.temperature
@@ -70,7 +82,7 @@ class SamplingOptions:
             temperature = temperature if self.temperature_eval is None else self.temperature_eval
         return SamplingParams(
             num_samples=num_samples,
-            max_tokens=self.max_completion_length,
+            max_tokens=self.longest_completion,
             temperature=temperature,
             top_p=self.top_p,
             top_k=self.top_k or None,
@@ -186,7 +198,12 @@ class OnlineConfig(
             because="shuffle_dataset decides the order of prompts",
             remedy="Set shuffle_dataset=False for the dataset's own order.",
         )
-        for name, unset in (("dataloader_num_workers", 0), ("dataloader_drop_last", False)):
+        for name, unset in (
+            ("dataloader_num_workers", 0),
+            ("dataloader_drop_last", False),
+            ("dataloader_persistent_workers", False),
+            ("dataloader_multiprocessing_context", None),
+        ):
             check_no_effect(
                 name=name,
                 value=getattr(self, name),
@@ -196,7 +213,7 @@ class OnlineConfig(
             )
 
     def _validate_generation_size(self) -> None:
-        per_step = self.per_device_train_batch_size * self.world_size
+        per_step = self.rows_per_micro_batch * self.world_size
         if self.generation_batch_size is not None:
             if self.steps_per_generation is not None:
                 raise ConfigError(
@@ -206,7 +223,7 @@ class OnlineConfig(
             if self.generation_batch_size % per_step:
                 raise ConfigError(
                     f"generation_batch_size={self.generation_batch_size}: must be a multiple of {per_step} = "
-                    f"per_device_train_batch_size {self.per_device_train_batch_size} * {self.world_size} processes"
+                    f"{self.rows_per_micro_batch} completions of a micro-batch * {self.world_size} processes"
                 )
         accumulation = self.gradient_accumulation_steps
         steps = self.micro_batches_per_generation
@@ -223,17 +240,30 @@ class OnlineConfig(
         """The sampling temperature: the distribution that is sampled from enters the losses."""
         return self.temperature
 
+    def fit_context(self, limit: PositionLimit | None) -> None:
+        """See `BaseConfig.fit_context`; sets `max_completion_length` if it is None."""
+        if self.max_completion_length is not None:
+            return
+        prompt = self.max_prompt_length
+        if limit is None or prompt is None or prompt >= limit.count:
+            context = "no max_position_embeddings" if limit is None else f"max_position_embeddings={limit.count}"
+            raise ConfigError(
+                f"max_completion_length=None with max_prompt_length={prompt} and {context} in the model's config: "
+                "leaves no number of tokens for completions. Set max_completion_length."
+            )
+        self.max_completion_length = limit.count - prompt
+
     @property
     def length_bound(self) -> LengthBound:
         """See `BaseConfig.length_bound`."""
         options = "max_prompt_length or max_completion_length"
-        return LengthBound(self.max_prompt_length, options, sampled=self.max_completion_length)
+        return LengthBound(self.max_prompt_length, options, sampled=self.longest_completion)
 
     @property
     def micro_batches_per_generation(self) -> int:
         """The effective value of `steps_per_generation`."""
         if self.generation_batch_size is not None:
-            return self.generation_batch_size // int(self.per_device_train_batch_size * self.world_size)
+            return self.generation_batch_size // int(self.rows_per_micro_batch * self.world_size)
         return self.steps_per_generation or int(self.gradient_accumulation_steps)
 
     @property
@@ -242,9 +272,15 @@ class OnlineConfig(
         return self.micro_batches_per_generation // int(self.gradient_accumulation_steps)
 
     @property
+    def prompts_per_evaluation_batch(self) -> int:
+        """Prompts of an evaluation batch on one process."""
+        num_samples = self.sampling_params(evaluation=True).num_samples
+        return max(1, int(self.per_device_eval_batch_size) // num_samples)
+
+    @property
     def completions_per_rank(self) -> int:
         """Completions of a generation batch on one process."""
-        return int(self.per_device_train_batch_size) * self.micro_batches_per_generation
+        return self.rows_per_micro_batch * self.micro_batches_per_generation
 
     @property
     def completions_of_generation(self) -> int:

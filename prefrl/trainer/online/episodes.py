@@ -148,8 +148,8 @@ def _limits(args: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeLi
     return EpisodeLimits(
         max_prompt_length=args.max_prompt_length,
         truncation=TRUNCATION_SIDES[args.truncation_mode],
-        max_tokens=args.max_completion_length,
-        max_characters=(args.max_completion_length + 1) * longest_token,
+        max_tokens=args.longest_completion,
+        max_characters=(args.longest_completion + 1) * longest_token,
         max_turns=args.max_turns,
         max_tool_calling_iterations=args.max_tool_calling_iterations,
         tool_timeout=args.tool_timeout,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from prefrl import distributed
 from prefrl.errors import RewardError
 from prefrl.metrics import Mean, Metric
+from prefrl.printable import printable
+from prefrl.rollout.summary import is_unscored
 
 if TYPE_CHECKING:
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
@@ -41,6 +43,8 @@ class _Counts:
 class SignalHealth:
     """Warns once, and stops the run if that was asked for, when there has been nothing to learn for many steps.
 
+    Also warns once of a completion that no reward scored.
+
     There is nothing to learn from a generation batch if all its advantages are 0, its completions are excluded from
     the loss, or its rewards are all equal, which a critic's advantages would hide. A resumed run counts anew.
 
@@ -54,6 +58,7 @@ class SignalHealth:
         self._counts = _Counts()  # in these steps
         self._had_signal = False
         self._has_warned = False
+        self._has_told_unscored = False
 
     def check(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """Look at a generation batch. All ranks must call it.
@@ -69,9 +74,11 @@ class SignalHealth:
         mine, batch = self._counted(rollouts), _Counts()
         totals: set[float] = set()
         own_totals = {rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)}
-        for counts, some in distributed.gather_objects((mine, own_totals)):
+        own_row = next((_shown(rollout) for rollout in rollouts if is_unscored(rollout)), None)
+        for counts, some, row in distributed.gather_objects((mine, own_totals, own_row)):
             batch.add(counts)
             totals |= some
+            self._tell_unscored(row)
         if len(totals) < 2:
             mine.with_signal = batch.with_signal = 0
         self._note(batch)
@@ -85,6 +92,18 @@ class SignalHealth:
         """Called at the end of training: warns of a run without any signal that was shorter than the window."""
         if self._num_steps > 0 and not self._had_signal:
             self._warn()
+
+    def _tell_unscored(self, row: str | None) -> None:
+        """Warn of the first completion that no reward scored."""
+        if row is None or self._has_told_unscored:
+            return
+        self._has_told_unscored = True
+        if distributed.is_main():
+            logger.warning(
+                "every reward returned None for completions of this dataset row: %s. Nothing is learned from such "
+                "completions; frac_unscored is their share. Check the columns that the rewards read.",
+                row,
+            )
 
     def _counted(self, rollouts: Sequence[Rollout]) -> _Counts:
         masks = self._args.mask_truncated_completions
@@ -128,3 +147,9 @@ class SignalHealth:
             f"no learning signal in {self._num_steps} optimizer steps one after another. Of {counts.all} completions, "
             f"{'; '.join(reasons)}."
         )
+
+
+def _shown(rollout: Rollout) -> str:
+    """The dataset row of a rollout, without token ids."""
+    row = {name: value for name, value in rollout.row.items() if name != "prompt_ids"}
+    return printable(repr(row), max_characters=1000)

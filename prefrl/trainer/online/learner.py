@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.online.config import OnlineConfig
     from prefrl.types import LossOutput, Rollout, SampledBatch
 
-__all__ = ["Learned", "Learner", "Objective", "rows_of_parts"]
+__all__ = ["Learned", "Learner", "Objective", "restore", "rows_of_parts", "state_of"]
 
 Row = TypeVar("Row", bound=TokenBatch)  # the rows that a learner makes
 Ready = TypeVar("Ready", bound=TokenBatch)  # these rows with everything that their loss reads
@@ -178,3 +178,14 @@ class Learner(Protocol[Row, Ready]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         ...
+
+
+def state_of(learner: Learner[Any, Any]) -> dict[str, Any]:
+    """The state of a learner and of its objective, JSON-serializable."""
+    return {"objective": learner.objective.state_dict(), "learner": learner.state_dict()}
+
+
+def restore(learner: Learner[Any, Any], state: Mapping[str, Any]) -> None:
+    """Restore what `state_of` returned."""
+    learner.objective.load_state_dict(state["objective"])
+    learner.load_state_dict(state["learner"])

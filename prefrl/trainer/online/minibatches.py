@@ -76,7 +76,7 @@ class MinibatchMaker(Generic[Row, Ready]):
         return size if self.objective.splits_groups and size < self.args.num_generations else None
 
     def _score(self, batch: Row, needs: Collection[ScoreNeed]) -> Scores:
-        return self.scorer.needed(batch, needs, rows_per_pass=self.args.per_device_train_batch_size)
+        return self.scorer.needed(batch, needs, rows_per_pass=self.args.rows_per_micro_batch)
 
     def _with_gradient(self, batch: Row) -> tuple[Row, Row]:
         """Split the rows with trainable tokens into those whose loss has a gradient, and those whose loss has none."""

@@ -44,7 +44,10 @@ class PolicyObjective:
 
     def __init__(self, args: PolicyGradientConfig) -> None:
         self.args = args
+        if distributed.is_main():
+            args.warn_of_lengths()
         self._has_kl = args.beta > 0 and args.kl_in == "loss"
+        self._has_bonus = args.entropy_coef > 0 or args.use_adaptive_entropy
         self._has_critic = "values" in ADVANTAGES[args.estimator].needs
         self.stage: type[PolicyBatch] = CriticBatch if self._has_critic else PolicyBatch
         self.policy_loss = POLICY_LOSSES[args.loss_type]
@@ -86,8 +89,9 @@ class PolicyObjective:
     def has_gradient(self, batch: PolicyBatch) -> list[bool]:
         """See `Objective`; with some terms, even rows with zero advantage have a gradient."""
         args = self.args
-        has_entropy = args.entropy_coef > 0 or args.use_adaptive_entropy
-        has_term = self._has_kl or has_entropy or self._has_critic or self.loss_params.positive_nll_coef is not None
+        has_term = (
+            self._has_kl or self._has_bonus or self._has_critic or self.loss_params.positive_nll_coef is not None
+        )
         if has_term or args.loss_type == "kl_cov":
             return [True] * batch.num_rows
         sums = row_sums(batch.advantages.abs(), batch.trainable, batch.row_index, batch.num_rows)
@@ -97,7 +101,7 @@ class PolicyObjective:
     def row_items(self, batch: PolicyBatch) -> Tensor:
         """Tokens, 1 or a constant for each row, as the reduction of the loss says."""
         reduction = self.policy_loss.reduction
-        constant = self.args.max_completion_length if reduction == "constant" else None
+        constant = self.args.longest_completion if reduction == "constant" else None
         return row_items(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
 
     def prepared(self, batch: PolicyBatch, *, num_items: float) -> PolicyBatch:
@@ -168,8 +172,6 @@ class PolicyObjective:
         per_token = batch.loss_scale * per_token
         if self.adaptive_entropy is not None:
             self._observe(3, scores.entropy, batch)
-        if self._entropy_weight != 0:
-            per_token = per_token - self._entropy_weight * scores.entropy
         if batch.ref_logprobs is not None:
             kl = self._kl(batch, scores, old_logprobs, batch.ref_logprobs)
             per_token = per_token + self.beta * kl
@@ -180,6 +182,10 @@ class PolicyObjective:
         if params.positive_nll_coef is not None:
             nll = positive_nll(tokens, batch.nll_weights > 0)
             total = total + params.positive_nll_coef * (batch.nll_weights * nll).sum()
+        if self._has_bonus:
+            metrics |= {"policy_loss": Mean(total.detach(), self.row_items(batch).sum())}
+        if self._entropy_weight != 0:
+            total = total - self._entropy_weight * (weights * scores.entropy).sum()
         return LossOutput(total=total, metrics=metrics | self._weights_as_metrics())
 
     def metrics_without_pass(self, batch: PolicyBatch) -> dict[str, Metric]:
@@ -239,7 +245,7 @@ class PolicyObjective:
         metrics: dict[str, Metric] = {}
         if self.adaptive_kl is not None:
             metrics["kl_coef"] = Mean(self.beta, 1)
-        if self.adaptive_entropy is not None:
+        if self._has_bonus:
             metrics["entropy_coef"] = Mean(self.entropy_coef, 1)
         return metrics
 
@@ -276,7 +282,8 @@ class PolicyObjective:
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned, between optimizer steps."""
+        self._observed = torch.zeros(5, dtype=torch.float64)
         if self.adaptive_kl is not None:
             self.adaptive_kl.load_state_dict(state["kl"])
         if self.adaptive_entropy is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -18,6 +19,8 @@ from prefrl.trainer.base.reference_options import ReferenceOptions
 from prefrl.trainer.online.controllers import EntropyParams
 
 __all__ = ["ENTROPY", "KL", "LOSS", "EntropyOptions", "KLEstimate", "KLOptions", "PolicyLossOptions"]
+
+logger = logging.getLogger(__name__)
 
 KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "sequence"]
 
@@ -89,6 +92,16 @@ class PolicyLossOptions:
             raise ConfigError(
                 f"importance_sampling_level={self.importance_sampling_level!r} with loss_type={self.loss_type!r}: "
                 f"this loss supports {' and '.join(map(repr, sorted(loss.levels)))}."
+            )
+
+    def warn_of_lengths(self) -> None:
+        """Warn if the ratio of a sequence counts once for each of its tokens."""
+        reduction = POLICY_LOSSES[self.loss_type].reduction
+        if self.importance_sampling_level in ("sequence", "sequence_token") and reduction in ("token", "constant"):
+            logger.warning(
+                "importance_sampling_level=%r with loss_type=%r: this loss is a sum over tokens, so a sequence counts "
+                "as often as it has tokens. loss_type='grpo' counts each sequence once, as in GSPO.",
+                *(self.importance_sampling_level, self.loss_type),
             )
 
 

@@ -16,12 +16,13 @@ from prefrl import distributed
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
 from prefrl.data.stream import EmptyItems, StreamLoader, StreamRows
 from prefrl.errors import ConfigError, DataError
-from prefrl.rollout.collect import Collected, Request, ask, prompt_seed
+from prefrl.rollout.collect import Collected, Request, add_greedy, ask, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
 from prefrl.rollout.prefetch import PrefetchQueue
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
 
 if TYPE_CHECKING:
+
     from prefrl.rollout.collect import Collector
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
@@ -182,7 +183,7 @@ class Prompts:
             if self._resampling_params is not None:
                 collected = self._with_signal(collected, number, self._resampling_params)
             if self._args.needs_greedy:
-                self._add_greedy(collected)
+                add_greedy(collected, self._collector, self._args.sampling_params())
         except BaseException:
             if self.curriculum is not None and before is not None:
                 self.curriculum.load_state_dict(before)
@@ -193,17 +194,6 @@ class Prompts:
         """Update the curriculum as `collect` did when these rollouts were collected."""
         for visit in collected.visits:
             self._visit(visit)
-
-    def _add_greedy(self, collected: Collected) -> None:
-        """Set `greedy_reward`: the total reward of one more completion of each prompt, decoded greedily."""
-        sampling = replace(self._args.sampling_params(), num_samples=1, temperature=0.0)
-        rows = {rollout.group: rollout.row for rollout in collected.rollouts}
-        seeds = dict.fromkeys(rows, 0)
-        asked = ask(list(rows.values()), sampler=self._collector.sampler, sampling=sampling, seeds=seeds)
-        greedy = self._collector.collect(asked).rollouts
-        totals = {rollout.group: rollout.reward for rollout in greedy}
-        for rollout in collected.rollouts:
-            rollout.greedy_reward = totals[rollout.group]
 
     def _ask_for(self, number: int) -> Request:
         rows = self._rows_of_generation(number)

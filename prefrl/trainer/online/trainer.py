@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,18 +20,21 @@ from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer, rollouts_file
-from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
+from prefrl.rollout.collect import Collected, Collector
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
-from prefrl.rollout.summary import log_completions, rollout_metrics
-from prefrl.trainer.base.arguments import check_arguments, check_stream, default_output_dir
+from prefrl.rollout.summary import collected_metrics, log_collected
+from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.references import loaded_reference
+from prefrl.trainer.base.schedule_free import averages_weights
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.episodes import Episodes
+from prefrl.trainer.online.evaluation import EvaluationRollouts
 from prefrl.trainer.online.generators import make_generator, sampling_metrics
 from prefrl.trainer.online.health import SignalHealth
+from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -44,7 +47,7 @@ from prefrl.trainer.online.prompts import (
     prompt_loader,
     prompts_per_generation,
 )
-from prefrl.types import LossOutput, ReadyBatch, TokenBatch
+from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -132,6 +135,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if reward_funcs is None and environment_factory is not None:
             reward_funcs = []  # the environments give them
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
+        check_has_data(shared | {"environment_factory": environment_factory})
         if args is None:
             args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
         check_stream(train_dataset, max_steps=args.max_steps)
@@ -170,6 +174,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         state, clock = lambda: self.state, lambda: self.account.clock()
         company = partial(distributed.in_company, device=args.device)
         self._collector = Collector(self.rewards, sampler, state, clock, lambda: company(self.rewards.passes))
+        self._evaluation = EvaluationRollouts(args, self._collector)
         rows, rows_of_generation = numbered_rows(args, self.train_dataset)
         self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
 
@@ -182,7 +187,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             args,
             self.objective,
             self.scorer,
-            cut=lambda batch: self.cut(batch, args.per_device_train_batch_size),
+            cut=lambda batch: self.cut(batch, args.rows_per_micro_batch),
             hidden_size=self.policy.config.get_text_config().hidden_size,
         )
         place = (distributed.rank(), distributed.world_size())
@@ -233,12 +238,11 @@ class OnlineTrainer(BaseTrainer[Ready]):
         return prompt_loader(self.args, self.train_dataset, self.collate)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """The prompts of an evaluation dataset, in order; `per_device_eval_batch_size` counts completions."""
+        """The prompts of an evaluation dataset, in order."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        num_samples = self.args.sampling_params(evaluation=True).num_samples
-        num_prompts = max(1, self.args.per_device_eval_batch_size // num_samples)
+        num_prompts = self.args.prompts_per_evaluation_batch
         return evaluation_loader(dataset, num_prompts=num_prompts, collate=self.collate)
 
     # One step.
@@ -248,7 +252,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if self.buffer.is_spent:
             number = self._generation_at(self.state.global_step)
             collected = self._collect(number)
-            learned = self._learned(collected, num_parts=self.args.updates_per_generation)
+            learned = self._learned(collected.rollouts, num_parts=self.args.updates_per_generation)
+            merge(self.metrics["train"], learned.metrics)
             self._seal(number, [collected])
             self.buffer.fill(self._minibatches.of(learned))
             self._report(collected)
@@ -276,19 +281,18 @@ class OnlineTrainer(BaseTrainer[Ready]):
         step, saves = self.state.global_step, self.args.save_strategy != "no"
         self.journal.seal(number, parts, step=step, needed_from=max(self._last_saved, 0) if saves else step)
 
-    def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
+    def _learned(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
-        rollouts, args = collected.rollouts, self.args
+        args = self.args
         batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions)
-        scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
+        scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.rows_per_micro_batch)
         step = self.state.global_step
         learned = self.learner.advantages(
             batch, scores, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks
         )
         for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
             rollout.advantage = advantage
-        merge(self.metrics["train"], learned.metrics | token_counts(rollouts, batch))
-        return learned
+        return replace(learned, metrics=learned.metrics | token_counts(rollouts, batch))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -296,7 +300,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """See `BaseTrainer.get_batch_samples`. With overlap, items are counted at the end of the step."""
         if self.args.generation_mode != "overlap":
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.account.start()
+        self._start_step()
         items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
         if not items:
             return [], 0.0
@@ -325,7 +329,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
                     break
                 self.account.move("reward", collected.reward_s)
             parts.append(collected)
-            learned = self._learned(collected, num_parts=1, over_ranks=False)
+            learned = self._learned(collected.rollouts, num_parts=1, over_ranks=False)
+            merge(self.metrics["train"], learned.metrics)
             (minibatch,) = self._minibatches.of(learned, over_ranks=False)
             merge(self.metrics["train"], minibatch.metrics)
             yield minibatch
@@ -362,6 +367,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _end_training(self) -> None:
         """See `BaseTrainer`."""
+        super()._end_training()
         self.prompts.prefetched.drop()
         self.health.end()
 
@@ -386,29 +392,41 @@ class OnlineTrainer(BaseTrainer[Ready]):
                 self.buffer.change_visited(self.objective.visited, self._fresh_logprobs)
         return loss
 
-    # Evaluation: completions and rewards, no loss.
+    # Evaluation: completions, rewards and their loss.
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """See `BaseTrainer.evaluation_loop`; samples with the current weights."""
-        if not self.is_in_train:
+        """See `BaseTrainer.evaluation_loop`; samples with the current weights, and learning goes on as before."""
+        has_average = averages_weights(self.optimizer)  # other weights of the same version
+        if has_average or not self.is_in_train:
             self.generator.invalidate()
         self._sync_generator()
-        return super().evaluation_loop(*args, **kwargs)
+        state = state_of(self.learner)
+        self._evaluation.take()  # what an evaluation that failed has left
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            restore(self.learner, state)
+            if has_average:
+                self.generator.invalidate()
 
     def evaluation_step(self, model: nn.Module, item: list[dict[str, Any]]) -> dict[str, Metric]:
         """Rewards and lengths of completions of some prompts."""
-        # The completions of a prompt must not depend on how the dataset is distributed over ranks.
-        prompts = [zlib.crc32(repr(row["prompt_ids"]).encode()) for row in item]
-        seeds = {group: prompt_seed(self.args.seed, 0, prompt) for group, prompt in enumerate(prompts)}
-        sampling = self.args.sampling_params(evaluation=True)
-        started = self.account.clock()
-        # Even without prompts: other ranks may need this one to recover a server.
-        collected = self._collector.collect(ask(item, sampler=self._collector.sampler, sampling=sampling, seeds=seeds))
-        if not item:
-            return {}
-        seconds = self.account.clock() - started
-        times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
-        return self._metrics_of(collected) | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
+        return self._evaluation.sample(item)
+
+    def end_evaluation(self, model: nn.Module) -> dict[str, Metric]:
+        """The loss, as in a step that learns from all completions of the evaluation at once, and its metrics."""
+        learned = self._learned(self._evaluation.take(), num_parts=1)
+        (minibatch,) = self._minibatches.of(learned)
+        metrics = {"loss": Mean(0.0, minibatch.num_items, empty=0.0), **learned.metrics}
+        merge(metrics, minibatch.metrics)
+        num_missing = distributed.missing_passes(model, len(minibatch.micro_batches), self.args.device)
+        for batch in minibatch.micro_batches:
+            with self.accelerator.autocast():
+                output = self.full_loss(model, batch.to(self.args.device))
+            merge(metrics, {"loss": Mean(output.total, 0.0), **output.metrics})
+        for _ in range(num_missing):
+            self._forward_sum(model, self._idle_batch().to(self.args.device))
+        return metrics
 
     def _rows_of(self, item: list[dict[str, Any]]) -> int:
         """Prompts in an item of the evaluation loader."""
@@ -424,13 +442,6 @@ class OnlineTrainer(BaseTrainer[Ready]):
         weight_sync = ["weight_sync"] if self.args.use_vllm else []
         return [*weight_sync, "generation", "reward", *old_policy, *super().phases]
 
-    def _metrics_of(self, collected: Collected) -> dict[str, Metric]:
-        count = len(collected.rollouts)
-        return {
-            **rollout_metrics(collected.rollouts),
-            **{name: Mean(value * count, count) for name, value in collected.logged_metrics.items()},
-        }
-
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
@@ -441,13 +452,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
             step=self.state.global_step,
             num_ahead=len(self.prompts.prefetched),
         )
-        metrics = self._metrics_of(collected) | self.health.check(collected.rollouts) | of_sampling
+        metrics = collected_metrics(collected) | self.health.check(collected.rollouts) | of_sampling
         merge(self.metrics["train"], metrics | collected.metrics)
         if self.args.log_completions:
-            parts = distributed.gather_objects(collected)
-            if distributed.is_main():
-                everyone = Collected.concat(parts).rollouts
-                log_completions(everyone, step=self.state.global_step, limit=self.args.num_completions_to_print)
+            log_collected(collected, step=self.state.global_step, limit=self.args.num_completions_to_print)
 
     def decisive(self) -> dict[str, Any]:
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
@@ -471,18 +479,15 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.buffer.save(folder / rollouts_file(distributed.rank(), distributed.world_size()))
         if self.args.should_save:
             self.prompts.save(folder / "curriculum.safetensors")
-            state = {"objective": self.objective.state_dict(), "learner": self.learner.state_dict()}
-            (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+            (folder / _STATE_FILE).write_text(json.dumps(state_of(self.learner)), encoding="utf-8")
 
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote; with another number of processes, redistribute the rollouts."""
         rank, world_size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
         paths = [folder / rollouts_file(number, num_files) for number in range(num_files)]
-        cut = partial(self.cut, rows_per_micro_batch=self.args.per_device_train_batch_size)
+        cut = partial(self.cut, rows_per_micro_batch=self.args.rows_per_micro_batch)
         self.buffer.load_share(paths, cut=cut, rank=rank, world_size=world_size)
         self.prompts.load(folder / "curriculum.safetensors")
-        state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
-        self.objective.load_state_dict(state["objective"])
-        self.learner.load_state_dict(state["learner"])
+        restore(self.learner, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
         super()._load_update_state(folder)

@@ -161,6 +161,11 @@ class VLLMOptions:
         if self.vllm_server_base_url is not None:
             names = ("vllm_server_host", "vllm_server_port")
             check_unset(self, *names, because="vllm_server_base_url is set", remedy="Remove one of them.")
+        elif not self.vllm_server_host:
+            raise ConfigError(
+                "vllm_server_host='': must be a host name or an address. Leave it out for this machine, or set "
+                "vllm_server_base_url."
+            )
         for url in self.server_urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:

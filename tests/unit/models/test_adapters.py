@@ -17,13 +17,14 @@ from prefrl.models.forward import token_logprobs
 from prefrl.models.load import load_model, load_reward_model
 from prefrl.trainer.sft_config import SFTConfig
 from prefrl.trainer.sft_trainer import SFTTrainer
-from tests.assets import tiny_model, tiny_tokenizer
+from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
 TEXTS = Dataset.from_list([{"text": "to be"}, {"text": "or not to be"}, {"text": "that is the question"}])
 QV = ("q_proj", "v_proj")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LAYERS = r"layers\.\d\.self_attn"
 
 
@@ -126,13 +127,12 @@ def test_training_moves_exactly_the_adapter_and_what_is_saved_gives_equal_output
 
 
 def test_parameters_of_experts_get_adapters(tmp_path: Path) -> None:
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = lora_config(target_modules=[], target_parameters=["experts.gate_up_proj"], r=4)
-    trainer = trained(tiny_model("qwen3_moe", **sizes), config, tmp_path)
+    trainer = trained(tiny_model("qwen3_moe", **EXPERTS), config, tmp_path)
     assert len(trainer.moved) == 2 * 2  # layers, A and B
     assert all(re.search(r"mlp\.experts\.lora_[AB]", name) for name in trainer.moved)
     trainer.save_model(str(tmp_path / "saved"))
-    reloaded = peft.PeftModel.from_pretrained(tiny_model("qwen3_moe", **sizes), tmp_path / "saved")
+    reloaded = peft.PeftModel.from_pretrained(tiny_model("qwen3_moe", **EXPERTS), tmp_path / "saved")
     torch.testing.assert_close(logits(reloaded), logits(trainer.model), rtol=0, atol=1e-5)
 
 
@@ -197,6 +197,35 @@ def test_an_adapter_that_cannot_be_as_it_is_described_is_an_error(options: dict[
     config = peft.LoraConfig(**({"target_modules": ["q_proj"]} | options))
     with pytest.raises(ConfigError, match=message):
         load_model(tiny_model(), peft_config=config)
+
+
+def test_the_head_of_a_reward_model_may_be_named_although_peft_trains_it_as_a_whole() -> None:
+    config = peft.LoraConfig(target_modules=["q_proj", "score"])
+    model = load_reward_model(tiny_reward_model(), peft_config=config)
+    heads = {name for name in trainable(model) if "q_proj" not in name}
+    assert heads == {"base_model.model.score.modules_to_save.default.weight"}
+
+
+@pytest.mark.parametrize("names", [["gate_proj", "up_proj", "down_proj"], ["q_proj", "gate_proj", "up_proj"]])
+def test_names_of_experts_mean_the_parameters_that_hold_them(names: list[str]) -> None:
+    model = load_model(tiny_model("qwen3_moe", **EXPERTS), peft_config=peft.LoraConfig(target_modules=names))
+    assert any("experts" in name for name in trainable(model))
+    assert ("q_proj" in names) == any("q_proj" in name for name in trainable(model))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["q_proj", "gate_up_proj"],
+            r"'gate_up_proj', .*\.experts\.gate_up_proj is a parameter: .* target_parameters",
+        ),
+        (["gate_proj", "up_proj", "typo"], r"'typo', but there is no such layer.*look like .*lm_head"),
+    ],
+)
+def test_names_of_a_mixture_of_experts_that_are_no_layers_are_errors(names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model(tiny_model("qwen3_moe", **EXPERTS), peft_config=peft.LoraConfig(target_modules=names))
 
 
 def test_what_peft_refuses_is_a_config_error() -> None:

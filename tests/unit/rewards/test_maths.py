@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prefrl.errors import ConfigError
 from prefrl.rewards import (
     RewardRunner,
     accuracy_reward,
@@ -50,6 +51,18 @@ def test_accuracy_is_equality_as_mathematics(solution: str | float | None, text:
 def test_reasoning_is_not_read() -> None:
     texts = [r"<think>\boxed{2}</think> \boxed{3}", r"<think>\boxed{3}</think> \boxed{2}", r"<think>\boxed{3}"]
     assert reasoning_accuracy_reward(texts, ["3"] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_the_answer_follows_the_last_of_the_first_delimiter_that_occurs() -> None:
+    texts = [r"\boxed{2}<R>\boxed{1}<R>\boxed{3}", r"\boxed{3}<S>\boxed{4}<R>so", r"\boxed{3}</think>\boxed{3}"]
+    assert reasoning_accuracy_reward(texts, ["3"] * 3, reasoning_delimiters=["<R>", "<S>"]) == [1.0, 0.0, 0.0]
+    assert reasoning_accuracy_reward(texts, ["4"] * 3, ["<S>", "<R>"]) == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("delimiters", ["</R>", [], ["</R>", ""], [3]])
+def test_delimiters_of_the_reasoning_are_a_list_of_texts(delimiters: Any) -> None:
+    with pytest.raises(ConfigError, match=r"reasoning_delimiters=.*must be a list of texts, such as \['</think>'\]"):
+        reasoning_accuracy_reward(["x"], ["3"], reasoning_delimiters=delimiters)
 
 
 def test_cosine_prefers_short_right_and_long_wrong() -> None:

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
+from prefrl.metrics import merge
 from prefrl.rollout import summary
 from prefrl.rollout.summary import (
     as_text,
@@ -40,8 +41,10 @@ ROLLOUTS = [
 def test_metrics_by_hand() -> None:
     values = {name: metric.value() for name, metric in rollout_metrics(ROLLOUTS).items()}
     assert values["reward"] == pytest.approx(3.5)
-    assert values["reward_std"] == pytest.approx(2**0.5 / 2)  # groups: sqrt(2), 0; the third has no reward
+    assert values["reward_std"] == pytest.approx((11 / 3) ** 0.5)  # of 1, 3, 5, 5
+    assert values["reward_group_std"] == pytest.approx(2**0.5 / 2)  # groups: sqrt(2), 0; the third has no reward
     assert values["frac_reward_zero_std"] == 0.5
+    assert values["frac_unscored"] == 0.2
     assert values["rewards/good/mean"] == pytest.approx(3.5)
     assert values["rewards/good/std"] == pytest.approx((11 / 3) ** 0.5)
     assert values["completions/mean_length"] == pytest.approx(21 / 5)
@@ -50,8 +53,12 @@ def test_metrics_by_hand() -> None:
     assert values["completions/clipped_ratio"] == 0.2
 
 
-def test_no_terminated_lengths_when_every_completion_was_cut() -> None:
-    assert "completions/mean_terminated_length" not in rollout_metrics([rollout(0, 3, 1.0, "length")])
+def test_terminated_lengths_are_0_only_if_no_batch_has_a_terminated_completion() -> None:
+    names = [f"completions/{kind}_terminated_length" for kind in ("mean", "min", "max")]
+    cut = rollout_metrics([rollout(0, 3, 1.0, "length")])
+    assert [cut[name].value() for name in names] == [0.0] * 3
+    merge(cut, rollout_metrics([rollout(0, 2, 1.0), rollout(0, 4, 1.0)]))
+    assert [cut[name].value() for name in names] == [3.0, 2.0, 4.0]
 
 
 def test_table_shows_markup_as_text() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 
 from prefrl import ConfigError, SFTConfig, SFTTrainer
@@ -173,7 +174,8 @@ def test_options_that_change_nothing_are_refused(
 
 def test_the_option_is_what_moves_activations(tmp_path: Path) -> None:
     config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    trainer = SFTTrainer(tiny_model(), config, processing_class=tiny_tokenizer())
+    data = Dataset.from_list([{"text": "to be"}])
+    trainer = SFTTrainer(tiny_model(), config, train_dataset=data, processing_class=tiny_tokenizer())
     assert not isinstance(trainer._saved_activations(), OffloadActivations)
     trainer.args.activation_offloading = True  # the config refuses it on a CPU
     assert isinstance(trainer._saved_activations(), OffloadActivations)

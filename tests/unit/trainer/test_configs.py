@@ -27,6 +27,9 @@ GRPO_RULES = [
         {"ref_model_sync_steps": 3}, "ref_model_sync_steps=3 has no effect because sync_ref_model", id="sync"
     ),
     pytest.param({"ref_model_mixup_alpha": 0.3}, "ref_model_mixup_alpha=0.3 has no effect", id="alpha"),
+    pytest.param(
+        {"dataloader_persistent_workers": True}, "dataloader_persistent_workers=True has no effect", id="workers"
+    ),
     pytest.param({"num_completions_to_print": 3}, "num_completions_to_print=3 has no effect", id="print"),
     pytest.param(
         {"generation_batch_size": 16, "steps_per_generation": 2}, "set one of them", id="both generation sizes"
@@ -67,6 +70,24 @@ SFT_RULES = [
     ),
     pytest.param({"max_length": 1}, "max_length=1: must be a number >= 2", id="length"),
     pytest.param({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 has no effect", id="label smoothing"),
+    pytest.param(
+        {"lr_scheduler_type": "warmup_stable_decay"}, "warmup_stable_decay' .*num_decay_steps.*Set lr_sch", id="wsd"
+    ),
+    pytest.param({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr.* Set lr_scheduler_kwargs", id="min_lr"),
+    pytest.param(
+        {"lr_scheduler_kwargs": {"cycles": 2}}, "'linear' with .*'cycles'.* Set lr_scheduler_k", id="schedule"
+    ),
+    pytest.param(
+        {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}},
+        "lr_scheduler_kwargs=.*no effect",
+        id="const",
+    ),
+    pytest.param({"optim_args": "amsgrad=True"}, "'amsgrad' has no effect .*Remove it", id="optim_args"),
+    pytest.param(
+        {"optim": "adafactor", "optim_args": "relative_step=True"}, "'relative_step' has no effect", id="adafactor"
+    ),
+    pytest.param({"optim_target_modules": ["q_proj"]}, "optim_target_modules=.* has no effect", id="optim modules"),
+    pytest.param({"dataloader_persistent_workers": True}, "persistent_workers=True has no effect", id="workers"),
     pytest.param({"remove_unused_columns": True}, "remove_unused_columns=True: must be False", id="columns"),
     pytest.param(
         {"train_sampling_strategy": "group_by_length"}, "must be 'random' or 'sequential'", id="group by length"
@@ -207,6 +228,13 @@ def test_activation_checkpointing_is_a_switch_on_the_command_line(tmp_path: Path
     for switch in ([], ["--activation_checkpointing"]):
         (made,) = parser.parse_args_into_dataclasses([*words, *switch])
         assert made.activation_checkpointing is bool(switch)
+
+
+def test_the_switch_of_trls_commands_for_columns_is_taken(tmp_path: Path) -> None:
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--no_remove_unused_columns"]
+    for cls in (DPOConfig, GRPOConfig):
+        (made,) = HfArgumentParser(cls).parse_args_into_dataclasses(words)
+        assert made.remove_unused_columns is False
 
 
 def test_generation_sizes_follow_from_each_other(tmp_path: Path) -> None:

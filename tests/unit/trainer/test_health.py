@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ WITHOUT_SIGNAL = [
 ]
 
 
+def signal_warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if "no learning signal" in record.getMessage()]
+
+
+def test_the_first_row_without_any_reward_is_shown_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def unscored(number: int) -> Rollout:
+        return replace(rollout(NAN, 0.0), row={"prompt": f"p{number}", "answer": None, "prompt_ids": [7]})
+
+    watching = health(tmp_path)
+    watching.check(GOOD)
+    assert not caplog.records
+    for number in (1, 2):
+        watching.check([*GOOD, unscored(number)])
+    (record,) = caplog.records
+    assert "returned None for completions of this dataset row: {'prompt': 'p1', 'answer': None}" in record.getMessage()
+
+
 @pytest.mark.parametrize(("rollouts", "reason"), WITHOUT_SIGNAL)
 def test_steps_without_a_signal_are_warned_of_once(
     rollouts: list[Rollout], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -54,12 +72,12 @@ def test_steps_without_a_signal_are_warned_of_once(
     watching.check(GOOD)
     for _ in range(9):
         assert watching.check(rollouts)["health/signal_fraction"].value() == 0.0
-    assert not caplog.records
+    assert not signal_warnings(caplog)
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
             watching.check(rollouts)
         watching.end()
-    (record,) = caplog.records
+    (record,) = signal_warnings(caplog)
     assert "no learning signal in 10 optimizer steps one after another. Of 20 completions, " in record.getMessage()
     assert reason in record.getMessage()
 

@@ -216,6 +216,20 @@ def test_every_option_of_episodes_is_listed_here() -> None:
     assert set(EPISODES) == {field.name for field in dataclasses.fields(EpisodeOptions)}
 
 
+@pytest.mark.parametrize(("prompts", "samples"), [(1, 2), (4, 2), (2, 5)])
+def test_batches_of_online_dpo_count_prompts(prompts: int, samples: int, tmp_path: Path) -> None:
+    args = OnlineDPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        per_device_train_batch_size=prompts,
+        per_device_eval_batch_size=prompts,
+        gradient_accumulation_steps=3,
+        num_generations=samples,
+    )
+    assert args.completions_per_rank == 3 * prompts * samples
+    assert args.prompts_per_evaluation_batch == prompts
+
+
 @pytest.mark.parametrize("name", EPISODES)
 def test_options_of_episodes_need_tools_or_environments(name: str, tmp_path: Path) -> None:
     for config in (GRPOConfig, PPOConfig, OnlineDPOConfig):

@@ -13,6 +13,26 @@ from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.policy_objective import PolicyObjective
 
 
+@pytest.mark.parametrize(
+    ("loss", "level", "warns"),
+    [
+        ("dapo", "sequence", True),
+        ("dr_grpo", "sequence_token", True),
+        ("cispo", "sequence", True),
+        ("cispo", "sequence_sum", False),  # the weight of the whole sequence, as in REINFORCE
+        ("dapo", "token", False),
+        ("grpo", "sequence", False),
+        ("luspo", "sequence", False),
+    ],
+)
+def test_a_ratio_of_sequences_in_a_sum_over_tokens_is_warned_of(
+    loss: str, level: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, loss_type=loss, importance_sampling_level=level)
+    PolicyObjective(args)
+    assert ("a sequence counts as often as it has tokens" in caplog.text) is warns
+
+
 def test_a_loss_of_the_ratio_to_the_sampler_is_not_corrected_again(tmp_path: Path) -> None:
     """-r A log pi of two tokens, r = policy / sampler, A = 2."""
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, loss_type="aipo")

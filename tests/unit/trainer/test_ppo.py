@@ -105,12 +105,29 @@ def test_a_policy_that_is_saved_or_sent_has_no_critic(tmp_path: Path) -> None:
     assert [name for name, _ in trainer.weights] == names
 
 
-def test_the_critic_has_its_own_learning_rate_and_no_weight_decay(tmp_path: Path) -> None:
+def test_the_critic_has_its_own_learning_rate_and_weight_decay_but_not_for_norms(tmp_path: Path) -> None:
     trainer = ppo(tmp_path, **CRITIC, learning_rate=0.2, weight_decay=0.5)
-    *groups, last = trainer.create_optimizer().param_groups
-    assert {id(p) for p in last["params"]} == {id(p) for p in trainer.critic.parameters()}
-    assert (last["lr"], last["weight_decay"]) == (0.1, 0.0)
-    assert {group["lr"] for group in groups} == {0.2}
+    *of_policy, decaying, other = trainer.create_optimizer().param_groups
+    names = {id(p): name for name, p in trainer.critic.module.named_parameters()}
+    assert [group["weight_decay"] for group in (decaying, other)] == [0.5, 0.0]
+    assert {names[id(p)] for p in other["params"]} == {
+        name for name in names.values() if "norm" in name or "bias" in name
+    }
+    assert {id(p) for group in (decaying, other) for p in group["params"]} == set(names)
+    assert {group["lr"] for group in (decaying, other)} == {0.1}
+    assert {group["lr"] for group in of_policy} == {0.2}
+
+
+def test_the_critic_decays_while_it_learns_alone(tmp_path: Path) -> None:
+    seen = _Snapshots()
+    options = {"critic_warmup": 2, "max_steps": 3, "weight_decay": 0.5, "lr_scheduler_type": "constant"}
+    trainer = ppo(tmp_path, callbacks=[seen], **options, **CRITIC | {"critic_learning_rate": 0.1})
+    trainer.critic.module.score.weight.data.fill_(1.0)
+    for parameter in trainer.critic.parameters():
+        parameter.register_hook(torch.zeros_like)
+    trainer.train()
+    # SGD without a gradient: each step multiplies by 1 - 0.1 * 0.5.
+    torch.testing.assert_close(seen.critic[1], torch.full_like(seen.critic[1], 0.95**2))
 
 
 def test_gradients_of_policy_and_critic_are_clipped_apart(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
         ({"weight_sync": "gloo"}, "weight_sync='gloo' has no effect because use_vllm=False"),
         ({**UNCUT, "vllm_server_port": 70000}, "vllm_server_port=70000: must be a number >= 1 and <= 65535"),
         ({**UNCUT, "vllm_server_timeout": 0}, "vllm_server_timeout=0: must be a number > 0"),
+        ({**UNCUT, "vllm_server_host": ""}, "vllm_server_host='': must be a host name"),
         ({**UNCUT, "vllm_server_base_url": "host:8000"}, "vllm_server_base_url='host:8000': must be like http"),
         ({**UNCUT, "vllm_server_base_url": ["http://a:1", "http://a:1/"]}, "names a server twice"),
         (
