@@ -5,19 +5,22 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.options.fields import default_of
 from prefrl.registry import REGISTRY
+from prefrl.trainer.base.config import BaseConfig
 
-__all__ = ["DATA", "check_arguments", "check_dataset", "default_output_dir", "named"]
+__all__ = ["DATA", "check_arguments", "check_dataset", "default_output_dir", "named", "own_config"]
 
 # The positional parameters after `args` of trainers on a fixed dataset, in TRL's order.
 DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
@@ -129,9 +132,42 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
         )
 
 
+def own_config(trainer: type[_Algorithm], args: Any, *, output_dir: str) -> Any:
+    """The config of a trainer's own class for its argument `args`.
+
+    Plain `transformers.TrainingArguments` give all the options that they have, also where their default is another one
+    than the trainer's. Only their `remove_unused_columns`, which is True unless set, is left out: the data layer
+    chooses the columns.
+
+    Args:
+        trainer: The class whose constructor was called.
+        args: Its argument.
+        output_dir: The output folder if `args` is None.
+    Raises:
+        ConfigError: The arguments are of a subclass, and set an option that the trainer does not have.
+    """
+    config_class = REGISTRY[trainer.algorithm].load_config()
+    if args is None:
+        return config_class(output_dir=output_dir)
+    if isinstance(args, config_class):
+        return args
+    known = {field.name for field in fields(config_class) if field.init}
+    given = {field.name: getattr(args, field.name) for field in fields(args) if field.init}
+    defaults = {field.name: default_of(field) for field in fields(args)}
+    lost = [name for name in given if name not in known and given[name] != defaults[name]]
+    if lost:
+        raise ConfigError(
+            f"args={type(args).__name__}: {lost[0]}={given[lost[0]]!r} is no option of {config_class.__name__}. Give "
+            f"args={config_class.__name__}(...)"
+        )
+    del given["remove_unused_columns"]
+    return config_class(**{name: value for name, value in given.items() if name in known})
+
+
 def _check_config(trainer: type[_Algorithm], value: Any) -> None:
     config_class = REGISTRY[trainer.algorithm].load_config()
-    if value is not None and not isinstance(value, config_class):
+    is_plain = isinstance(value, TrainingArguments) and not isinstance(value, BaseConfig)
+    if value is not None and not is_plain and not isinstance(value, config_class):
         raise _error(trainer, "args", value, f"{config_class.__name__}(...) or None")
 
 

@@ -21,8 +21,7 @@ from prefrl.metrics import Mean, Metric
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import disable_dropout
-from prefrl.registry import REGISTRY
-from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named
+from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named, own_config
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
@@ -68,7 +67,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     Args:
         model: Name, path or instance; trained in place.
-        args: Options; None: the defaults, in `<model name>-<algorithm>`.
+        args: Options; None: the defaults, in `<model name>-<algorithm>`. `TrainingArguments` are converted, see
+            `own_config`.
         data: Further positional arguments, in TRL's order: `data_collator`, which must be None, `train_dataset`,
             `eval_dataset` and `processing_class`.
         arguments: See `TrainerArguments`.
@@ -95,10 +95,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "args": args, **given})
         given.pop("data_collator", None)
-        if args is None:
-            suffix = type(self).__name__.removesuffix("Trainer")
-            args = REGISTRY[self.algorithm].load_config()(output_dir=default_output_dir(model, suffix))
-        self.args = args
+        suffix = type(self).__name__.removesuffix("Trainer")
+        self.args = args = own_config(type(self), args, output_dir=default_output_dir(model, suffix))
         if isinstance(given.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
             raise ConfigError(
                 f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "

@@ -25,7 +25,7 @@ from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import log_completions, rollout_metrics
-from prefrl.trainer.base.arguments import check_arguments, default_output_dir
+from prefrl.trainer.base.arguments import check_arguments, default_output_dir, own_config
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
@@ -121,8 +121,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if reward_funcs is None and environment_factory is not None:
             reward_funcs = []  # the environments give them
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
-        if args is None:
-            args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
+        output_dir = default_output_dir(model, self.algorithm.upper())
+        args = cast("PolicyGradientConfig", own_config(type(self), args, output_dir=output_dir))
         self.episodes = Episodes(args, tools, environment_factory)
         shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=args.completions_per_rank)
         shared["eval_dataset"] = self.episodes.with_prompts(eval_dataset)
