@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.rewards.base import RewardSource
+    from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.base.steps import Step
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
 
@@ -76,6 +77,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         tools: Tools | None = None,
         environment_factory: EnvironmentFactory | None = None,
         value_model: str | PreTrainedModel | None = None,
+        compute_metrics: ComputeMetrics | None = None,
     ) -> None:
         refuse_reward_model(value_model, reward_funcs)
         if optimizers != (None, None):
@@ -93,6 +95,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             quantization_config=quantization_config,
             tools=tools,
             environment_factory=environment_factory,
+            compute_metrics=compute_metrics,
         )
         self.critic: Critic = make_critic(self.args, self.policy, value_model)
         self.scorer.critic = self.critic

@@ -15,6 +15,7 @@ from prefrl.losses.reduce import item_count, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
 from prefrl.trainer.base.config import TRUNCATION_SIDES
+from prefrl.trainer.offline.predictions import predicted_tokens
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.trainer.sft_config import SFTConfig
 from prefrl.types import LossOutput, TokenBatch
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.losses.scores import WantName
 
 __all__ = ["SFTTrainer"]
 
@@ -46,6 +49,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
 
     algorithm = "sft"
     args: SFTConfig
+    predictions_of = staticmethod(predicted_tokens)
 
     def __init__(
         self,
@@ -107,7 +111,8 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Sum of the token losses."""
-        scores = self.score(model, batch, want=("entropy", "correct"))
+        predicted: list[WantName] = [] if model.training or self.compute_metrics is None else ["predicted"]
+        scores = self.score(model, batch, want=("entropy", "correct", *predicted))
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="token")
         total = (weights * SUPERVISED_LOSSES[self.args.loss_type](scores.logprobs)).sum()
         count = weights.sum()
@@ -115,4 +120,4 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
             "entropy": Mean((scores.entropy.detach() * weights).sum(), count),
             "mean_token_accuracy": Mean((scores.correct * weights).sum(), count),
         }
-        return LossOutput(total=total, metrics=metrics)
+        return LossOutput(total=total, metrics=metrics, predictions=scores.wanted.get("predicted"))

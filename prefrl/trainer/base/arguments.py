@@ -53,6 +53,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, PreTrainedTokenizerBase),
         "a tokenizer of transformers or None",
     ),
+    "compute_metrics": (callable, "a function of an EvalPrediction, which returns numbers by name, or None"),
     "callbacks": (lambda value: isinstance(value, list | tuple), "a list of callbacks or None"),
     "optimizers": (_is_pair, "a pair of optimizer and scheduler, each of which may be None"),
     "peft_config": (lambda value: isinstance(value, PushToHubMixin), "a config of peft, such as LoraConfig, or None"),
@@ -80,6 +81,11 @@ def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> 
             _check_config(trainer, value)
         elif name == "data_collator" and value is not None:
             raise _error(trainer, name, value, "None, the trainer lays out batches itself")
+        elif name == "preprocess_logits_for_metrics" and value is not None:
+            raise ConfigError(
+                "preprocess_logits_for_metrics: no logits are kept here. Leave it out: the predictions that "
+                "compute_metrics gets are already the most likely tokens, or rewards."
+            )
         elif name in ("train_dataset", "eval_dataset"):
             check_dataset(name, value, takes_several=name == "eval_dataset")
         elif name in _ARGUMENTS and (value is not None or name in _REQUIRED):

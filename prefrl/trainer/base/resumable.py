@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
 from prefrl import distributed
@@ -264,6 +264,13 @@ class ResumableTrainer(Trainer):
 
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote. All ranks must call it."""
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """HuggingFace's hook. Arguments are saved as JSON without secrets, not as a pickle with them."""
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / TRAINING_ARGS_NAME).unlink()
+        (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
 
     # The Hub, on which a run does not depend.
 

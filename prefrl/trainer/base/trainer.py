@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast
 
 import torch
-from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
@@ -33,6 +32,7 @@ from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
+from prefrl.trainer.base.predictions import PredictedRows
 from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.run_identity import data_fingerprint, decisive_options, model_fingerprint
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
     from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.base.reference_options import ReferenceOptions
 
 __all__ = ["BaseTrainer"]
@@ -93,6 +94,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: ComputeMetrics | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         peft_config: PeftConfig | None = None,
@@ -131,6 +133,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             train_dataset=self._prepared(train_dataset, tokenizer, training=True),
             eval_dataset=self._prepared(eval_dataset, tokenizer, training=False),
             processing_class=tokenizer,
+            compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
         )
@@ -378,7 +381,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
     ) -> EvalLoopOutput:
         """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
         model = self.policy if distributed.is_sharded(self.policy) else self.policy.to(self.args.device)
-        num_rows = 0
+        num_rows, self.predicted = 0, PredictedRows()
         memory = explained(lambda: f"evaluation, after {num_rows} rows", self.args, EVALUATION)
         with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model), memory:
             for item in dataloader:
@@ -386,7 +389,13 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
                 num_rows += self._rows_of(item)
         distributed.release(model)
         (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
-        values = {f"{metric_key_prefix}_{name}": value for name, value in self._drain("eval").items()}
+        found = self._drain("eval")
+        if self.compute_metrics is not None:
+            found |= self.predicted.metrics(self.compute_metrics)
+            self.predicted = PredictedRows()
+        values = {
+            f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}": value for name, value in found.items()
+        }
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))
 
     @abstractmethod
@@ -478,13 +487,6 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         state = whole_state(self.policy, keep=self.args.should_save)
         if self.args.should_save:
             self._save(str(folder), state)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """HuggingFace's hook. Arguments are saved as JSON without secrets, not as a pickle with them."""
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir)
-        (folder / TRAINING_ARGS_NAME).unlink()
-        (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called before a push to the hub."""

@@ -27,6 +27,7 @@ from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
+from prefrl.trainer.offline.predictions import predicted_pairs
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.models.reference import Reference
+    from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.offline.config import OfflineConfig
     from prefrl.trainer.offline.preference import RowKind
 
@@ -51,6 +53,7 @@ class TrainerArguments(TypedDict, total=False):
     train_dataset: Dataset | IterableDataset | None
     eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None  # one, or several by name
     processing_class: PreTrainedTokenizerBase | None  # the tokenizer; None: the model's
+    compute_metrics: ComputeMetrics | None  # further metrics of evaluations; see docs/concepts.md
     callbacks: list[TrainerCallback] | None
     optimizers: Optimizers  # optimizer and scheduler instead of those that `args` describes
     peft_config: PeftConfig | None  # train an adapter of this kind instead of the model
@@ -83,6 +86,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     _splits_rows = True
     _derived_columns = tuple(REFERENCE_COLUMNS.values())
+    # For `compute_metrics`: the predictions and labels of a batch's rows, from `LossOutput.predictions`.
+    predictions_of: Callable[[Any, Tensor], tuple[Sequence[Any], Sequence[Any]]] = staticmethod(predicted_pairs)
     args: OfflineConfig
     row_kind: RowKind[Loaded]
     train_dataset: Any
@@ -97,7 +102,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     ) -> None:
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "args": args, **given})
-        given.pop("data_collator", None)
+        for name in ("data_collator", "preprocess_logits_for_metrics"):  # None
+            given.pop(name, None)
         suffix = type(self).__name__.removesuffix("Trainer")
         self.args = args = own_config(type(self), args, output_dir=default_output_dir(model, suffix))
         if isinstance(given.get("train_dataset"), datasets.IterableDataset) and args.max_steps <= 0:
@@ -370,6 +376,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
                 output = self.loss(model, batch.to(self.args.device))
             metrics = {"loss": Mean(output.total, count), **output.metrics}
+            if self.compute_metrics is not None and output.predictions is not None:
+                self.predicted.add(*self.predictions_of(batch, output.predictions))
         return metrics
 
     def _rows_of(self, item: Loaded | None) -> int:

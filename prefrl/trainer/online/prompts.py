@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from prefrl import distributed
 from prefrl.data.samplers import GenerationBatchSampler, positions_of_rank
+from prefrl.errors import DataError
 from prefrl.rollout.collect import Collected, Request, ask, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
 from prefrl.rollout.prefetch import PrefetchQueue
@@ -21,12 +22,26 @@ if TYPE_CHECKING:
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
-__all__ = ["Prompts", "prompt_sampler", "prompts_per_generation"]
+__all__ = ["Prompts", "check_enough_prompts", "prompt_sampler", "prompts_per_generation"]
 
 
 def prompts_per_generation(args: PolicyGradientConfig) -> int:
     """Prompts of a generation batch, over all ranks."""
     return args.completions_per_rank // args.num_generations * distributed.world_size()
+
+
+def check_enough_prompts(args: PolicyGradientConfig, dataset: Any) -> None:
+    """Refuse a training dataset that cannot fill a generation batch; None: there is no training.
+
+    Raises:
+        DataError: It is too small.
+    """
+    needed = prompts_per_generation(args)
+    if dataset is not None and len(dataset) < needed:
+        raise DataError(
+            f"train_dataset has {len(dataset)} prompts, one generation batch needs {needed}: add prompts, or lower "
+            "per_device_train_batch_size, steps_per_generation or generation_batch_size"
+        )
 
 
 def prompt_sampler(args: PolicyGradientConfig, *, num_rows: int) -> GenerationBatchSampler:

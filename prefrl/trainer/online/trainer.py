@@ -16,7 +16,7 @@ import torch
 from prefrl import distributed
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler
 from prefrl.data.tokenize import prepare_prompt_dataset
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
@@ -35,7 +35,7 @@ from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
-from prefrl.trainer.online.prompts import Prompts, prompt_sampler, prompts_per_generation
+from prefrl.trainer.online.prompts import Prompts, check_enough_prompts, prompt_sampler, prompts_per_generation
 from prefrl.types import LossOutput, ReadyBatch, TokenBatch
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.rollout.collect import Request
+    from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
@@ -81,6 +82,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         tools: Functions that the model may call, sync or async, with types and docstrings.
         environment_factory: A class of environments, see `prefrl.Environment`, or several by the value of the
             dataset's column `environment`.
+        compute_metrics: Further metrics of evaluations, from completions, rewards and dataset rows.
 
     Raises:
         ConfigError: The options cannot be combined.
@@ -108,11 +110,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
         peft_config: PeftConfig | None = None,
         tools: Tools | None = None,
         environment_factory: EnvironmentFactory | None = None,
+        compute_metrics: ComputeMetrics | None = None,
     ) -> None:
         shared: dict[str, Any] = {
             "train_dataset": train_dataset,
             "eval_dataset": eval_dataset,
             "processing_class": processing_class,
+            "compute_metrics": compute_metrics,
             "callbacks": callbacks,
             "optimizers": optimizers,
             "quantization_config": quantization_config,
@@ -136,7 +140,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             device=args.device,
         )
         super().__init__(model, args, **shared)
-        self._check_dataset_size()
+        check_enough_prompts(self.args, self.train_dataset)
         for reward in self.rewards.models:
             distributed.prepare_frozen(self.accelerator, reward.model)
         self._add_reference(args)
@@ -213,14 +217,6 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def collate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The dataset rows, unchanged."""
         return rows
-
-    def _check_dataset_size(self) -> None:
-        needed = prompts_per_generation(self.args)
-        if self.train_dataset is not None and len(self.train_dataset) < needed:
-            raise DataError(
-                f"train_dataset has {len(self.train_dataset)} prompts, one generation batch needs {needed}: add "
-                "prompts, or lower per_device_train_batch_size, steps_per_generation or generation_batch_size"
-            )
 
     def get_train_dataloader(self) -> EpochDataLoader:
         """Prompts of this rank; see `GenerationBatchSampler`."""
@@ -417,6 +413,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         collected = self._collector.collect(ask(item, sampler=self._collector.sampler, sampling=sampling, seeds=seeds))
         if not item:
             return {}
+        if self.compute_metrics is not None:
+            rollouts = collected.rollouts
+            self.predicted.add([r.text for r in rollouts], [r.reward for r in rollouts], [r.row for r in rollouts])
         seconds = self.account.clock() - started
         times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
         return self._metrics_of(collected) | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
