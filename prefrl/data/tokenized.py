@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -27,7 +27,8 @@ def plain(dataset: AnyDataset) -> AnyDataset:
 
 def num_ids_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the tokenizer's largest id."""
-    return max(tokenizer.get_vocab().values()) + 1
+    ids: Iterable[int] = tokenizer.get_vocab().values()
+    return max(ids) + 1
 
 
 def read_ids(row: Mapping[str, Any], column: str, num_ids: int) -> list[int]:

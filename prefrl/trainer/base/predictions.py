@@ -34,14 +34,15 @@ class PredictedRows:
         self.inputs += inputs
 
     def metrics(self, compute_metrics: ComputeMetrics) -> dict[str, float]:
-        """What the user's function makes of the rows of all processes. All processes must call it.
+        """What the user's function makes of the rows of all processes, which are then forgotten.
 
-        Lists of ids are filled up with -100 to the longest one.
+        All processes must call it. Lists of ids are filled up with -100 to the longest one.
 
         Raises:
             ConfigError: The function does not return a mapping of names to numbers.
         """
         parts = distributed.gather_objects((self.predictions, self.labels, self.inputs))
+        self.predictions, self.labels, self.inputs = [], [], []
         predictions, labels, inputs = ([row for part in parts for row in part[i]] for i in range(3))
         found = compute_metrics(EvalPrediction(_array(predictions), _array(labels), inputs or None))
         if not isinstance(found, Mapping):

@@ -60,7 +60,6 @@ __all__ = ["BaseTrainer"]
 
 Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
 
-
 # The stage of the batches that a trainer's loss reads.
 Ready = TypeVar("Ready", bound=TokenBatch)
 
@@ -139,15 +138,18 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         )
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
-        distributed.check_backend(args, os.environ, self.accelerator)
-        distributed.check_deepspeed(self.accelerator, trainer=name)
-        distributed.check_quantized(self.accelerator, model)
-        distributed.keep_outputs_exact(self.accelerator)
+        self._check_backend(model)
         self.model.add_model_tags(["prefrl", self.algorithm])
         self.add_callback(EndOfOptimizerPhase(self.account))
         self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
         if args.log_flops:
             self._count_flops()
+
+    def _check_backend(self, model: nn.Module) -> None:
+        distributed.check_backend(self.args, os.environ, self.accelerator)
+        distributed.check_deepspeed(self.accelerator, trainer=type(self).__name__)
+        distributed.check_quantized(self.accelerator, model)
+        distributed.keep_outputs_exact(self.accelerator)
 
     def _count_flops(self) -> None:
         self.account.flops = StepFlops(self.policy, model_cost(self.policy))
@@ -392,7 +394,6 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         found = self._drain("eval")
         if self.compute_metrics is not None:
             found |= self.predicted.metrics(self.compute_metrics)
-            self.predicted = PredictedRows()
         values = {
             f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}": value for name, value in found.items()
         }
