@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.rollout.episodes.environment import Observation as Observation
     from prefrl.trainer.bco_config import BCOConfig as BCOConfig
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
+    from prefrl.trainer.callbacks.bema import BEMACallback as BEMACallback
+    from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback as LogCompletionsCallback
+    from prefrl.trainer.callbacks.rich_progress import RichProgressCallback as RichProgressCallback
     from prefrl.trainer.cpo_config import CPOConfig as CPOConfig
     from prefrl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
     from prefrl.trainer.dpo_config import DPOConfig as DPOConfig
@@ -54,8 +57,11 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
 
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
+    "BEMACallback": "prefrl.trainer.callbacks.bema:BEMACallback",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
+    "LogCompletionsCallback": "prefrl.trainer.callbacks.log_completions:LogCompletionsCallback",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
+    "RichProgressCallback": "prefrl.trainer.callbacks.rich_progress:RichProgressCallback",
     "extract_prompt": "prefrl.data.convert:extract_prompt",
     "mix_datasets": "prefrl.data.mixture:mix_datasets",
     "unpair_preference_dataset": "prefrl.data.convert:unpair_preference_dataset",

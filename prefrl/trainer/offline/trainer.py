@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, cast
 
 import datasets
 import torch
+from transformers import GenerationConfig
 
 from prefrl import distributed
 from prefrl.data.dealing import Dealing, dealing_of
@@ -26,6 +27,8 @@ from prefrl.trainer.base.arguments import check_arguments, default_output_dir, n
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
+from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
+from prefrl.trainer.offline.config import SampleOptions
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.predictions import predicted_pairs
 from prefrl.trainer.offline.running_mean import RunningMean
@@ -117,6 +120,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             warn_of_unknown_end(self.train_dataset, self.processing_class, end_ids=end_ids)
         if args.disable_dropout:
             disable_dropout(self.policy)
+        if isinstance(args, SampleOptions) and args.generate_during_eval:
+            sampling = GenerationConfig(do_sample=True)
+            self.add_callback(LogCompletionsCallback(self, sampling, num_prompts=args.per_device_eval_batch_size))
         self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean
 
     # The reference policy.
