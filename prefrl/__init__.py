@@ -53,6 +53,9 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.scripts.quiet import init_zero_verbose as init_zero_verbose
     from prefrl.trainer.bco_config import BCOConfig as BCOConfig
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
+    from prefrl.trainer.callbacks.bema import BEMACallback as BEMACallback
+    from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback as LogCompletionsCallback
+    from prefrl.trainer.callbacks.rich_progress import RichProgressCallback as RichProgressCallback
     from prefrl.trainer.cpo_config import CPOConfig as CPOConfig
     from prefrl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
     from prefrl.trainer.dpo_config import DPOConfig as DPOConfig
@@ -79,11 +82,14 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
     "ArgumentParser": "prefrl.scripts.parser:ArgumentParser",
+    "BEMACallback": "prefrl.trainer.callbacks.bema:BEMACallback",
     "DatasetConfig": "prefrl.scripts.dataset_config:DatasetConfig",
     "DatasetMixtureConfig": "prefrl.scripts.dataset_config:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
+    "LogCompletionsCallback": "prefrl.trainer.callbacks.log_completions:LogCompletionsCallback",
     "ModelConfig": "prefrl.scripts.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
+    "RichProgressCallback": "prefrl.trainer.callbacks.rich_progress:RichProgressCallback",
     "ScriptArguments": "prefrl.scripts.dataset_config:ScriptArguments",
     "TrlParser": "prefrl.scripts.parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",

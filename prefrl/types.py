@@ -411,3 +411,5 @@ class LossOutput:
 
     total: Tensor  # scalar SUM over the micro-batch; only BaseTrainer divides
     metrics: dict[str, Metric]
+    # What `compute_metrics` gets about an evaluated micro-batch: [N] token ids, or [B] rewards; no gradient.
+    predictions: Tensor | None = None

@@ -41,6 +41,7 @@ __all__ = [
     "convert_from_value",
     "convert_message",
     "detect_format",
+    "has_columns",
     "read_messages",
     "read_text",
     "read_tools",
@@ -107,6 +108,7 @@ _VALUE_TYPES: dict[Style | None, str] = {
     "conversational": "list of messages",
     None: "str | list of messages",
 }
+_NO_ROWS = "dataset has 0 rows: needs at least one. Check the split, the path and earlier filters"
 # How many rows are searched for one that has a value in every column and so shows the style.
 _ROWS_LOOKED_AT = 100
 # A turn with one of these keys is not empty, even if its content is.
@@ -128,7 +130,7 @@ def detect_format(dataset: AnyDataset, kinds: Sequence[Kind], *, text_field: str
     rows = iter(dataset)
     first = next(rows, None)
     if first is None:
-        raise DataError("dataset has 0 rows: needs at least one. Check the split, the path and earlier filters")
+        raise DataError(_NO_ROWS)
     names = dataset.column_names or list(first)
     layouts = [_with_text_field(layout, text_field) for layout in _LAYOUTS if layout.kind in kinds]
     fitting = [layout for layout in layouts if set(layout.columns) <= set(names)]
@@ -152,6 +154,20 @@ def column_names(dataset: AnyDataset) -> list[str]:
     """The columns of a dataset, or of its first row if it is a stream that does not know its columns."""
     names: list[str] = dataset.column_names or list(next(iter(dataset), {}))
     return names
+
+
+def has_columns(dataset: AnyDataset, columns: Sequence[str]) -> bool:
+    """Whether a dataset has all of these columns, and rows.
+
+    Raises:
+        DataError: Not a dataset, or it has the columns and no rows.
+    """
+    _check_dataset(dataset)
+    if not set(columns) <= set(column_names(dataset)):
+        return False
+    if next(iter(dataset), None) is None:
+        raise DataError(_NO_ROWS)
+    return True
 
 
 def check_not_reserved(dataset: AnyDataset, reserved: Sequence[str]) -> None:

@@ -24,10 +24,12 @@ from prefrl.data.formats import (
     column_names,
     convert_from_value,
     detect_format,
+    has_columns,
     read_messages,
     read_text,
 )
-from prefrl.data.rows import REMEDY, InvalidRows, map_rows
+from prefrl.data.rows import REMEDY, EncodeRow, InvalidRows, map_rows
+from prefrl.data.tokenized import num_ids_of, plain, read_ids
 from prefrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def prepare_preference_dataset(
     turn. An implicit prompt is the common start of both sides: tokens of a text, or messages of a conversation, up to
     one that an assistant answers.
 
+    A dataset with the columns that this function returns is tokenized already, and only truncated.
+
     Args:
         dataset: Preference format; a stream is tokenized while it is read.
         tokenizer: With an EOS token, and for conversations with a chat template.
@@ -78,13 +82,18 @@ def prepare_preference_dataset(
         DataError: A row cannot be used, or no row is left.
     """
     check_limit(max_length)
-    dataset_format = detect_format(dataset, ("preference",))
-    check_not_reserved(dataset, tuple(_PREFERENCE))
-    dataset = convert_from_value(dataset, dataset_format)
-    encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
-    encode_row = _PreferenceRow(encoder, "prompt" in dataset_format.columns, max_length, truncation)
-    encoder.check_end_of_text()
-    encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids)
+    encode_row: EncodeRow
+    if has_columns(dataset, tuple(_PREFERENCE)):
+        encode_row = _TokenizedPreferenceRow(num_ids_of(tokenizer), max_length, truncation)
+        dataset = plain(dataset)
+    else:
+        dataset_format = detect_format(dataset, ("preference",))
+        check_not_reserved(dataset, tuple(_PREFERENCE))
+        dataset = convert_from_value(dataset, dataset_format)
+        encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+        encode_row = _PreferenceRow(encoder, "prompt" in dataset_format.columns, max_length, truncation)
+        encoder.check_end_of_text()
+        encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids)
     return map_rows(
         dataset, encode_row, _PREFERENCE, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
     )
@@ -101,7 +110,8 @@ def prepare_reward_dataset(
 ) -> AnyDataset:
     """Tokenize pairs of whole sequences, prompt and completion, as a reward model scores them.
 
-    Nothing is truncated: a row with a sequence longer than `max_length` cannot be used.
+    Nothing is truncated: a row with a sequence longer than `max_length` cannot be used. A dataset with the columns
+    `chosen_ids` and `rejected_ids` is tokenized already.
 
     Args:
         dataset: Preference format, with or without a column `margin`: by how much the chosen side is better.
@@ -117,14 +127,19 @@ def prepare_reward_dataset(
         DataError: A row cannot be used, or no row is left.
     """
     check_limit(max_length)
-    dataset_format = detect_format(dataset, ("preference",))
-    check_not_reserved(dataset, tuple(_REWARD))
     has_margin = "margin" in column_names(dataset)
-    dataset = convert_from_value(dataset, dataset_format)
-    encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
-    encoder.check_end_of_text()
-    encode_row = _RewardRow(encoder, "prompt" in dataset_format.columns, max_length, has_margin)
-    encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids, learns_to_stop=False)
+    encode_row: EncodeRow
+    if has_columns(dataset, tuple(_REWARD)):
+        encode_row = _TokenizedRewardRow(num_ids_of(tokenizer), max_length, has_margin)
+        dataset = plain(dataset)
+    else:
+        dataset_format = detect_format(dataset, ("preference",))
+        check_not_reserved(dataset, tuple(_REWARD))
+        dataset = convert_from_value(dataset, dataset_format)
+        encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+        encoder.check_end_of_text()
+        encode_row = _RewardRow(encoder, "prompt" in dataset_format.columns, max_length, has_margin)
+        encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids, learns_to_stop=False)
     features = datasets.Features(_REWARD | ({"margin": datasets.Value("float64")} if has_margin else {}))
     return map_rows(
         dataset, encode_row, features, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
@@ -144,6 +159,8 @@ def prepare_unpaired_dataset(
 ) -> AnyDataset:
     """Tokenize completions that are individually labeled desirable or undesirable.
 
+    A dataset with the columns `prompt_ids`, `completion_ids` and `label` is tokenized already, and only truncated.
+
     Args:
         dataset: Unpaired format; or preference format, whose rows each become a desirable and an undesirable row.
         tokenizer: As in `prepare_preference_dataset`.
@@ -162,18 +179,24 @@ def prepare_unpaired_dataset(
         DataError: A row cannot be used, no row is left, or none of a map-style dataset has a mismatched completion.
     """
     check_limit(max_length)
-    dataset_format = detect_format(dataset, ("unpaired", "preference"))
     remedy = REMEDY
-    if dataset_format.kind == "preference":
-        dataset = _unpaired(convert_from_value(dataset, dataset_format), invalid_rows, num_proc)
-        dataset_format = detect_format(dataset, ("unpaired",))
-        remedy += ". Rows are numbered as in unpair_preference_dataset(dataset, batch_size=2)"
-    check_not_reserved(dataset, ("prompt_ids", "completion_ids", _MISMATCHED))
-    dataset = convert_from_value(dataset, dataset_format)
-    encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
-    encoder.check_end_of_text()
-    encode_row = _UnpairedRow(encoder, max_length, truncation)
-    encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
+    encode_row: EncodeRow
+    if has_columns(dataset, tuple(_UNPAIRED)):
+        check_not_reserved(dataset, (_MISMATCHED,))
+        encode_row = _TokenizedUnpairedRow(num_ids_of(tokenizer), max_length, truncation)
+        dataset = plain(dataset)
+    else:
+        dataset_format = detect_format(dataset, ("unpaired", "preference"))
+        if dataset_format.kind == "preference":
+            dataset = _unpaired(convert_from_value(dataset, dataset_format), invalid_rows, num_proc)
+            dataset_format = detect_format(dataset, ("unpaired",))
+            remedy += ". Rows are numbered as in unpair_preference_dataset(dataset, batch_size=2)"
+        check_not_reserved(dataset, ("prompt_ids", "completion_ids", _MISMATCHED))
+        dataset = convert_from_value(dataset, dataset_format)
+        encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+        encoder.check_end_of_text()
+        encode_row = _UnpairedRow(encoder, max_length, truncation)
+        encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
     rows = map_rows(
         dataset,
         encode_row,
@@ -250,12 +273,8 @@ class _RewardRow:
     has_margin: bool
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        sides = {f"{side}_ids": self._sequence(row, side) for side in ("chosen", "rejected")}
-        longest = max(map(len, sides.values()))
-        if self.max_length is not None and longest > self.max_length:
-            raise DataError(f"has {longest} tokens, more than max_length={self.max_length}")
-        _check_different(*sides.values())
-        return sides | ({"margin": _read_margin(row)} if self.has_margin else {})
+        sides = [self._sequence(row, side) for side in ("chosen", "rejected")]
+        return _whole_sides(sides, self.max_length) | _margin_column(row, self.has_margin)
 
     def chosen_ids(self, row: Mapping[str, Any]) -> list[int]:
         """The chosen sequence."""
@@ -273,6 +292,48 @@ class _RewardRow:
 
 
 @dataclass(frozen=True)
+class _TokenizedPreferenceRow:
+    """The ids that a row holds, cut to the limit."""
+
+    num_ids: int
+    max_length: int | None
+    truncation: Truncation
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        prompt, *completions = (read_ids(row, column, self.num_ids) for column in _PREFERENCE)
+        prompt, *completions = _fit(prompt, completions, self.max_length, self.truncation)
+        _check_different(*completions)
+        return dict(zip(_PREFERENCE, (prompt, *completions), strict=True))
+
+
+@dataclass(frozen=True)
+class _TokenizedRewardRow:
+    """The ids of the two whole sequences that a row holds."""
+
+    num_ids: int
+    max_length: int | None
+    has_margin: bool
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        sides = [read_ids(row, column, self.num_ids) for column in _REWARD]
+        return _whole_sides(sides, self.max_length) | _margin_column(row, self.has_margin)
+
+
+@dataclass(frozen=True)
+class _TokenizedUnpairedRow:
+    """The ids and the label that a row holds, cut to the limit."""
+
+    num_ids: int
+    max_length: int | None
+    truncation: Truncation
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        prompt, completion = (read_ids(row, column, self.num_ids) for column in ("prompt_ids", "completion_ids"))
+        prompt, completion = _fit(prompt, [completion], self.max_length, self.truncation)
+        return {"prompt_ids": prompt, "completion_ids": completion, "label": _read_label(row)}
+
+
+@dataclass(frozen=True)
 class _UnpairedRow:
     """Prompt, completion and label of a row."""
 
@@ -281,14 +342,12 @@ class _UnpairedRow:
     truncation: Truncation
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        label = row.get("label")
-        if not isinstance(label, int) or label not in (0, 1):
-            raise DataError(f"column 'label' is {label!r}: needs True or False, or 1 or 0")
+        label = _read_label(row)
         pair = self._pair(row)
         prompt, completion = _fit(
             pair.token_ids[: pair.start], [pair.token_ids[pair.start :]], self.max_length, self.truncation
         )
-        return {"prompt_ids": prompt, "completion_ids": completion, "label": bool(label)}
+        return {"prompt_ids": prompt, "completion_ids": completion, "label": label}
 
     def token_ids(self, row: Mapping[str, Any]) -> list[int]:
         """Prompt and completion without truncation."""
@@ -345,6 +404,26 @@ def _fit(
 def _check_different(chosen: list[int], rejected: list[int]) -> None:
     if chosen == rejected:
         raise DataError(f"chosen and rejected have the same {len(chosen)} tokens, so neither can be preferred")
+
+
+def _whole_sides(sides: Sequence[list[int]], max_length: int | None) -> dict[str, Any]:
+    """The columns of the two sequences of a row for a reward model."""
+    longest = max(map(len, sides))
+    if max_length is not None and longest > max_length:
+        raise DataError(f"has {longest} tokens, more than max_length={max_length}")
+    _check_different(*sides)
+    return dict(zip(_REWARD, sides, strict=True))
+
+
+def _margin_column(row: Mapping[str, Any], has_margin: bool) -> dict[str, Any]:
+    return {"margin": _read_margin(row)} if has_margin else {}
+
+
+def _read_label(row: Mapping[str, Any]) -> bool:
+    label = row.get("label")
+    if not isinstance(label, int) or label not in (0, 1):
+        raise DataError(f"column 'label' is {label!r}: needs True or False, or 1 or 0")
+    return bool(label)
 
 
 def _read_margin(row: Mapping[str, Any]) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -32,10 +33,12 @@ from prefrl.data.formats import (
     column_names,
     convert_from_value,
     detect_format,
+    has_columns,
     read_messages,
     read_text,
 )
-from prefrl.data.rows import InvalidRows, drop_rows, map_rows
+from prefrl.data.rows import EncodeRow, InvalidRows, drop_rows, map_rows
+from prefrl.data.tokenized import num_ids_of, plain, read_flags, read_ids, read_labels
 from prefrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -60,16 +63,7 @@ class _SFTRow:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         encoded = self._encode(row)
-        part = kept(len(encoded.token_ids), self.max_length, self.truncation)
-        trainable = encoded.in_span[part]
-        trainable[:1] = [False]  # nothing predicts a row's first token
-        if not any(trainable):
-            limit = f" within max_length={self.max_length}" if self.max_length is not None else ""
-            raise DataError(
-                f"no token to train on{limit}. Raise max_length, truncate the other side, or turn off "
-                "completion_only_loss or assistant_only_loss"
-            )
-        return {"input_ids": encoded.token_ids[part], "trainable": trainable}
+        return _trained_part(encoded.token_ids, encoded.in_span, self.max_length, self.truncation)
 
     def token_ids(self, row: Mapping[str, Any]) -> list[int]:
         """The row's tokens without truncation."""
@@ -100,6 +94,61 @@ class _SFTRow:
             return [trim_after_end_token(whole, text, self.encoder.special_tokens)] if start else [whole]
         spans = assistant_spans(template, conversation, text)
         return [Span(max(span.start, start), span.stop) for span in spans if span.stop > start]
+
+
+@dataclass(frozen=True)
+class _TokenizedSFTRow:
+    """The ids that a row holds, and flags for those that have a loss."""
+
+    num_ids: int
+    masks: tuple[str, ...]  # columns that mark the trained tokens: labels, or flags, all of which such a token has
+    has_padding: bool
+    max_length: int | None
+    truncation: Truncation
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        token_ids = read_ids(row, "input_ids", self.num_ids)
+        trainable = [True] * len(token_ids)
+        for column in self.masks:
+            flags = read_labels(row, token_ids) if column == "labels" else read_flags(row, column, len(token_ids))
+            trainable = [learned and flag for learned, flag in zip(trainable, flags, strict=True)]
+        if self.has_padding:
+            is_real = read_flags(row, "attention_mask", len(token_ids))
+            token_ids = list(compress(token_ids, is_real))
+            trainable = list(compress(trainable, is_real))
+        return _trained_part(token_ids, trainable, self.max_length, self.truncation)
+
+
+def _trained_part(
+    token_ids: list[int], in_span: list[bool], max_length: int | None, truncation: Truncation
+) -> dict[str, Any]:
+    """The columns of a prepared row."""
+    part = kept(len(token_ids), max_length, truncation)
+    trainable = in_span[part]
+    trainable[:1] = [False]  # nothing predicts a row's first token
+    if not any(trainable):
+        limit = f" within max_length={max_length}" if max_length is not None else ""
+        raise DataError(
+            f"no token to train on{limit}. Raise max_length, truncate the other side, or turn off "
+            "completion_only_loss or assistant_only_loss"
+        )
+    return {"input_ids": token_ids[part], "trainable": trainable}
+
+
+@dataclass(frozen=True)
+class _TokenizedPromptRow:
+    """The ids of a prompt that a row holds, and their text for the rewards."""
+
+    tokenizer: PreTrainedTokenizerBase
+    column: str
+    num_ids: int
+    max_length: int | None
+    truncation: Truncation
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        token_ids = read_ids(row, self.column, self.num_ids)
+        text = {} if "prompt" in row else {"prompt": self.tokenizer.decode(token_ids)}
+        return {"prompt_ids": token_ids[kept(len(token_ids), self.max_length, self.truncation)], **text}
 
 
 @dataclass(frozen=True)
@@ -142,6 +191,10 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
 ) -> AnyDataset:
     """Tokenize a language-modeling or prompt-completion dataset and mark the tokens that have a loss.
 
+    A dataset with a column `input_ids` is tokenized already, and only marked and truncated: `labels` says which ids
+    are learned; without it, those that `assistant_masks` and, unless `completion_only_loss` is False,
+    `completion_mask` mark. Ids whose `attention_mask` is 0 are padding, and left out.
+
     EOS is appended to plain text unless it already ends with it; conversations end as the chat template ends them. The
     columns `tools` and `chat_template_kwargs` of a row are passed to the template. A row without a token to train on,
     or without a message of the assistant, cannot be used.
@@ -164,21 +217,29 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
         DataError: A row cannot be used, or no row is left.
     """
     check_limit(max_length)
-    dataset_format = detect_format(dataset, ("language_modeling", "prompt_completion"), text_field=text_field)
-    check_not_reserved(dataset, SFT_COLUMNS)
-    _check_loss_options(dataset_format, completion_only_loss, assistant_only_loss)
-    is_paired = dataset_format.kind == "prompt_completion"
-    encode_row = _SFTRow(
-        row_encoder(dataset_format, tokenizer, chat_template_kwargs),
-        dataset_format.columns,
-        max_length,
-        truncation,
-        completion_only=is_paired if completion_only_loss is None else completion_only_loss,
-        assistant_only=assistant_only_loss,
-    )
-    encode_row.encoder.check_end_of_text()
-    dataset = convert_from_value(dataset, dataset_format)
-    encode_row.encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
+    encode_row: EncodeRow
+    if has_columns(dataset, ("input_ids",)):
+        check_not_reserved(dataset, ("trainable", "seq_lengths"))
+        masks = _masks(column_names(dataset), completion_only_loss, assistant_only_loss)
+        limits = (max_length, truncation)
+        encode_row = _TokenizedSFTRow(num_ids_of(tokenizer), masks, "attention_mask" in column_names(dataset), *limits)
+        dataset = plain(dataset)
+    else:
+        dataset_format = detect_format(dataset, ("language_modeling", "prompt_completion"), text_field=text_field)
+        check_not_reserved(dataset, SFT_COLUMNS)
+        _check_loss_options(dataset_format, completion_only_loss, assistant_only_loss)
+        is_paired = dataset_format.kind == "prompt_completion"
+        encode_row = _SFTRow(
+            row_encoder(dataset_format, tokenizer, chat_template_kwargs),
+            dataset_format.columns,
+            max_length,
+            truncation,
+            completion_only=is_paired if completion_only_loss is None else completion_only_loss,
+            assistant_only=assistant_only_loss,
+        )
+        encode_row.encoder.check_end_of_text()
+        dataset = convert_from_value(dataset, dataset_format)
+        encode_row.encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
     features = datasets.Features(
         input_ids=datasets.List(datasets.Value("int32")), trainable=datasets.List(datasets.Value("bool"))
     )
@@ -197,6 +258,9 @@ def prepare_prompt_dataset(
     num_proc: int | None = None,
 ) -> AnyDataset:
     """Tokenize the column `prompt` as generation reads it.
+
+    A column `prompt_ids`, or `input_ids` without a column `prompt`, holds prompts that are tokenized already. Without
+    a column `prompt`, it is filled with their text.
 
     A conversational prompt ends with the header of an assistant's turn. If its last message is an assistant's, it ends
     inside that turn instead.
@@ -219,25 +283,30 @@ def prepare_prompt_dataset(
     if filter_overlong and max_prompt_length is None:
         raise ConfigError("filter_overlong=True has no effect without max_prompt_length. Set max_prompt_length")
     check_limit(max_prompt_length)
-    dataset_format = detect_format(dataset, ("prompt_only",))
-    check_not_reserved(dataset, PROMPT_COLUMNS)
-    if tools is not None:
-        _check_episodes(dataset, dataset_format)
-    encode_row = _PromptRow(
-        row_encoder(dataset_format, tokenizer, chat_template_kwargs, tools),
-        dataset_format.columns[0],
-        None if filter_overlong else max_prompt_length,
-        truncation,
-    )
-    dataset = convert_from_value(dataset, dataset_format)
-    encode_row.encoder.warn_of_special_tokens(dataset, encode_row.token_ids, learns_to_stop=False)
+    limits = (None if filter_overlong else max_prompt_length, truncation)
+    encode_row: EncodeRow
+    if column := _prompt_ids_column(dataset):
+        if tools is not None:
+            raise DataError(
+                f"column {column!r} holds token ids: with tools or environment_factory, prompts are lists of messages "
+                "in the column 'prompt'"
+            )
+        encode_row = _TokenizedPromptRow(tokenizer, column, num_ids_of(tokenizer), *limits)
+        dataset = plain(dataset)
+    else:
+        dataset_format = detect_format(dataset, ("prompt_only",))
+        if tools is not None:
+            _check_episodes(dataset, dataset_format)
+        encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs, tools)
+        encode_row = _PromptRow(encoder, dataset_format.columns[0], *limits)
+        dataset = convert_from_value(dataset, dataset_format)
+        encoder.warn_of_special_tokens(dataset, encode_row.token_ids, learns_to_stop=False)
+    ids = datasets.List(datasets.Value("int32"))
+    text = {} if "prompt" in column_names(dataset) else {"prompt": datasets.Value("string")}
     rows = map_rows(
         dataset,
         encode_row,
-        {
-            **(dataset.features or dict.fromkeys(column_names(dataset))),
-            "prompt_ids": datasets.List(datasets.Value("int32")),
-        },
+        {**(dataset.features or dict.fromkeys(column_names(dataset))), **text, "prompt_ids": ids},
         invalid_rows="error",
         num_proc=num_proc,
         desc="Tokenizing prompts",
@@ -254,6 +323,14 @@ def prepare_prompt_dataset(
         if len(prompt_ids) > max_prompt_length
     }
     return drop_rows(rows, problems, remedy="Raise max_prompt_length, or set filter_overlong=False to truncate them")
+
+
+def _prompt_ids_column(dataset: AnyDataset) -> str | None:
+    """The column of a dataset that holds its prompts as token ids."""
+    if has_columns(dataset, ("prompt_ids",)):
+        return "prompt_ids"
+    is_tokenized = has_columns(dataset, ("input_ids",)) and not has_columns(dataset, ("prompt",))
+    return "input_ids" if is_tokenized else None
 
 
 def _check_episodes(dataset: AnyDataset, dataset_format: Format) -> None:
@@ -275,6 +352,27 @@ def completion_text(
     """A completion as rewards see it: its text without special tokens, or one assistant message with that text."""
     text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
     return [{"role": "assistant", "content": text}] if conversational else text
+
+
+def _masks(names: Sequence[str], completion_only: bool | None, assistant_only: bool) -> tuple[str, ...]:
+    """The columns of a tokenized dataset that mark the tokens with a loss."""
+    if "labels" in names:
+        return ("labels",)
+    masks = tuple(
+        column
+        for column, is_read in (("assistant_masks", True), ("completion_mask", completion_only is not False))
+        if is_read and column in names
+    )
+    for option, value, column in (
+        ("completion_only_loss", completion_only, "completion_mask"),
+        ("assistant_only_loss", assistant_only, "assistant_masks"),
+    ):
+        if value and column not in names:
+            raise ConfigError(
+                f"{option}=True: the dataset is tokenized (it has a column 'input_ids'), and has no column {column!r} "
+                f"that marks these tokens. Add it, or 'labels', or leave {option} unset"
+            )
+    return masks
 
 
 def _check_loss_options(dataset_format: Format, completion_only: bool | None, assistant_only: bool) -> None:

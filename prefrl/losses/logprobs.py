@@ -50,7 +50,7 @@ KEPT_BYTES = 128 * 2**20
 
 
 # The order in which a pass returns what it computes besides log-probs.
-_COLUMNS: tuple[ScoreName, ...] = ("entropy", "correct", "mean_logit", "log_collision", "full_kl")
+_COLUMNS: tuple[ScoreName, ...] = ("entropy", "correct", "predicted", "mean_logit", "log_collision", "full_kl")
 
 
 def default_chunk_size(device: torch.device) -> int:
@@ -174,6 +174,7 @@ def module_logprobs(
         columns = (
             _entropy(log_probs if "entropy_gradient" in want else constant) if "entropy" in want else None,
             logits.argmax(1) == row_targets if "correct" in want else None,
+            logits.argmax(1) if "predicted" in want else None,
             logits.detach().mean(1) if "mean_logit" in want else None,
             _log_sum_of_squares(constant.exp()) if "log_collision" in want else None,
             None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows)),
@@ -266,7 +267,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if mean_logit is not None and plan.softcap is None:
                 mean_logit = _mean_logit(hidden, weight, bias, plan.scale)
         entropy = None if "entropy_gradient" in wanted.names else columns.entropy
-        constants = (entropy, columns.correct, mean_logit, columns.log_collision)
+        constants = (entropy, columns.correct, columns.predicted, mean_logit, columns.log_collision)
         ctx.mark_non_differentiable(*(column for column in constants if column is not None))
         ctx.plan, ctx.wanted = plan, wanted
         ctx.save_for_backward(
@@ -276,6 +277,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             columns.logprobs,
             columns.entropy,
             columns.correct,
+            columns.predicted,
             mean_logit,
             columns.log_collision,
             columns.full_kl,
@@ -334,6 +336,7 @@ class _Columns:
     entropy: Tensor | None
     expected_logits: Tensor | None  # sum p z, for the gradient of entropy
     correct: Tensor | None
+    predicted: Tensor | None
     mean_logit: Tensor | None
     log_collision: Tensor | None
     full_kl: Tensor | None
@@ -350,6 +353,7 @@ class _Columns:
             entropy=column("entropy" in want),
             expected_logits=column("entropy" in want),
             correct=torch.empty_like(targets, dtype=torch.bool) if "correct" in want else None,
+            predicted=torch.empty_like(targets) if "predicted" in want else None,
             mean_logit=column("mean_logit" in want),
             log_collision=column("log_collision" in want),
             full_kl=column(has_reference),
@@ -362,6 +366,8 @@ class _Columns:
         target_logits = logits.gather(1, targets[:, None]).squeeze(1)
         if self.correct is not None:
             self.correct[rows] = logits.argmax(1) == targets
+        if self.predicted is not None:
+            self.predicted[rows] = logits.argmax(1)
         if self.mean_logit is not None and plan.softcap is not None:
             self.mean_logit[rows] = logits.mean(1) * plan.temperature
         largest = logits.amax(1)

@@ -15,9 +15,9 @@ __all__ = ["ScoreName", "TokenScores", "WantName"]
 # What can be computed besides log-probs: scores of TokenScores, and "entropy_gradient", which lets gradients flow
 # through the entropy. Most losses only log it, and its gradient costs most of a backward pass through the head. The
 # other score, `full_kl`, needs a reference.
-WantName = Literal["entropy", "entropy_gradient", "correct", "mean_logit", "log_collision", "hidden"]
+WantName = Literal["entropy", "entropy_gradient", "correct", "predicted", "mean_logit", "log_collision", "hidden"]
 
-ScoreName = Literal["entropy", "correct", "mean_logit", "log_collision", "hidden", "full_kl"]
+ScoreName = Literal["entropy", "correct", "predicted", "mean_logit", "log_collision", "hidden", "full_kl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class TokenScores:
     def correct(self) -> Tensor:
         """[M] bool: the token is the most likely one."""
         return self._read("correct")
+
+    @property
+    def predicted(self) -> Tensor:
+        """[M] int64, the most likely token at the token's place."""
+        return self._read("predicted")
 
     @property
     def mean_logit(self) -> Tensor:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from prefrl.distributed import is_main, shape_of
 from prefrl.errors import ConfigError
@@ -40,7 +42,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 # What from_pretrained needs to find the same repository again.
-_TOKENIZER_ARGUMENTS = (
+_REPOSITORY = (
     "cache_dir",
     "code_revision",
     "force_download",
@@ -51,6 +53,9 @@ _TOKENIZER_ARGUMENTS = (
 )
 # What means a place in one repository, and nothing in another one.
 _PLACES = ("code_revision", "gguf_file", "revision", "subfolder", "variant")
+
+# What transformers says if an auto class has no model for a config.
+_UNKNOWN_CONFIG = "Unrecognized configuration class"
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,9 @@ def _loaded(
         warning = unpinned_code(model, given.get("revision")) if given.get("trust_remote_code") else None
         if warning is not None and is_main():
             logger.warning(warning)
-        return _from_pretrained(kind, model, given, seed)
+        loaded = _from_pretrained(kind, model, given, seed)
+        _check_no_encoder(loaded, loaded.config.architectures or ())
+        return loaded
     if not (is_peft_model(model) or isinstance(model, PreTrainedModel)):
         raise ConfigError(f"model={model!r}: must be a name, a path, a PreTrainedModel or a PeftModel")
     if given:
@@ -244,7 +251,28 @@ def _loaded(
         raise ConfigError(
             f"{options} has no effect, because the model is loaded already. Remove it, or give the model by name."
         )
+    _check_no_encoder(model)
     return model
+
+
+def _check_no_encoder(model: PreTrainedModel, saved_as: Sequence[str] = ()) -> None:
+    """Refuse an encoder with a decoder, also one of which `from_pretrained` kept only the decoder.
+
+    Args:
+        model: The model.
+        saved_as: The classes whose weights its folder holds.
+    """
+    with_encoder = set(saved_as) & set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
+    if model.config.get_text_config().is_encoder_decoder or with_encoder:
+        inner = model.get_base_model() if is_peft_model(model) else model
+        raise _encoder_error(next(iter(with_encoder), type(inner).__name__))
+
+
+def _encoder_error(name: str) -> ConfigError:
+    return ConfigError(
+        f"model is a {name}, an encoder with a decoder: prefrl trains models that read prompt and response as one "
+        "sequence. Choose a model of AutoModelForCausalLM."
+    )
 
 
 def _from_pretrained(
@@ -254,8 +282,20 @@ def _from_pretrained(
         with seeded(seed):
             return kind.auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
     except (OSError, ValueError, RuntimeError) as error:
+        if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
+            raise _unknown_class(kind, name, arguments) from error
         hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
         raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}") from error
+
+
+def _unknown_class(kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> ConfigError:
+    config = AutoConfig.from_pretrained(name, **{key: arguments[key] for key in _REPOSITORY if key in arguments})
+    if config.is_encoder_decoder:
+        return _encoder_error(" or ".join(config.architectures or [config.model_type]))
+    return ConfigError(
+        f"model={os.fspath(name)!r} cannot be loaded: {kind.auto_class.__name__} knows no class for the model type "
+        f"{config.model_type!r}"
+    )
 
 
 def _check_one_output(model: PreTrainedModel) -> None:
@@ -298,7 +338,7 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     name = model.config.name_or_path
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
-    given = {key: arguments[key] for key in _TOKENIZER_ARGUMENTS if key in arguments}
+    given = {key: arguments[key] for key in _REPOSITORY if key in arguments}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **given)
     except (OSError, ValueError) as error:

@@ -431,6 +431,8 @@ def unpacked(output: Mapping[str, Tensor], want: Collection[str], *more: str) ->
     rest = [columns.pop(name) for name in more]
     if "correct" in columns:
         columns["correct"] = columns["correct"] > 0.5
+    if "predicted" in columns:
+        columns["predicted"] = columns["predicted"].long()
     constants = {"mean_logit", "log_collision", *([] if "entropy_gradient" in want else ["entropy"])}
     for name in constants & columns.keys():
         columns[name] = columns[name].detach()

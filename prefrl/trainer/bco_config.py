@@ -10,13 +10,13 @@ from annotated_types import Ge, Gt
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
-from prefrl.trainer.offline.config import OfflineConfig
+from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
 
 __all__ = ["BCOConfig"]
 
 
 @dataclass
-class BCOConfig(OfflineReferenceOptions, OfflineConfig):
+class BCOConfig(SampleOptions, OfflineReferenceOptions, OfflineConfig):
     """Options of `BCOTrainer`."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")

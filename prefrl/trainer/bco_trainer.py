@@ -14,6 +14,7 @@ from prefrl.losses.preference.unpaired import bco
 from prefrl.options.fields import check_no_effect
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.bco_density_ratio import DensityRatio
+from prefrl.trainer.offline.predictions import predicted_rows
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
@@ -54,6 +55,7 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
 
     algorithm = "bco"
     args: BCOConfig
+    predictions_of = staticmethod(predicted_rows)
 
     def __init__(
         self,
@@ -124,4 +126,4 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         if model.training:
             self._mean.add(rewards)
         metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
-        return LossOutput(total=losses.sum(), metrics=metrics)
+        return LossOutput(total=losses.sum(), metrics=metrics, predictions=rewards)

@@ -11,14 +11,14 @@ from prefrl.errors import ConfigError
 from prefrl.losses.preference.pairwise import LabelSmoothing
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.options.fields import opt
-from prefrl.trainer.offline.config import OfflineConfig
+from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
 from prefrl.trainer.offline.loss_options import check_loss_options
 
 __all__ = ["CPOConfig"]
 
 
 @dataclass
-class CPOConfig(OfflineConfig):
+class CPOConfig(SampleOptions, OfflineConfig):
     """Options of `CPOTrainer`."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")

@@ -59,4 +59,4 @@ class CPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
         rewards = self.args.beta * box_cox(logps, power=-self.args.alpha)  # alpha is 0 except for alphapo
         metrics = preference_metrics(batch, scores, logps=logps, rewards=rewards)
         metrics["nll_loss"] = Mean(nll.detach(), pairs.chosen_lengths.sum())
-        return LossOutput(total=total, metrics=metrics)
+        return LossOutput(total=total, metrics=metrics, predictions=rewards.detach())

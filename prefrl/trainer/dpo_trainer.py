@@ -122,7 +122,7 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         if self.reward_mean is not None and model.training:
             self.reward_mean.add(rewards)
         metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
-        return LossOutput(total=total, metrics=metrics)
+        return LossOutput(total=total, metrics=metrics, predictions=rewards)
 
     def _sum(self, name: str, pairs: Pairs, scores: TokenScores, batch: LabeledBatch) -> Tensor:
         """Scalar: one loss, summed over the micro-batch."""

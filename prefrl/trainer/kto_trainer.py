@@ -13,6 +13,7 @@ from prefrl.data.collate import unpaired_batch
 from prefrl.losses.preference.unpaired import kto
 from prefrl.metrics import Mean
 from prefrl.trainer.base.arguments import check_arguments
+from prefrl.trainer.offline.predictions import predicted_rows
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
@@ -52,6 +53,7 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
 
     algorithm = "kto"
     args: KTOConfig
+    predictions_of = staticmethod(predicted_rows)
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         losses = kto(log_ratio, is_desirable, beta=self.args.beta, kl=log_ratio.new_full((), self._kl))
         weights = torch.where(is_desirable, self.args.desirable_weight, self.args.undesirable_weight)
         total = (weights * losses).sum()
-        metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=self.args.beta * log_ratio)
+        rewards = self.args.beta * log_ratio.detach()
+        metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
         metrics["kl"] = Mean(self._kl * batch.num_rows, batch.num_rows)
-        return LossOutput(total=total, metrics=metrics)
+        return LossOutput(total=total, metrics=metrics, predictions=rewards)

@@ -8,13 +8,13 @@ from typing import Annotated
 from annotated_types import Gt
 
 from prefrl.options.fields import opt
-from prefrl.trainer.offline.config import OfflineConfig
+from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
 
 __all__ = ["ORPOConfig"]
 
 
 @dataclass
-class ORPOConfig(OfflineConfig):
+class ORPOConfig(SampleOptions, OfflineConfig):
     """Options of `ORPOTrainer`."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.rewards.base import RewardSource
+    from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.base.steps import Step
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
 
@@ -80,6 +81,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         value_model: str | PreTrainedModel | None = None,
         ref_model: str | Path | PreTrainedModel | None = None,
         reward_model: RewardSource | None = None,
+        compute_metrics: ComputeMetrics | None = None,
     ) -> None:
         check_arguments(type(self), {"model": model, "ref_model": ref_model})
         if reward_model is not None:
@@ -103,6 +105,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             quantization_config=quantization_config,
             tools=tools,
             environment_factory=environment_factory,
+            compute_metrics=compute_metrics,
         )
         self.critic: Critic = make_critic(self.args, self.policy, value_model)
         self.scorer.critic = self.critic

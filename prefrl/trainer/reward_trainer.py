@@ -116,4 +116,4 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
             "accuracy": Mean((difference > 0).sum(), len(rows)),
             "margin": Mean(difference.sum(), len(rows)),
         }
-        return LossOutput(total=total, metrics=metrics)
+        return LossOutput(total=total, metrics=metrics, predictions=rewards)

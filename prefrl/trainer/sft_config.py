@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.fields import check_no_effect, mapping_of, opt
+from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["SFTConfig"]
@@ -23,8 +24,17 @@ class SFTConfig(OfflineConfig):
     completion_only_loss: bool | None = opt(
         None, "Compute the loss only on the completion. None: yes for prompt-completion data, no otherwise."
     )
-    assistant_only_loss: bool = opt(False, "Compute the loss only on assistant turns; needs conversational data.")
+    assistant_only_loss: bool = opt(
+        False,
+        "Compute the loss only on assistant turns; needs conversational data. With completion_only_loss, only on "
+        "those of the completion.",
+    )
     dataset_text_field: str = opt("text", "Name of the text column of language-modeling data.")
+    dataset_kwargs: dict[str, Any] | str | None = opt(
+        None,
+        '{"skip_prepare_dataset": true}: the rows are token ids (column input_ids), to be learned as they are, '
+        "without truncation. JSON on the command line.",
+    )
     packing: bool = opt(
         False,
         "Pack several sequences into each row of at most max_length tokens, so that batches have similar sizes. "
@@ -48,8 +58,27 @@ class SFTConfig(OfflineConfig):
                 because="nothing is packed",
                 remedy="Set packing=True.",
             )
-        if self.assistant_only_loss and self.completion_only_loss:
+        self._validate_dataset_kwargs()
+
+    def _validate_dataset_kwargs(self) -> None:
+        given = mapping_of(self, "dataset_kwargs")
+        if set(given) - {"skip_prepare_dataset"} or not all(isinstance(value, bool) for value in given.values()):
             raise ConfigError(
-                "assistant_only_loss=True with completion_only_loss=True: choose one. assistant_only_loss trains on "
-                "every assistant turn, completion_only_loss on everything in the column completion."
+                f'dataset_kwargs={given}: its only key is "skip_prepare_dataset", which is True or False. Other '
+                "arguments of datasets are options of SFTConfig."
             )
+        if self.skips_preparation and (self.packing or self.eval_packing):
+            raise ConfigError(
+                'packing=True with dataset_kwargs={"skip_prepare_dataset": True}: rows that are learned as they are '
+                "are not packed. Leave dataset_kwargs out: rows with a column input_ids are not tokenized again."
+            )
+
+    @property
+    def skips_preparation(self) -> bool:
+        """Whether rows are token ids that are learned as they are."""
+        return bool(mapping_of(self, "dataset_kwargs").get("skip_prepare_dataset"))
+
+    @property
+    def length_bound(self) -> LengthBound:
+        """See `BaseConfig.length_bound`."""
+        return LengthBound(None, "the length of rows") if self.skips_preparation else super().length_bound

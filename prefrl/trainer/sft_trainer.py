@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from prefrl.data.collate import sft_batch
-from prefrl.data.formats import column_names
+from prefrl.data.formats import column_names, has_columns
 from prefrl.data.packing import pack_dataset
 from prefrl.data.tokenize import prepare_sft_dataset
+from prefrl.errors import ConfigError, DataError
 from prefrl.losses.reduce import row_items, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
 from prefrl.trainer.base.config import TRUNCATION_SIDES
+from prefrl.trainer.offline.predictions import predicted_tokens
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.trainer.sft_config import SFTConfig
 from prefrl.types import LossOutput, TokenBatch
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.losses.scores import WantName
 
 __all__ = ["SFTTrainer"]
 
@@ -34,7 +38,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         args: Options; None: the defaults, in `<model name>-SFT`.
         formatting_func: Turns a dataset row into text.
         arguments: See `TrainerArguments`. Datasets: rows for language modeling (`text` or `messages`) or
-            prompt-completion rows (`prompt`, `completion`).
+            prompt-completion rows (`prompt`, `completion`), or rows of token ids (`input_ids`).
 
     Raises:
         ConfigError: The options cannot be combined.
@@ -45,6 +49,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
 
     algorithm = "sft"
     args: SFTConfig
+    predictions_of = staticmethod(predicted_tokens)
 
     def __init__(
         self,
@@ -59,6 +64,17 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
         """Tokenize, mask, truncate and pack."""
+        is_tokenized = has_columns(dataset, ("input_ids",))
+        if is_tokenized and self.formatting_func is not None:
+            raise ConfigError(
+                "formatting_func with a dataset of token ids (it has a column 'input_ids'): there is no text to "
+                "format. Remove one of them."
+            )
+        if self.args.skips_preparation and not is_tokenized:
+            raise DataError(
+                'dataset_kwargs={"skip_prepare_dataset": True}: rows must be token ids, but the dataset has no column '
+                f"'input_ids', only {column_names(dataset)}. Leave the option out, and text is tokenized."
+            )
         if self.formatting_func is not None:
             format_row = self.formatting_func
             field = self.args.dataset_text_field
@@ -66,7 +82,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         dataset = prepare_sft_dataset(
             dataset,
             tokenizer,
-            max_length=self.args.max_length,
+            max_length=None if self.args.skips_preparation else self.args.max_length,
             truncation=TRUNCATION_SIDES[self.args.truncation_mode],
             completion_only_loss=self.args.completion_only_loss,
             assistant_only_loss=self.args.assistant_only_loss,
@@ -95,7 +111,8 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Sum of the token losses."""
-        scores = self.score(model, batch, want=("entropy", "correct"))
+        predicted: list[WantName] = [] if model.training or self.compute_metrics is None else ["predicted"]
+        scores = self.score(model, batch, want=("entropy", "correct", *predicted))
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="token")
         total = (weights * SUPERVISED_LOSSES[self.args.loss_type](scores.logprobs)).sum()
         count = weights.sum()
@@ -103,4 +120,4 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
             "entropy": Mean((scores.entropy.detach() * weights).sum(), count),
             "mean_token_accuracy": Mean((scores.correct * weights).sum(), count),
         }
-        return LossOutput(total=total, metrics=metrics)
+        return LossOutput(total=total, metrics=metrics, predictions=scores.wanted.get("predicted"))

@@ -89,6 +89,7 @@ ARGUMENTS = (
     "embedding_func",
     "embedding_tokenizer",
     "value_model",
+    "compute_metrics",
 )
 
 # A step of 8 rows on one process, as SGD: the weights' change is the gradient.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments, TrainingArguments
 
 from prefrl import (
     BCOTrainer,
@@ -96,10 +96,28 @@ def test_an_argument_in_the_wrong_place_is_named_with_the_order(
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_options_of_transformers_alone_are_no_config(model: PreTrainedModel, tmp_path: Path) -> None:
-    plain: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(ConfigError, match=r"args=TrainingArguments: must be SFTConfig\(...\) or None"):
-        SFTTrainer(model, plain)
+@pytest.mark.parametrize("algorithm", REGISTRY)
+def test_plain_training_arguments_give_all_the_options_that_they_have(
+    algorithm: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    plain = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", learning_rate=1e-4, hub_token="of mine", eval_steps=3
+    )
+    rewards = {"reward_funcs": ragged_reward} if algorithm in ONLINE else {}
+    trainer = REGISTRY[algorithm].load_trainer()(
+        model_of(algorithm), args=plain, processing_class=tokenizer, train_dataset=dataset_of(algorithm), **rewards
+    )
+    assert type(trainer.args) is REGISTRY[algorithm].load_config()
+    assert (trainer.args.learning_rate, trainer.args.hub_token, trainer.args.eval_steps) == (1e-4, "of mine", 3)
+    assert trainer.args.logging_steps == 500  # HuggingFace's default, not the config's
+
+
+def test_options_that_a_conversion_would_lose_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    arguments: Any = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, generation_num_beams=4)
+    with pytest.raises(
+        ConfigError, match="Seq2SeqTrainingArguments: generation_num_beams=4 is no option of SFTConfig"
+    ):
+        SFTTrainer(model, arguments)
 
 
 def test_a_list_of_rows_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -163,9 +163,40 @@ def test_precomputed_reference_gives_the_same_update(name: str, given: bool, tmp
     assert relative_difference(update(precompute_ref_log_probs=True), update()) < 1e-5
 
 
-def test_precomputed_reference_refuses_data_that_it_has_not_seen(tmp_path: Path) -> None:
-    trainer = make_trainer("dpo", tmp_path, precompute_ref_log_probs=True, eval_dataset=dataset_of("dpo", 5))
-    assert trainer.reference is None
+# Numbers of rows that no other case has, so that no score comes from the cache.
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("own weights", [3]), ("adapter", [4, 5]), ("trained adapter", [6, 7]), ("given", [8, 9])]
+)
+def test_datasets_given_to_evaluate_are_scored_with_the_reference(kind: str, rows: list[int], tmp_path: Path) -> None:
+    def trainer_of(**options: Any) -> Any:
+        extra: dict[str, Any] = {"ref_model": stopping_model(seed=5)} if kind == "given" else {}
+        if "adapter" in kind:
+            extra["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=kind == "adapter")
+        return make_trainer("dpo", tmp_path, max_steps=1, learning_rate=0.1, **extra, **options)
+
+    def metrics_of(trainer: Any, num_rows: int) -> dict[str, float]:
+        metrics = trainer.evaluate({"other": dataset_of("dpo", num_rows)})
+        return {name: metrics[f"eval_other_{name}"] for name in ("loss", "rewards/chosen", "rewards/margins")}
+
+    kept, precomputed = trainer_of(), trainer_of(precompute_ref_log_probs=True)
+    for num_rows in rows:  # before and after training
+        assert metrics_of(precomputed, num_rows) == pytest.approx(metrics_of(kept, num_rows), abs=1e-5)
+        assert precomputed.reference is None
+        for trainer in (kept, precomputed):
+            trainer.train()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_dataset_cannot_be_scored_once_the_reference_is_gone(by_name: bool, tmp_path: Path) -> None:
+    extra: dict[str, Any] = {}
+    if by_name:
+        stopping_model(seed=5).save_pretrained(tmp_path / "reference")
+        extra["ref_model"] = str(tmp_path / "reference")
+    evaluated = dataset_of("dpo", 5)
+    trainer = make_trainer(
+        "dpo", tmp_path, max_steps=1, precompute_ref_log_probs=True, eval_dataset=evaluated, **extra
+    )
+    trainer.train()
     trainer.evaluate()
     with pytest.raises(ConfigError, match="precompute_ref_log_probs=True: the reference model was not kept"):
         trainer.evaluate(dataset_of("dpo", 3))

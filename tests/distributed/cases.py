@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, EvalPrediction
 
+from prefrl import BEMACallback
 from tests.assets import EXPERTS
 from tests.contract.cases import dataset_of, ragged_reward
 
@@ -67,6 +68,11 @@ def good_at_subtraction(prompts: list[str], completions: list[str], **_: Any) ->
     return [value * ("-" in prompt) for value, prompt in zip(values, prompts, strict=True)]
 
 
+def num_predicted(evaluated: EvalPrediction) -> dict[str, float]:
+    """Sums over the rows of all processes."""
+    return {"labels": float(evaluated.label_ids.sum()), "predictions": float(evaluated.predictions.sum())}
+
+
 CASES: dict[str, Case] = {
     # Every algorithm.
     "sft": Case("sft"),
@@ -99,7 +105,12 @@ CASES: dict[str, Case] = {
     "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
     "sft_adam": Case("sft", ADAM),
     "sft_window": Case("sft", model={"architecture": "mistral", "sliding_window": 4, "num_key_value_heads": 1}),
-    "sft_eval": Case("sft", EVAL, eval_rows=7),
+    "sft_eval": Case(
+        "sft",
+        {**EVAL, "compute_metrics": num_predicted, "callbacks": [BEMACallback(update_freq=1)]},
+        model=TIED,
+        eval_rows=7,
+    ),
     "reward_lora": Case("reward", lora=ATTENTION),
     "reward_by_name": Case("reward", EVAL, by_name=True, eval_rows=7),
     # Mixtures of experts, whose routers have a loss of their own.

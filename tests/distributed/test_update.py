@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.backends import BACKENDS
 from tests.distributed.cases import CASES
@@ -70,6 +71,7 @@ def test_the_update_is_that_of_one_process(backend: str, name: str, folder: Path
     assert expected["update"].norm() > 1e-3
     assert (result["update"] - expected["update"]).norm() / expected["update"].norm() < TOLERANCE
     assert bool(expected["eval"]) == bool(CASES[name].eval_rows)
+    torch.testing.assert_close(result["averaged"], expected["averaged"], rtol=1e-4, atol=1e-6)
     for key in ("losses", "grad_norms", "eval"):
         assert result[key] == pytest.approx(expected[key], **METRIC_TOLERANCES), key
 

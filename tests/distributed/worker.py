@@ -14,6 +14,7 @@ from typing import Any
 
 import datasets
 import torch
+from safetensors.torch import load_file
 
 from prefrl import distributed
 from prefrl.trainer.base.trainer import BaseTrainer
@@ -124,6 +125,16 @@ def non_finite(trainer: BaseTrainer) -> tuple[bool, bool]:
     return before is not None, distributed.first_non_finite(model, device) == name
 
 
+def averaged(trainer: BaseTrainer) -> torch.Tensor:
+    """The weights that BEMACallback has saved, if there are some. They are deleted: another backend saves its own."""
+    path = Path(trainer.args.output_dir, "bema", "model.safetensors")
+    if not distributed.is_main() or not path.exists():
+        return torch.zeros(0)
+    weights = torch.cat([weight.flatten() for weight in load_file(path).values()])
+    path.unlink()
+    return weights
+
+
 def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Train a case: what a test compares."""
     started = time.perf_counter()
@@ -147,6 +158,7 @@ def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[st
             for key, value in entry.items()
             if _is_eval_metric(key)
         },
+        "averaged": averaged(trainer),
         "elements": sum(distributed.shape_of(p).numel() for p in parameters),
         "local_elements": sum(map(distributed.num_local_elements, parameters)),
         "reference_is_sharded": own and distributed.is_sharded(own),

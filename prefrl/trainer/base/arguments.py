@@ -5,17 +5,20 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.options.fields import default_of
 from prefrl.registry import REGISTRY
+from prefrl.trainer.base.config import BaseConfig
 
 __all__ = [
     "DATA",
@@ -25,6 +28,7 @@ __all__ = [
     "check_stream",
     "default_output_dir",
     "named",
+    "own_config",
 ]
 
 # The positional parameters after `args` of trainers on a fixed dataset, in TRL's order.
@@ -58,6 +62,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, PreTrainedTokenizerBase),
         "a tokenizer of transformers or None",
     ),
+    "compute_metrics": (callable, "a function of an EvalPrediction, which returns numbers by name, or None"),
     "callbacks": (lambda value: isinstance(value, list | tuple), "a list of callbacks or None"),
     "optimizers": (_is_pair, "a pair of optimizer and scheduler, each of which may be None"),
     "peft_config": (lambda value: isinstance(value, PushToHubMixin), "a config of peft, such as LoraConfig, or None"),
@@ -85,6 +90,11 @@ def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> 
             _check_config(trainer, value)
         elif name == "data_collator" and value is not None:
             raise _error(trainer, name, value, "None, the trainer lays out batches itself")
+        elif name == "preprocess_logits_for_metrics" and value is not None:
+            raise ConfigError(
+                "preprocess_logits_for_metrics: no logits are kept here. Leave it out: the predictions that "
+                "compute_metrics gets are already the most likely tokens, or rewards."
+            )
         elif name in ("train_dataset", "eval_dataset"):
             check_dataset(name, value, takes_several=name == "eval_dataset")
         elif name in _ARGUMENTS and (value is not None or name in _REQUIRED):
@@ -165,9 +175,42 @@ def check_stream(dataset: Any, *, max_steps: int) -> None:
         )
 
 
+def own_config(trainer: type[_Algorithm], args: Any, *, output_dir: str) -> Any:
+    """The config of a trainer's own class for its argument `args`.
+
+    Plain `transformers.TrainingArguments` give all the options that they have, also where their default is another one
+    than the trainer's. Only their `remove_unused_columns`, which is True unless set, is left out: the data layer
+    chooses the columns.
+
+    Args:
+        trainer: The class whose constructor was called.
+        args: Its argument.
+        output_dir: The output folder if `args` is None.
+    Raises:
+        ConfigError: The arguments are of a subclass, and set an option that the trainer does not have.
+    """
+    config_class = REGISTRY[trainer.algorithm].load_config()
+    if args is None:
+        return config_class(output_dir=output_dir)
+    if isinstance(args, config_class):
+        return args
+    known = {field.name for field in fields(config_class) if field.init}
+    given = {field.name: getattr(args, field.name) for field in fields(args) if field.init}
+    defaults = {field.name: default_of(field) for field in fields(args)}
+    lost = [name for name in given if name not in known and given[name] != defaults[name]]
+    if lost:
+        raise ConfigError(
+            f"args={type(args).__name__}: {lost[0]}={given[lost[0]]!r} is no option of {config_class.__name__}. Give "
+            f"args={config_class.__name__}(...)"
+        )
+    del given["remove_unused_columns"]
+    return config_class(**{name: value for name, value in given.items() if name in known})
+
+
 def _check_config(trainer: type[_Algorithm], value: Any) -> None:
     config_class = REGISTRY[trainer.algorithm].load_config()
-    if value is not None and not isinstance(value, config_class):
+    is_plain = isinstance(value, TrainingArguments) and not isinstance(value, BaseConfig)
+    if value is not None and not is_plain and not isinstance(value, config_class):
         raise _error(trainer, "args", value, f"{config_class.__name__}(...) or None")
 
 

@@ -30,6 +30,7 @@ from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.schedule_free import use_averaged_weights
+from prefrl.trainer.base.stateful_callback import StatefulCallback
 from prefrl.trainer.base.trackers import contain_trackers
 
 if TYPE_CHECKING:
@@ -286,9 +287,16 @@ class ResumableTrainer(Trainer):
         """
         if self.args.should_save:
             distributed.sign_checkpoint(self.accelerator, folder)
+            for callback in self._stateful_callbacks():
+                callback.save_state(folder)
 
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote. All ranks must call it."""
+        for callback in self._stateful_callbacks():
+            callback.load_state(folder)
+
+    def _stateful_callbacks(self) -> list[StatefulCallback]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, StatefulCallback)]
 
     # The Hub, on which a run does not depend.
 

@@ -32,6 +32,7 @@ from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
 from prefrl.trainer.base.new_training import NewTraining
+from prefrl.trainer.base.predictions import PredictedRows
 from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
@@ -54,12 +55,12 @@ if TYPE_CHECKING:
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
     from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.base.reference_options import ReferenceOptions
 
 __all__ = ["BaseTrainer"]
 
 Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
-
 
 # The stage of the batches that a trainer's loss reads.
 Ready = TypeVar("Ready", bound=TokenBatch)
@@ -93,6 +94,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: ComputeMetrics | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         peft_config: PeftConfig | None = None,
@@ -131,20 +133,24 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             train_dataset=self._prepared(train_dataset, tokenizer, training=True),
             eval_dataset=self._prepared(eval_dataset, tokenizer, training=False),
             processing_class=tokenizer,
+            compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
         )
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
-        distributed.check_backend(args, os.environ, self.accelerator)
-        distributed.check_deepspeed(self.accelerator, trainer=name)
-        distributed.check_quantized(self.accelerator, model)
-        distributed.keep_outputs_exact(self.accelerator)
+        self._check_backend(model)
         self.model.add_model_tags(["prefrl", self.algorithm])
         self.add_callback(EndOfOptimizerPhase(self.account))
         self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
         if args.log_flops:
             self._count_flops()
+
+    def _check_backend(self, model: nn.Module) -> None:
+        distributed.check_backend(self.args, os.environ, self.accelerator)
+        distributed.check_deepspeed(self.accelerator, trainer=type(self).__name__)
+        distributed.check_quantized(self.accelerator, model)
+        distributed.keep_outputs_exact(self.accelerator)
 
     def _count_flops(self) -> None:
         self.account.flops = StepFlops(self.policy, model_cost(self.policy))
@@ -387,7 +393,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
     ) -> EvalLoopOutput:
         """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
         model = self.policy if distributed.is_sharded(self.policy) else self.policy.to(self.args.device)
-        num_rows = 0
+        num_rows, self.predicted = 0, PredictedRows()
         memory = explained(lambda: f"evaluation, after {num_rows} rows", self.args, EVALUATION)
         with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model), memory:
             for item in dataloader:
@@ -396,8 +402,12 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             merge(self.metrics["eval"], self.end_evaluation(model))
         distributed.release(model)
         (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
-        metrics = self._drain("eval") | {"num_tokens": float(self.state.num_input_tokens_seen)}
-        values = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        found = self._drain("eval") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+        if self.compute_metrics is not None:
+            found |= self.predicted.metrics(self.compute_metrics)
+        values = {
+            f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}": value for name, value in found.items()
+        }
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))
 
     @abstractmethod

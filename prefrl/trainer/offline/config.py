@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -11,7 +11,7 @@ from prefrl.options.fields import check_unset, opt, parse_json
 from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 
-__all__ = ["OfflineConfig"]
+__all__ = ["OfflineConfig", "SampleOptions"]
 
 
 @dataclass
@@ -44,3 +44,16 @@ class OfflineConfig(BaseConfig):
     def length_bound(self) -> LengthBound:
         """See `BaseConfig.length_bound`."""
         return LengthBound(self.max_length, "max_length")
+
+
+@dataclass
+class SampleOptions:
+    """An option of those trainers whose evaluations can show completions."""
+
+    changeable: ClassVar[tuple[str, ...]] = ("generate_during_eval",)
+
+    generate_during_eval: bool = opt(
+        False,
+        "At each evaluation, sample completions of the first per_device_eval_batch_size prompts, and log them as a "
+        "table; see LogCompletionsCallback.",
+    )

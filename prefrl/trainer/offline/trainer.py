@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, cast
 
 import datasets
 import torch
+from transformers import GenerationConfig
 
 from prefrl import distributed
 from prefrl.data.dealing import Dealing, dealing_of
@@ -18,14 +19,24 @@ from prefrl.data.stream import StreamLoader
 from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
+from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.modes import disable_dropout
-from prefrl.registry import REGISTRY
-from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, named
+from prefrl.trainer.base.arguments import (
+    check_arguments,
+    check_has_data,
+    check_stream,
+    default_output_dir,
+    named,
+    own_config,
+)
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
-from prefrl.trainer.base.references import loaded_reference
+from prefrl.trainer.base.references import kept_reference, loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
+from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
+from prefrl.trainer.offline.config import SampleOptions
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
+from prefrl.trainer.offline.predictions import predicted_pairs
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
 
@@ -35,6 +46,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+    from prefrl.models.reference import Reference
+    from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.offline.config import OfflineConfig
     from prefrl.trainer.offline.preference import RowKind
 
@@ -49,6 +62,7 @@ class TrainerArguments(TypedDict, total=False):
     train_dataset: Dataset | IterableDataset | None
     eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None  # one, or several by name
     processing_class: PreTrainedTokenizerBase | None  # the tokenizer; None: the model's
+    compute_metrics: ComputeMetrics | None  # further metrics of evaluations; see docs/concepts.md
     callbacks: list[TrainerCallback] | None
     optimizers: Optimizers  # optimizer and scheduler instead of those that `args` describes
     peft_config: PeftConfig | None  # train an adapter of this kind instead of the model
@@ -68,7 +82,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     Args:
         model: Name, path or instance; trained in place.
-        args: Options; None: the defaults, in `<model name>-<algorithm>`.
+        args: Options; None: the defaults, in `<model name>-<algorithm>`. `TrainingArguments` are converted, see
+            `own_config`.
         data: Further positional arguments, in TRL's order: `data_collator`, which must be None, `train_dataset`,
             `eval_dataset` and `processing_class`.
         arguments: See `TrainerArguments`.
@@ -80,6 +95,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     _splits_rows = True
     _derived_columns = tuple(REFERENCE_COLUMNS.values())
+    # For `compute_metrics`: the predictions and labels of a batch's rows, from `LossOutput.predictions`.
+    predictions_of: Callable[[Any, Tensor], tuple[Sequence[Any], Sequence[Any]]] = staticmethod(predicted_pairs)
     args: OfflineConfig
     row_kind: RowKind[Loaded]
     train_dataset: Any
@@ -95,11 +112,10 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "args": args, **given})
         check_has_data(given)
-        given.pop("data_collator", None)
-        if args is None:
-            suffix = type(self).__name__.removesuffix("Trainer")
-            args = REGISTRY[self.algorithm].load_config()(output_dir=default_output_dir(model, suffix))
-        self.args = args
+        for name in ("data_collator", "preprocess_logits_for_metrics"):  # None
+            given.pop(name, None)
+        suffix = type(self).__name__.removesuffix("Trainer")
+        self.args = args = own_config(type(self), args, output_dir=default_output_dir(model, suffix))
         check_stream(given.get("train_dataset"), max_steps=args.max_steps)
         super().__init__(model, args, **given)
         if self.policy.can_generate():
@@ -107,10 +123,17 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             warn_of_unknown_end(self.train_dataset, self.processing_class, end_ids=end_ids)
         if args.disable_dropout:
             disable_dropout(self.policy)
+        if isinstance(args, SampleOptions) and args.generate_during_eval:
+            sampling = GenerationConfig(do_sample=True)
+            self.add_callback(LogCompletionsCallback(self, sampling, num_prompts=args.per_device_eval_batch_size))
         self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean
-        self._precomputed_from: str | None = None  # fingerprint of the reference's weights
 
     # The reference policy.
+
+    # With precompute_ref_log_probs:
+    _precomputed_from: str | None = None  # fingerprint of the reference's weights
+    _late_reference: Reference | None = None  # for datasets given to evaluate(), where keeping it is for free
+    _policy_is_reference = False  # it has the weights that the datasets were scored with
 
     def set_up_reference(self, given: str | Path | PreTrainedModel | None) -> None:
         """Create the reference that the options ask for, or score the datasets with it; for leaves that need one.
@@ -120,31 +143,65 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         """
         options = self.args
         assert isinstance(options, OfflineReferenceOptions)
+        is_instance = given is not None and not isinstance(given, str | Path)
         given = loaded_reference(given, self.policy, self.args)
         if not options.precompute_ref_log_probs:
             self._add_reference(options, given)
             return
         # Before training, the policy is its own reference: no copy is needed.
+        self._policy_is_reference = given is None
         if given is not None:
             self._add_reference(options, given)
-        score = self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
         weights = weights_fingerprint(self.policy) if self.reference is None else self.reference.fingerprint()
         self._precomputed_from = weights
-        self.train_dataset = self._precomputed(self.train_dataset, score, options)
+        self.train_dataset = self._scored(self.train_dataset)
         if isinstance(self.eval_dataset, Mapping):
-            self.eval_dataset = {name: self._precomputed(d, score, options) for name, d in self.eval_dataset.items()}
+            self.eval_dataset = {name: self._scored(dataset) for name, dataset in self.eval_dataset.items()}
         else:
-            self.eval_dataset = self._precomputed(self.eval_dataset, score, options)
+            self.eval_dataset = self._scored(self.eval_dataset)
+        if is_instance:
+            self._late_reference = self.reference
+        elif given is None and is_peft_model(self.policy):
+            self._late_reference = kept_reference(self.args, options, self.policy, None, accelerator=self.accelerator)
         self.scorer.reference = None
 
-    def _precomputed(
-        self, dataset: Any, score: Callable[[TokenBatch], Tensor], options: OfflineReferenceOptions
-    ) -> Any:
+    def _begin_training(self) -> None:
+        """See `BaseTrainer`."""
+        super()._begin_training()
+        self._policy_is_reference = False
+
+    def _prepared(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Any:
+        """See `BaseTrainer`; a dataset given to `evaluate` is also scored with the reference, if that is needed.
+
+        Raises:
+            ConfigError: The reference is gone.
+        """
+        prepared = super()._prepared(dataset, tokenizer, training=training)
+        if self._precomputed_from is None or isinstance(prepared, Mapping):
+            return prepared
+        if self._late_reference is None and not self._policy_is_reference:
+            raise ConfigError(
+                "precompute_ref_log_probs=True: the reference model was not kept, so a dataset given to evaluate() "
+                "cannot be scored. Give it to the constructor as eval_dataset, give ref_model as an instance, or set "
+                "precompute_ref_log_probs=False."
+            )
+        self.scorer.reference = self._late_reference
+        try:
+            return self._scored(prepared)
+        finally:
+            self.scorer.reference = None
+
+    def _scored(self, dataset: Any) -> Any:
+        """A prepared dataset with the log-probs of the reference that the scorer has, or else of the policy."""
         if dataset is None:
             return None
+        options = self.args
+        assert isinstance(options, OfflineReferenceOptions)
         return precompute_reference(
             dataset,
-            reference_logprobs=score,
+            reference_logprobs=(
+                self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
+            ),
             collate=self.lay_out,
             batch_size=options.precompute_ref_batch_size or self.args.per_device_train_batch_size,
             weights=cast("str", self._precomputed_from),
@@ -170,24 +227,13 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         return self.prepare_step(batches)
 
     def with_reference(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
-        """The micro-batches of a step with the reference's log-probs. All ranks must call it.
-
-        Raises:
-            ConfigError: There is no reference model, and the batches do not have its log-probs.
-        """
-        if self.reference is not None:
-            # Move the batches to the device now, so that the scores can stay there.
-            batches = [batch.to(self.args.device) for batch in batches]
-            parts = self.logprobs_of_step(self.scorer.reference_logprobs, batches)
-            return [ReferencedBatch.of(batch, ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
-        scored = [batch for batch in batches if isinstance(batch, ReferencedBatch)]
-        if len(scored) < len(batches):
-            raise ConfigError(
-                "precompute_ref_log_probs=True: the reference model was not kept, so a dataset given to evaluate() "
-                "cannot be scored. Give it to the constructor as eval_dataset, or set "
-                "precompute_ref_log_probs=False."
-            )
-        return scored
+        """The micro-batches of a step with the reference's log-probs. All ranks must call it."""
+        if self.reference is None:
+            return cast("list[ReferencedBatch]", batches)  # they were precomputed
+        # Move the batches to the device now, so that the scores can stay there.
+        batches = [batch.to(self.args.device) for batch in batches]
+        parts = self.logprobs_of_step(self.scorer.reference_logprobs, batches)
+        return [ReferencedBatch.of(batch, ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
 
     def logprobs_of_step(self, score: Callable[..., Tensor], batches: Sequence[TokenBatch]) -> list[Tensor]:
         """[N] log-probs of each micro-batch of a step by `Scorer.reference_logprobs` or `Scorer.policy_logprobs`.
@@ -336,6 +382,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
                 output = self.full_loss(model, batch.to(self.args.device))
             metrics = {"loss": Mean(output.total, count), **output.metrics}
+            if self.compute_metrics is not None and output.predictions is not None:
+                self.predicted.add(*self.predictions_of(batch, output.predictions))
         return metrics
 
     def _rows_of(self, item: Loaded | None) -> int:

@@ -22,7 +22,6 @@ from prefrl.rollout.prefetch import PrefetchQueue
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
 
 if TYPE_CHECKING:
-
     from prefrl.rollout.collect import Collector
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig

@@ -24,7 +24,13 @@ from prefrl.rollout.collect import Collected, Collector
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import collected_metrics, log_collected
-from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir
+from prefrl.trainer.base.arguments import (
+    check_arguments,
+    check_has_data,
+    check_stream,
+    default_output_dir,
+    own_config,
+)
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.schedule_free import averages_weights
@@ -61,6 +67,7 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.rollout.collect import Request
+    from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
@@ -94,6 +101,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         tools: Functions that the model may call, sync or async, with types and docstrings.
         environment_factory: A class of environments, see `prefrl.Environment`, or several by the value of the
             dataset's column `environment`.
+        compute_metrics: Further metrics of evaluations, from completions, rewards and dataset rows.
 
     Raises:
         ConfigError: The options cannot be combined.
@@ -122,11 +130,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
         peft_config: PeftConfig | None = None,
         tools: Tools | None = None,
         environment_factory: EnvironmentFactory | None = None,
+        compute_metrics: ComputeMetrics | None = None,
     ) -> None:
         shared: dict[str, Any] = {
             "train_dataset": train_dataset,
             "eval_dataset": eval_dataset,
             "processing_class": processing_class,
+            "compute_metrics": compute_metrics,
             "callbacks": callbacks,
             "optimizers": optimizers,
             "quantization_config": quantization_config,
@@ -136,8 +146,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
             reward_funcs = []  # the environments give them
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
         check_has_data(shared | {"environment_factory": environment_factory})
-        if args is None:
-            args = self.config_class(output_dir=default_output_dir(model, self.algorithm.upper()))
+        output_dir = default_output_dir(model, self.algorithm.upper())
+        args = cast("PolicyGradientConfig", own_config(type(self), args, output_dir=output_dir))
         check_stream(train_dataset, max_steps=args.max_steps)
         self.episodes = Episodes(args, tools, environment_factory)
         shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=prompts_per_generation(args))
@@ -415,7 +425,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def end_evaluation(self, model: nn.Module) -> dict[str, Metric]:
         """The loss, as in a step that learns from all completions of the evaluation at once, and its metrics."""
-        learned = self._learned(self._evaluation.take(), num_parts=1)
+        rollouts = self._evaluation.take()
+        if self.compute_metrics is not None:
+            self.predicted.add([r.text for r in rollouts], [r.reward for r in rollouts], [r.row for r in rollouts])
+        learned = self._learned(rollouts, num_parts=1)
         (minibatch,) = self._minibatches.of(learned)
         metrics = {"loss": Mean(0.0, minibatch.num_items, empty=0.0), **learned.metrics}
         merge(metrics, minibatch.metrics)

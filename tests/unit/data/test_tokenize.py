@@ -153,6 +153,7 @@ def test_assistant_only_loss_trains_each_of_the_assistants_turns():
     [
         ({}, ["yo<|end|><|tool|>5<|end|><|assistant|>no<|end|>"]),
         ({"assistant_only_loss": True}, ["yo<|end|>", "no<|end|>"]),
+        ({"assistant_only_loss": True, "completion_only_loss": True}, ["yo<|end|>", "no<|end|>"]),
         ({"assistant_only_loss": True, "completion_only_loss": False}, ["no<|end|>", "yo<|end|>", "no<|end|>"]),
     ],
 )
@@ -284,7 +285,7 @@ def test_stream_of_from_value_conversations_is_converted():
         ([{"text": "a"}, {"text": None}], ["row 1", "'text'", "None"]),
         ([{"text": "a"}, {"text": ""}], ["row 1", "'text'", "''"]),
         ([{"messages": [ASK, SAY]}, {"messages": [ASK, {"role": "bot", "content": "a"}]}], ["row 1", "'bot'"]),
-        ([{"text": "a", "input_ids": [1]}], ["'input_ids' is reserved"]),
+        ([{"text": "a", "trainable": [1]}], ["'trainable' is reserved"]),
         ([{"messages": [ASK, SAY]}, {"messages": [ASK]}], ["row 1", "'messages'", "'assistant'", "['user']"]),
     ],
 )
@@ -398,7 +399,6 @@ def test_filter_without_limit_is_refused():
     [
         ([{"prompt": "a"}, {"prompt": ""}], ["row 1", "'prompt'", "''"]),
         ([{"prompt": "a"}, {"prompt": None}], ["row 1", "'prompt'", "None"]),
-        ([{"prompt": "a", "prompt_ids": [1]}], ["'prompt_ids' is reserved"]),
         ([{"messages": [ASK]}], ["'prompt' is missing"]),
     ],
 )

@@ -82,6 +82,7 @@ def test_hand_number(function):
     torch.testing.assert_close(scores.mean_logit, torch.tensor([1.0, 1.0]), atol=1e-6, rtol=0)
     torch.testing.assert_close(scores.log_collision, torch.tensor([-0.499595, -0.499595]), atol=1e-6, rtol=0)
     assert scores.correct.tolist() == [True, False]
+    assert scores.predicted.tolist() == [0, 0]
 
 
 def test_hand_gradient_is_one_hot_minus_probability():

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
 from prefrl import SFTConfig, SFTTrainer
 from prefrl.errors import ConfigError
@@ -319,3 +326,20 @@ def test_the_output_of_a_reward_model_is_trained_in_full_beside_its_adapter(save
 
 def test_freezing_works_for_reward_models_too(saved: Path) -> None:
     assert trainable(load_reward_model(saved, freeze=["model"])) == {"score.weight"}
+
+
+@pytest.mark.parametrize("load", [load_model, load_reward_model])
+def test_an_encoder_with_a_decoder_is_refused(load: Any, tmp_path: Path) -> None:
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = AutoModelForSeq2SeqLM.from_config(BartConfig(vocab_size=8, max_position_embeddings=8, **sizes, **heads))
+    t5 = AutoModelForSeq2SeqLM.from_config(
+        T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
+    for model, name in ((bart, "bart"), (t5, "t5")):
+        model.save_pretrained(tmp_path / name)
+        for given in (model, tmp_path / name):
+            with pytest.raises(
+                ConfigError, match="ForConditionalGeneration, an encoder with a decoder: prefrl trains"
+            ):
+                load(given)

@@ -66,7 +66,12 @@ SFT_RULES = [
     pytest.param({"packing": True, "max_length": None}, "packing=True with max_length=None", id="packing"),
     pytest.param({"packing_strategy": "wrapped"}, "packing_strategy='wrapped' has no effect", id="strategy"),
     pytest.param(
-        {"assistant_only_loss": True, "completion_only_loss": True}, "choose one", id="two kinds of completion"
+        {"dataset_kwargs": {"add_special_tokens": False}},
+        'its only key is "skip_prepare_dataset"',
+        id="dataset kwargs",
+    ),
+    pytest.param(
+        {"dataset_kwargs": '{"skip_prepare_dataset": true}', "packing": True}, "packing=True with", id="packed as is"
     ),
     pytest.param({"max_length": 1}, "max_length=1: must be a number >= 2", id="length"),
     pytest.param({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 has no effect", id="label smoothing"),

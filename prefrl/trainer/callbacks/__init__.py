@@ -1,0 +1,1 @@
+"""Callbacks for the argument `callbacks` of a trainer."""

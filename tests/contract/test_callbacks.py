@@ -1,0 +1,193 @@
+"""Callbacks that users may pass to a trainer."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from rich.console import Console
+from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback
+
+from prefrl import BEMACallback, ConfigError, LogCompletionsCallback, RichProgressCallback
+from tests.assets import tiny_model
+from tests.contract.cases import dataset_of, make_trainer
+
+BEMA: dict[str, Any] = {"update_freq": 2, "ema_power": 0.6, "bias_power": 0.3, "lag": 3, "multiplier": 0.5}
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+class Weights(TrainerCallback):
+    """Keeps a weight after each step."""
+
+    def __init__(self, name: str = NAME) -> None:
+        self.name = name
+        self.seen: list[torch.Tensor] = []
+
+    def _keep(self, model: Any) -> None:
+        self.seen.append(dict(model.named_parameters())[self.name].detach().clone())
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._keep(kwargs["model"])
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._keep(kwargs["model"])
+
+
+def expected(seen: list[torch.Tensor], *, after: int = 0) -> torch.Tensor:
+    """BEMA of the weights after steps 0, 1, ..., at the last step at which it is updated."""
+    start = average = corrected = seen[after]
+    for step in range(after + 2, len(seen), 2):
+        age = 3 + 0.5 * step
+        average = (1 - age**-0.6) * average + age**-0.6 * seen[step]
+        corrected = average + age**-0.3 * (seen[step] - start)
+    return corrected
+
+
+@pytest.mark.parametrize(("after", "tied"), [(0, False), (1, True)])
+def test_bema_saves_the_corrected_average_of_the_weights(after: int, tied: bool, tmp_path: Path) -> None:
+    weights = Weights("model.embed_tokens.weight" if tied else NAME)
+    trainer = make_trainer(
+        "sft",
+        tmp_path,
+        model=tiny_model(tie_word_embeddings=tied),
+        max_steps=6,
+        callbacks=[weights, BEMACallback(update_after=after, **BEMA)],
+    )
+    trainer.train()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "bema")
+    found = dict(saved.named_parameters())[weights.name]
+    torch.testing.assert_close(found, expected(weights.seen, after=after))
+    assert (found - weights.seen[-1]).abs().max() > 1e-3
+    assert torch.equal(trainer.policy.get_parameter(weights.name), weights.seen[-1])
+    if tied:
+        assert torch.equal(saved.lm_head.weight, found)
+
+
+def test_bema_of_an_adapter_is_an_adapter(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+    weights = Weights(name)
+    peft_config = LoraConfig(r=2, target_modules=["q_proj"])
+    callbacks = [weights, BEMACallback(**BEMA)]
+    make_trainer("sft", tmp_path, max_steps=4, callbacks=callbacks, peft_config=peft_config).train()
+    saved = PeftModel.from_pretrained(tiny_model(), tmp_path / "bema")
+    torch.testing.assert_close(dict(saved.named_parameters())[name], expected(weights.seen))
+
+
+def test_bema_goes_on_after_a_resume(tmp_path: Path) -> None:
+    def train(folder: Path, steps: int, **options: Any) -> torch.Tensor:
+        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+        callbacks = [BEMACallback(**BEMA)]
+        make_trainer("sft", folder, max_steps=steps, callbacks=callbacks, **saving).train(**options)
+        return AutoModelForCausalLM.from_pretrained(folder / "bema").get_parameter(NAME)
+
+    whole = train(tmp_path / "whole", 6)
+    train(tmp_path / "cut", 3)
+    assert torch.equal(train(tmp_path / "cut", 6, resume_from_checkpoint=True), whole)
+
+
+def test_bema_refuses_a_checkpoint_without_it_and_numbers_out_of_bounds(tmp_path: Path) -> None:
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    make_trainer("sft", tmp_path, max_steps=2, **saving).train()
+    with pytest.raises(ConfigError, match="it was saved without BEMACallback"):
+        make_trainer("sft", tmp_path, max_steps=4, callbacks=[BEMACallback()], **saving).train(
+            resume_from_checkpoint=True
+        )
+    with pytest.raises(ConfigError, match=r"BEMACallback\(update_freq=0\): must be at least 1"):
+        BEMACallback(update_freq=0)
+
+
+def test_bema_without_an_update_saves_nothing_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer("sft", tmp_path, callbacks=[BEMACallback()]).train()
+    assert not (tmp_path / "bema").exists()
+    assert "training ended after step 1, before the first update" in caplog.text
+
+
+def test_progress_is_shown_with_the_latest_metrics(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    callback = RichProgressCallback(console)
+    make_trainer("sft", tmp_path, max_steps=2, callbacks=[callback]).train()
+    text = screen.getvalue()
+    assert "Training" in text
+    assert "100%" in text
+    assert "mean_token_accuracy" in text
+    assert text.rstrip().endswith("\x1b[?25h")  # the cursor is visible again
+
+
+class Tracker(ModuleType):
+    """Weights & Biases, as far as a table needs it."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.logged: list[Any] = []
+
+    Table = dict
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.logged.append({name: {**table, "data": [*table["data"]]} for name, table in values.items()})
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "grpo"])
+def test_completions_of_evaluation_prompts_are_logged(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = dataset_of(algorithm, 5)
+    trainer = make_trainer(algorithm, tmp_path, max_steps=4, eval_dataset=evaluated)
+    greedy = GenerationConfig(max_new_tokens=7)
+    trainer.add_callback(LogCompletionsCallback(trainer, greedy, num_prompts=3, freq=2))
+    monkeypatch.setitem(sys.modules, "wandb", tracker := Tracker())
+    trainer.args.report_to = ["wandb"]
+    trainer.train()
+    assert [len(logged["completions"]["data"]) for logged in tracker.logged] == [3, 6]
+    table = tracker.logged[-1]["completions"]
+    assert table["columns"] == ["step", "prompt", "completion"]
+    assert [row[0] for row in table["data"]] == [2, 2, 2, 4, 4, 4]
+    assert [row[1] for row in table["data"][:3]] == evaluated["prompt"][:3]
+    _, prompt, completion = table["data"][-1]
+    ids = trainer.processing_class(prompt, return_tensors="pt").input_ids
+    said = trainer.policy.generate(ids, max_new_tokens=7, do_sample=False)[0, ids.shape[1] :]
+    assert completion == trainer.processing_class.decode(said, skip_special_tokens=True)
+    assert "Completions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", ["cpo", "orpo", "bco"])
+def test_generate_during_eval_logs_completions_of_the_first_prompts(
+    algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"eval_dataset": dataset_of(algorithm, 5), "per_device_eval_batch_size": 2}
+    trainer = make_trainer(algorithm, tmp_path, generate_during_eval=True, **options)
+    assert "Completions" not in capsys.readouterr().out
+    trainer.evaluate()
+    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, LogCompletionsCallback))
+    assert [row[:2] for row in callback.table] == [(0, prompt) for prompt in options["eval_dataset"]["prompt"][:2]]
+    assert "Completions" in capsys.readouterr().out
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer("dpo", tmp_path, eval_dataset=dataset_of("dpo", 2))
+    trainer.add_callback(LogCompletionsCallback(trainer, freq=1))
+    trainer.args.report_to = ["comet_ml"]
+    trainer.train()
+    assert "The completions of step 1 could not be logged: KeyError: 'comet_ml'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("dpo", {}, "with eval_dataset=None: it samples from one dataset"),
+        ("dpo", {"eval_dataset": {"a": dataset_of("dpo", 2)}}, r"with eval_dataset=the datasets \['a'\]"),
+        ("reward", {"eval_dataset": dataset_of("reward", 2)}, "ForSequenceClassification, which cannot generate"),
+    ],
+)
+def test_completions_need_one_dataset_and_a_model_that_generates(
+    algorithm: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(algorithm, tmp_path, **options)
+    with pytest.raises(ConfigError, match=message):
+        LogCompletionsCallback(trainer)
