@@ -13,6 +13,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
+from prefrl.options.foreign import advice
 from prefrl.options.suggest import nearest
 from prefrl.scripts.yaml_file import NULL_TAG, read_yaml
 from prefrl.trainer.base.flat_names import flat_parameters
@@ -172,15 +173,15 @@ class CommandParser(HfArgumentParser):
         if not word.startswith("-"):
             raise ConfigError(f"unexpected argument {word!r}: options are written as --name value")
         options = {option for action in self._actions for option in action.option_strings}
-        raise ConfigError(f"unknown option {word!r}. {nearest(word, options, otherwise=_SEE_ALL)}")
+        remedy = advice(word, self._by_name) or nearest(word, options, otherwise=_SEE_ALL)
+        raise ConfigError(f"unknown option {word!r}. {remedy}")
 
     def _read_defaults(self, path: Path) -> None:
         for name, line, node, loader in _entries(path):
             where = f"{path}:{line}"
             if name not in self._by_name:
-                raise ConfigError(
-                    f"{where}: unknown option {name!r}. {nearest(name, self._by_name.keys(), otherwise=_SEE_ALL)}"
-                )
+                remedy = advice(name, self._by_name) or nearest(name, self._by_name.keys(), otherwise=_SEE_ALL)
+                raise ConfigError(f"{where}: unknown option {name!r}. {remedy}")
             action = self._by_name[name]
             try:
                 action.default = self._value(action, node, loader)

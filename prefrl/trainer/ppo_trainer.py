@@ -74,6 +74,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
         tools: Tools | None = None,
+        rollout_func: None = None,
         environment_factory: EnvironmentFactory | None = None,
         value_model: str | PreTrainedModel | None = None,
     ) -> None:
@@ -92,6 +93,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             peft_config=peft_config,
             quantization_config=quantization_config,
             tools=tools,
+            rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
         self.critic: Critic = make_critic(self.args, self.policy, value_model)

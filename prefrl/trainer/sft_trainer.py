@@ -13,6 +13,7 @@ from prefrl.data.tokenize import prepare_sft_dataset
 from prefrl.losses.reduce import item_count, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
+from prefrl.trainer.base.arguments import named
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.trainer.sft_config import SFTConfig
@@ -54,8 +55,10 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
-        self.formatting_func = formatting_func
-        super().__init__(model, args, *data, **arguments)
+        own = {} if formatting_func is None else {"formatting_func": formatting_func}
+        given = named(type(self), data, {**arguments, **own})
+        self.formatting_func = given.pop("formatting_func", None)
+        super().__init__(model, args, **given)
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
         """Tokenize, mask, truncate and pack."""

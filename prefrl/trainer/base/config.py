@@ -18,6 +18,7 @@ from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
 from prefrl.options.fields import check_bounds, check_fields, check_no_effect, check_unset, opt, parse_json
+from prefrl.options.foreign import advice
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
@@ -167,13 +168,14 @@ class BaseConfig(TrainingArguments):
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse unknown names with the nearest known one, which Python's own error does not give."""
+        """Refuse unknown names with what they are here, or the nearest known one; Python's error has neither."""
         known = inspect.signature(cls.__init__).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         unknown = [] if takes_any else [name for name in kwargs if name not in known]
         if unknown:
             name = unknown[0]
-            raise ConfigError(f"{cls.__name__} has no option {name!r}. {nearest(name, known, otherwise=_DOCS)}")
+            remedy = advice(name, known) or nearest(name, known, otherwise=_DOCS)
+            raise ConfigError(f"{cls.__name__} has no option {name!r}. {remedy}")
         config: Self = super().__new__(cls)
         return config
 

@@ -21,6 +21,7 @@ from prefrl.metrics import Mean, Metric
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import disable_dropout
+from prefrl.options.foreign import ARGUMENTS
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
@@ -69,8 +70,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     Args:
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-<algorithm>`.
-        data: Further positional arguments, in TRL's order: `data_collator`, which must be None, `train_dataset`,
-            `eval_dataset` and `processing_class`.
+        data: Further positional arguments, in TRL's order. Those that have no counterpart here must be None.
         arguments: See `TrainerArguments`.
 
     Raises:
@@ -94,7 +94,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     ) -> None:
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "args": args, **given})
-        given.pop("data_collator", None)
+        given = {name: value for name, value in given.items() if name not in ARGUMENTS}
         if args is None:
             suffix = type(self).__name__.removesuffix("Trainer")
             args = REGISTRY[self.algorithm].load_config()(output_dir=default_output_dir(model, suffix))
