@@ -19,7 +19,15 @@ from prefrl.metrics import Max, Mean, Metric, Min, Std
 from prefrl.printable import printable
 from prefrl.types import Rollout, StopReason
 
-__all__ = ["as_text", "log_completions", "messages_of_turn", "print_table", "rollout_metrics", "staleness"]
+__all__ = [
+    "as_text",
+    "log_completions",
+    "messages_of_turn",
+    "one_of_each_prompt",
+    "print_table",
+    "rollout_metrics",
+    "staleness",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +124,11 @@ def messages_of_turn(messages: Sequence[Mapping[str, Any]], turn: int) -> list[M
     if turn >= len(starts):  # the environment failed before the model said something
         return []
     return list(messages[starts[turn] : starts[turn + 1] if turn + 1 < len(starts) else len(messages)])
+
+
+def one_of_each_prompt(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The first rollout of each group."""
+    return list({rollout.group: rollout for rollout in reversed(rollouts)}.values())[::-1]
 
 
 def log_completions(rollouts: Sequence[Rollout], *, step: int, limit: int | None) -> None:

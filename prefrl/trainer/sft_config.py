@@ -25,6 +25,9 @@ class SFTConfig(OfflineConfig):
     )
     assistant_only_loss: bool = opt(False, "Compute the loss only on assistant turns; needs conversational data.")
     dataset_text_field: str = opt("text", "Name of the text column of language-modeling data.")
+    shuffle_dataset: bool = opt(
+        False, "Shuffle the rows before they are packed, so that each pack has rows from all of the dataset."
+    )
     packing: bool = opt(
         False,
         "Pack several sequences into each row of at most max_length tokens, so that batches have similar sizes. "

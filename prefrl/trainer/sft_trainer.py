@@ -62,6 +62,8 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
         """Tokenize, mask, truncate and pack."""
+        if training and self.args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=self.args.seed)
         if self.formatting_func is not None:
             format_row = self.formatting_func
             field = self.args.dataset_text_field

@@ -44,7 +44,6 @@ TRL: dict[str, Row] = {
     "vllm_max_model_length": server(_SERVER.format("max_model_len")),
     "vllm_enable_sleep_mode": server("it has GPUs of its own and never sleeps"),
     "vllm_group_port": not_needed("the trainer chooses a free port"),
-    "vllm_structured_outputs_regex": renamed("vllm_guided_decoding_regex"),
     "vllm_importance_sampling_cap": renamed("vllm_importance_sampling_kwargs", "clip_max"),
     "log_completions_hub_repo": not_there(
         "the folder completions in output_dir has all rollouts as Parquet files; upload it with "

@@ -26,6 +26,7 @@ from prefrl.printable import masked, plain
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
 
@@ -63,7 +64,7 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(TrainingArguments):
+class BaseConfig(TokenizerOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
     kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
@@ -74,6 +75,7 @@ class BaseConfig(TrainingArguments):
         "logging_nan_inf_filter",
         "remove_unused_columns",
         "model_init_kwargs",  # what it decides is seen in the model
+        "trust_remote_code",
         "max_tokens_per_micro_batch",
         "forward_plan",
         "activation_checkpointing",
@@ -96,6 +98,8 @@ class BaseConfig(TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
     )
+    trust_remote_code: bool = opt(False, "Run code that comes with the model; the same key of model_init_kwargs.")
+    disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, including those of adapters.")
     freeze: list[str] | None = opt(
         None, "Regular expressions; parameters whose names contain a match are not trained."
     )
@@ -262,6 +266,11 @@ class BaseConfig(TrainingArguments):
             option.check(self)
         distributed.check_processes(self, os.environ)
         parse_json(self, "model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config")
+        if self.trust_remote_code:
+            self.model_init_kwargs = {
+                "trust_remote_code": True,
+                **cast("dict[str, Any]", self.model_init_kwargs or {}),
+            }
         if self.remove_unused_columns:
             raise ConfigError("remove_unused_columns=True: must be False, because the data layer chooses the columns")
         if self.train_sampling_strategy not in ("random", "sequential"):

@@ -23,7 +23,7 @@ from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
-from prefrl.models.modes import eval_mode
+from prefrl.models.modes import disable_dropout, eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
@@ -105,15 +105,17 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self._parallelism = distributed.set_up_parallelism(
             args.parallelism_config, trainer=name, splits_rows=self._splits_rows, longest_wait=args.ddp_timeout
         )
-        model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
+        kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
         model = self.load_policy(
             model,
-            model_init_kwargs=model_init_kwargs,
+            model_init_kwargs=kwargs,
             peft_config=peft_config,
             freeze=args.freeze or (),
             seed=args.seed,
             quantization_config=quantization_config,
         )
+        if args.disable_dropout:
+            disable_dropout(model)
         distributed.check_model(model, trainer=name)
         check_router_loss(model)
         add_kernels(args, model)
@@ -122,7 +124,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.account = StepAccount(args.device)
         self._num_embeddings = num_embeddings(model)
         self._position_limit = position_limit(model)
-        tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
+        tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=kwargs, changes=args.tokenizer_changes)
         self.args = args
         super().__init__(
             model=model,

@@ -20,7 +20,6 @@ from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.load import arguments_for_other
-from prefrl.models.modes import disable_dropout
 from prefrl.options.foreign import ARGUMENTS
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir, named
@@ -108,8 +107,6 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         if self.policy.can_generate():
             end_ids = end_token_ids(self.policy, self.processing_class)
             warn_of_unknown_end(self.train_dataset, self.processing_class, end_ids=end_ids)
-        if args.disable_dropout:
-            disable_dropout(self.policy)
         self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean
         self._precomputed_from: str | None = None  # fingerprint of the reference's weights
 

@@ -24,7 +24,7 @@ from prefrl.rollout.buffer import Minibatch, RolloutBuffer, rollouts_file
 from prefrl.rollout.collect import Collected, Collector, ask, prompt_seed
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
-from prefrl.rollout.summary import log_completions, rollout_metrics
+from prefrl.rollout.summary import log_completions, one_of_each_prompt, rollout_metrics
 from prefrl.trainer.base.arguments import check_arguments, default_output_dir
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.steps import Step, SyncStep
@@ -455,7 +455,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
             parts = distributed.gather_objects(collected)
             if distributed.is_main():
                 everyone = Collected.concat(parts).rollouts
-                log_completions(everyone, step=self.state.global_step, limit=self.args.num_completions_to_print)
+                shown = one_of_each_prompt(everyone) if self.args.log_unique_prompts else everyone
+                log_completions(shown, step=self.state.global_step, limit=self.args.num_completions_to_print)
 
     def decisive(self) -> dict[str, Any]:
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""

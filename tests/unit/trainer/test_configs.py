@@ -11,6 +11,7 @@ from transformers import HfArgumentParser
 from prefrl import ConfigError, DPOConfig, GRPOConfig, SFTConfig
 
 GRPO_RULES = [
+    pytest.param({"log_unique_prompts": True}, "log_unique_prompts=True has no effect", id="unique prompts"),
     pytest.param({"num_generations": 1}, "num_generations=1: group advantages need at least 2", id="singleton group"),
     pytest.param({"num_generations": 3}, "multiple of num_generations=3.* nearest that works is 9", id="indivisible"),
     pytest.param({"loss_type": "ppo"}, "loss_type='ppo': must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo'", id="loss"),
@@ -213,3 +214,15 @@ def test_generation_sizes_follow_from_each_other(tmp_path: Path) -> None:
     assert config.micro_batches_per_generation == 4
     assert config.updates_per_generation == 2
     assert config.completions_per_rank == 32
+
+
+def test_trust_remote_code_is_a_key_of_model_init_kwargs_which_wins(tmp_path: Path) -> None:
+    def given(**options: Any) -> Any:
+        return SFTConfig(output_dir=str(tmp_path), use_cpu=True, **options).model_init_kwargs
+
+    assert given(trust_remote_code=True) == {"trust_remote_code": True}
+    assert given(trust_remote_code=True, model_init_kwargs='{"revision": "v2"}') == {
+        "trust_remote_code": True,
+        "revision": "v2",
+    }
+    assert given() is None
