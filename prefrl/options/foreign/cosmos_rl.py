@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefrl.options.foreign.row import Row, asked, becomes, not_needed, not_there, renamed, server
+from prefrl.options.foreign.row import (
+    Row,
+    asked,
+    becomes,
+    column,
+    if_set,
+    layers,
+    loggers,
+    not_needed,
+    not_there,
+    renamed,
+    server,
+)
 
 __all__ = ["COSMOS_RL", "DEFAULTS"]
 
@@ -26,25 +38,6 @@ def _rewards(value: Any) -> Mapping[str, Any]:
     return {"reward_funcs": [_REWARDS[name] for name in weights], "reward_weights": [*weights.values()]}
 
 
-def _column(name: str) -> Row:
-    text = f"the column must be called {name!r} here: rename it with dataset.rename_column"
-
-    def convert(value: Any) -> Mapping[str, Any]:
-        if value != name:
-            raise ValueError(text)
-        return {}
-
-    return becomes(text, convert)
-
-
-def _loggers(value: Any) -> Mapping[str, Any]:
-    return {"report_to": [name for name in value if name != "console"] or "none"}
-
-
-def _if_set(option: str, *unset: Any) -> Row:
-    return becomes(option, lambda value: {} if value in (None, "", "None", *unset) else {option: value}, option)
-
-
 def _split(value: Any) -> Mapping[str, Any]:
     return {"dataset_train_split": value if isinstance(value, str) else "+".join(value)} if value else {}
 
@@ -60,17 +53,14 @@ _POLICY: dict[str, Row] = {
         "dapo: dynamic_sampling=True; gspo: importance_sampling_level='sequence'", lambda value: _VARIANTS[value]
     ),
     "dataset.name": renamed("dataset_name"),
-    "dataset.subset": _if_set("dataset_config"),
+    "dataset.subset": if_set("dataset_config"),
     "dataset.split": becomes("dataset_train_split", _split, "dataset_train_split"),
     "dataset.train_split": becomes("dataset_train_split", _split, "dataset_train_split"),
-    "dataset.test_split": _if_set("dataset_test_split"),
+    "dataset.test_split": if_set("dataset_test_split"),
     "dataset.test_size": not_there("name the rows: --dataset_test_split 'train[90%:]'"),
     "dataset.revision": not_there("load the dataset in Python, datasets.load_dataset(..., revision=...)"),
-    "conversation_column_name": becomes(
-        "the column messages or conversations",
-        lambda value: {} if value in ("messages", "conversations") else _raise("rename the column to messages"),
-    ),
-    "prompt_column_name": _column("prompt"),
+    "conversation_column_name": column("messages", "conversations"),
+    "prompt_column_name": column("prompt"),
     "response_column_name": not_there("the rewards read a column by its name: answer or solution for built-in ones"),
     "system_prompt": not_there("put a message of the role system into the column prompt or messages"),
     "dataloader_shuffle": renamed("shuffle_dataset"),
@@ -134,7 +124,7 @@ _TRAIN: dict[str, Row] = {
     "optm_min_lr_factor": not_there(
         "lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': ...}"
     ),
-    "max_num_steps": _if_set("max_steps"),
+    "max_num_steps": if_set("max_steps"),
     "compile": renamed("torch_compile"),
     "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
     "master_dtype": becomes("float32 weights", lambda value: {"float32": {}}[value]),
@@ -158,7 +148,7 @@ _TRAIN: dict[str, Row] = {
     "ckpt.save_freq": renamed("save_steps"),
     "ckpt.save_freq_in_epoch": not_there("save_strategy='epoch' saves after every epoch"),
     "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
-    "ckpt.max_keep": _if_set("save_total_limit", -1),
+    "ckpt.max_keep": if_set("save_total_limit"),
     "ckpt.export_safetensors": not_needed("checkpoints are folders of HuggingFace"),
     "ckpt.upload_hf": renamed("push_to_hub"),
     "ckpt.hf_repo_name": renamed("hub_model_id"),
@@ -169,11 +159,7 @@ _TRAIN: dict[str, Row] = {
 }
 _LORA: dict[str, Row] = {
     "r": becomes("lora_r with use_peft=True", lambda value: {"use_peft": True, "lora_r": value}, "lora_r"),
-    "target_modules": becomes(
-        "lora_target_modules",
-        lambda value: {"lora_target_modules": [value] if isinstance(value, str) else value},
-        "lora_target_modules",
-    ),
+    "target_modules": layers(),
     "modules_to_save": renamed("lora_modules_to_save"),
     "alpha_pattern": renamed("lora_alpha_pattern"),
     "r_pattern": renamed("lora_rank_pattern"),
@@ -200,7 +186,7 @@ _ROLLOUT: dict[str, Row] = {
     "n_generation_to_batch": not_needed("the server makes its own batches"),
     "include_stop_str_in_output": not_there("completions end at an end-of-sequence token"),
     "multi_turn_config.max_assistant_turns": renamed("max_turns"),
-    "multi_turn_config.custom_chat_template_path": _if_set("chat_template_path"),
+    "multi_turn_config.custom_chat_template_path": if_set("chat_template_path"),
     "multi_turn_config": not_there(
         "give the trainer tools or environment_factory in Python; see docs/environments.md"
     ),
@@ -220,24 +206,20 @@ COSMOS_RL: dict[str, Row] = {
     "policy.trainable_map": not_there("freeze has regular expressions for parameters that are not trained"),
     "policy.enable_liger_kernel": renamed("use_liger_kernel"),
     "policy.parallelism": not_there(_LAUNCH),
-    "logging.logger": becomes("report_to; the console always has the log", _loggers, "report_to"),
+    "logging.logger": loggers(),
     "logging.project_name": renamed("project"),
-    "logging.experiment_name": _if_set("run_name"),
+    "logging.experiment_name": if_set("run_name"),
     "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
     "validation.enable": _flag("eval_strategy", "steps"),
     "validation.freq": renamed("eval_steps"),
-    "validation.batch_size": _if_set("per_device_eval_batch_size"),
+    "validation.batch_size": if_set("per_device_eval_batch_size"),
     "validation.temperature": renamed("temperature_eval"),
     "validation.n_generation": renamed("num_generations_eval"),
     "validation.dataset.name": not_needed("evaluation reads another split of the same dataset"),
-    "validation.dataset.test_split": _if_set("dataset_test_split"),
+    "validation.dataset.test_split": if_set("dataset_test_split"),
     "validation": not_there("evaluation samples and is rewarded as training is"),
     "redis": not_needed("there is no controller"),
     "custom": not_there("give the values to your own script"),
 }
 # What the TOML means if a key is not given, where that differs here.
 DEFAULTS: dict[str, Any] = {"gradient_checkpointing": True, "bf16": True}
-
-
-def _raise(text: str) -> Mapping[str, Any]:
-    raise ValueError(text)

@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Row", "asked", "becomes", "not_needed", "not_there", "renamed", "server"]
+__all__ = [
+    *("Row", "asked", "becomes", "column", "if_set", "layers", "loggers", "not_needed", "not_there", "renamed"),
+    "server",
+]
+
+_UNSET = (None, "", "None", -1)
 
 Kind = Literal["renamed", "becomes", "not needed", "server", "not there"]
 
@@ -60,6 +65,41 @@ def asked(option: str, values: Mapping[Any, Any], text: str | None = None) -> Ro
     """An option whose values have other names."""
     listed = ", ".join(f"{theirs} is {ours!r}" for theirs, ours in values.items())
     return Row("becomes", text or f"{option}: {listed}", (option,), lambda value: {option: values[value]})
+
+
+def if_set(option: str) -> Row:
+    """The same value under another name, unless it says that nothing is set."""
+    return becomes(option, lambda value: {} if value in _UNSET else {option: value}, option)
+
+
+def column(*names: str) -> Row:
+    """The name of a column of the dataset, which is fixed here."""
+    text = f"the column must be called {' or '.join(map(repr, names))}: rename it with dataset.rename_column"
+
+    def convert(value: Any) -> Mapping[str, Any]:
+        if value not in (*names, None, ""):
+            raise ValueError("it has another name")
+        return {}
+
+    return becomes(text, convert)
+
+
+def layers() -> Row:
+    """The layers that get adapters."""
+    option = "lora_target_modules"
+    return becomes(option, lambda value: {option: [value] if isinstance(value, str) else value}, option)
+
+
+def loggers() -> Row:
+    """The trackers of a run."""
+
+    def convert(value: Any) -> Mapping[str, Any]:
+        trackers = [name for name in ([value] if isinstance(value, str) else value) if name != "console"]
+        if len(trackers) > 1:
+            raise ValueError("report_to names one tracker, or all")
+        return {"report_to": trackers[0] if trackers else "none"}
+
+    return becomes("report_to; the console always has the log", convert, "report_to")
 
 
 def not_needed(why: str) -> Row:

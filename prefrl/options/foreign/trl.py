@@ -44,7 +44,7 @@ TRL: dict[str, Row] = {
     "vllm_max_model_length": server(_SERVER.format("max_model_len")),
     "vllm_enable_sleep_mode": server("it has GPUs of its own and never sleeps"),
     "vllm_group_port": not_needed("the trainer chooses a free port"),
-    "vllm_importance_sampling_cap": renamed("vllm_importance_sampling_kwargs", "clip_max"),
+    "vllm_importance_sampling_cap": renamed("vllm_importance_sampling_clip_max"),
     "log_completions_hub_repo": not_there(
         "the folder completions in output_dir has all rollouts as Parquet files; upload it with "
         "huggingface_hub.upload_folder"
@@ -122,7 +122,7 @@ NAMES: dict[str, str] = {
     "SIMPLE_CHAT_TEMPLATE": "the option chat_template_path reads a template from a file",
     "DataCollatorForCompletionOnlyLM": "the option completion_only_loss or assistant_only_loss",
     "ConstantLengthDataset": "the option packing",
-    "WeaveCallback": "report_to",
+    "WeaveCallback": "the option report_to names trackers",
     "AutoModelForCausalLMWithValueHead": "PPOTrainer makes its critic itself: critic='head' or 'model'",
 }
 # Values of options that have another name: config, option, value -> ours.
@@ -142,5 +142,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ORPOConfig": _EVERY,
     "GRPOConfig": {"beta": 0.0, **_ONLINE},
     "RLOOConfig": _ONLINE,
-    "OnlineDPOConfig": {**_ONLINE, "learning_rate": 5e-7, "max_completion_length": 64, "temperature": 0.9},
+    "OnlineDPOConfig": {
+        **{"learning_rate": 5e-7, "max_completion_length": 64, "max_prompt_length": None, "disable_dropout": True},
+        **_EVERY,
+    },
 }

@@ -6,14 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefrl.options.foreign.row import Row, asked, becomes, not_needed, not_there, renamed, server
+from prefrl.options.foreign.row import (
+    Row,
+    asked,
+    becomes,
+    column,
+    if_set,
+    layers,
+    loggers,
+    not_needed,
+    not_there,
+    renamed,
+    server,
+)
 
 __all__ = ["DEFAULTS", "KL_ESTIMATORS", "VERL"]
 
 _LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
 _PYTHON = "give the trainer a dataset in Python"
 _FOLLOWS = "passes without gradients choose their own size"
-_RENAME = "the column must be called {0!r} here: rename it with dataset.rename_column"
 # The estimate of the KL.
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL_ESTIMATORS |= {"kl+": "k1+", "k1+": "k1+", "abs+": "abs+", "low_var_kl+": "k3+", "k3+": "k3+", "full": "full"}
@@ -43,22 +54,8 @@ def _files(value: Any) -> Mapping[str, Any]:
     return {"dataset_name": paths[0]} if len(paths) == 1 else {"datasets": [{"path": path} for path in paths]}
 
 
-def _column(name: str) -> Row:
-    def convert(value: Any) -> Mapping[str, Any]:
-        if value not in (None, name):
-            raise ValueError(_RENAME.format(name))
-        return {}
-
-    return becomes(_RENAME.format(name), convert)
-
-
 def _lora(value: Any) -> Mapping[str, Any]:
     return {"use_peft": True, "lora_r": value} if value else {}
-
-
-def _loggers(value: Any) -> Mapping[str, Any]:
-    trackers = [name for name in ([value] if isinstance(value, str) else value) if name != "console"]
-    return {"report_to": trackers or "none"}
 
 
 def _every(what: str) -> Any:
@@ -76,17 +73,12 @@ def _reward(value: Any) -> Mapping[str, Any]:
     return {} if value is None else {"reward_funcs": [f"{Path(value).stem}:compute_score"]}
 
 
-def _if_set(option: str) -> Row:
-    """Renamed, where null means that nothing is set."""
-    return becomes(option, lambda value: {} if value in (None, -1) else {option: value}, option)
-
-
 _DATA: dict[str, Row] = {
     "train_files": becomes("dataset_name, or several paths in datasets", _files, "dataset_name"),
     "val_files": not_there("name a split of the dataset, --dataset_test_split, or give eval_dataset in Python"),
     "tokenizer": not_there("give the tokenizer as processing_class in Python"),
-    "prompt_key": _column("prompt"),
-    "image_key": _column("images"),
+    "prompt_key": column("prompt"),
+    "image_key": column("images"),
     "video_key": not_there("videos are not supported"),
     "reward_fn_key": not_needed("rewards get every column of the dataset by its name"),
     "train_batch_size": not_there("per_device_train_batch_size * processes * steps_per_generation counts completions"),
@@ -95,7 +87,7 @@ _DATA: dict[str, Row] = {
     "filter_overlong_prompts_workers": renamed("dataset_num_proc"),
     "truncation": asked("truncation_mode", {"error": "error", "left": "keep_end", "right": "keep_start"}),
     "shuffle": renamed("shuffle_dataset"),
-    "seed": _if_set("data_seed"),
+    "seed": if_set("data_seed"),
     "train_max_samples": not_there("name the rows: --dataset_train_split 'train[:1000]'"),
     "apply_chat_template_kwargs": renamed("chat_template_kwargs"),
     "dataloader_num_workers": not_needed("prompts are tokenized once, at the start"),
@@ -118,16 +110,12 @@ _MODEL: dict[str, Row] = {
     "fused_kernel_options": not_needed("the logits of all tokens are never in memory"),
     "use_liger": renamed("use_liger_kernel"),
     "lora_rank": becomes("lora_r with use_peft=True", _lora, "lora_r"),
-    "target_modules": becomes(
-        "lora_target_modules",
-        lambda value: {"lora_target_modules": [value] if isinstance(value, str) else value},
-        "lora_target_modules",
-    ),
+    "target_modules": layers(),
     "exclude_modules": not_there("list the layers in lora_target_modules"),
     "override_config": becomes(
         "model_init_kwargs", lambda value: {"model_init_kwargs": value} if value else {}, "model_init_kwargs"
     ),
-    "custom_chat_template": _if_set("chat_template_path"),
+    "custom_chat_template": if_set("chat_template_path"),
     "external_lib": not_there("import it in a script of your own"),
     "use_shm": not_needed("weights are memory-mapped"),
 }
@@ -167,13 +155,15 @@ _ACTOR: dict[str, Row] = {
     "kl_loss_type": asked("kl_estimator", KL_ESTIMATORS),
     "ppo_epochs": renamed("num_iterations"),
     "shuffle": not_needed("every pass over a rollout has the order of the first"),
-    "data_loader_seed": _if_set("data_seed"),
+    "data_loader_seed": if_set("data_seed"),
     "grad_clip": renamed("max_grad_norm"),
     "use_torch_compile": not_needed("torch_compile=True compiles the model"),
+    "use_remove_padding": not_needed("batches are laid out without padding"),
+    "use_fused_kernels": not_needed("the logits of all tokens are never in memory"),
     "entropy_from_logits_with_chunking": not_needed("the logits of all tokens are never in memory"),
     "entropy_checkpointing": not_needed("the logits of all tokens are never in memory"),
     "optim.lr": renamed("learning_rate"),
-    "optim.lr_warmup_steps": _if_set("warmup_steps"),
+    "optim.lr_warmup_steps": if_set("warmup_steps"),
     "optim.lr_warmup_steps_ratio": becomes(
         "warmup_steps, a share of all steps if it is below 1",
         lambda value: {"warmup_steps": value} if value else {},
@@ -215,6 +205,15 @@ _ROLLOUT: dict[str, Row] = {
     "max_num_seqs": server("--max-num-seqs"),
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
     "engine_kwargs": server("options that it does not know go on to vLLM"),
+    "cudagraph_capture_sizes": server("options that it does not know go on to vLLM"),
+    "disable_log_stats": server("--disable-log-stats"),
+    "over_sample_rate": not_there("dynamic_sampling=True replaces prompts whose completions all have one reward"),
+    "multi_stage_wake_up": not_needed("a server has GPUs of its own"),
+    "update_weights_bucket_megabytes": not_needed("weights are sent in buckets of a fixed size"),
+    "trace": not_needed("the folder completions in output_dir has every rollout"),
+    "skip_rollout": not_there("prefrl replay computes a step again from its rollouts"),
+    "skip_dump_dir": not_there("prefrl replay computes a step again from its rollouts"),
+    "layered_summon": not_needed("weights are gathered layer by layer"),
     "load_format": not_needed("weights are sent before the first generation"),
     "free_cache_engine": not_needed("a server has GPUs of its own"),
     "log_prob_micro_batch_size": not_needed(_FOLLOWS),
@@ -225,7 +224,7 @@ _ROLLOUT: dict[str, Row] = {
     "val_kwargs.n": renamed("num_generations_eval"),
     "val_kwargs.do_sample": not_needed("temperature_eval=0 decodes greedily"),
     "val_kwargs": not_there("evaluation samples as training does"),
-    "multi_turn.max_assistant_turns": _if_set("max_turns"),
+    "multi_turn.max_assistant_turns": if_set("max_turns"),
     "multi_turn": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
     "agent": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
 }
@@ -266,12 +265,13 @@ _ALGORITHM: dict[str, Row] = {
 }
 _TRAINER: dict[str, Row] = {
     "total_epochs": renamed("num_train_epochs"),
-    "total_training_steps": _if_set("max_steps"),
+    "total_training_steps": if_set("max_steps"),
     "project_name": renamed("project"),
     "experiment_name": renamed("run_name"),
-    "logger": becomes("report_to; the console always has the log", _loggers, "report_to"),
+    "logger": loggers(),
     "nnodes": not_there(_LAUNCH),
     "n_gpus_per_node": not_there(_LAUNCH),
+    "esi_redundant_time": not_there("max_train_time ends training with a checkpoint"),
     "device": not_there("use_cpu=True trains on the CPU"),
     "save_freq": becomes(
         "save_strategy='steps' and save_steps; -1 is save_strategy='no'", _every("save"), "save_steps"
@@ -283,7 +283,7 @@ _TRAINER: dict[str, Row] = {
     "val_only": not_there("call trainer.evaluate()"),
     "default_local_dir": renamed("output_dir"),
     "default_hdfs_dir": not_there("output_dir is a local folder; push_to_hub uploads it"),
-    "max_actor_ckpt_to_keep": _if_set("save_total_limit"),
+    "max_actor_ckpt_to_keep": if_set("save_total_limit"),
     "max_critic_ckpt_to_keep": not_needed("a checkpoint holds policy and critic; save_total_limit counts it"),
     "remove_previous_ckpt_in_save": not_there("set save_total_limit=1"),
     "del_local_ckpt_after_load": not_there("set save_total_limit"),
@@ -292,7 +292,7 @@ _TRAINER: dict[str, Row] = {
         lambda value: {"auto": {"resume_from_checkpoint": "true"}, "disable": {}, "resume_path": {}}[value],
         "resume_from_checkpoint",
     ),
-    "resume_from_path": _if_set("resume_from_checkpoint"),
+    "resume_from_path": if_set("resume_from_checkpoint"),
     "balance_batch": not_needed("losses are divided by the count of all processes"),
     "log_val_generations": not_there("log_completions=True prints the completions of training"),
     "rollout_data_dir": not_needed("the folder completions in output_dir has every rollout"),
