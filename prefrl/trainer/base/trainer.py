@@ -23,13 +23,13 @@ from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
-from prefrl.models.modes import disable_dropout, eval_mode
+from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.guarded import GuardedTrainer
-from prefrl.trainer.base.kernels import add_kernels
+from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.new_training import NewTraining
@@ -114,11 +114,9 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             seed=args.seed,
             quantization_config=quantization_config,
         )
-        if args.disable_dropout:
-            disable_dropout(model)
         distributed.check_model(model, trainer=name)
         check_router_loss(model)
-        add_kernels(args, model)
+        change_policy(args, model)
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
