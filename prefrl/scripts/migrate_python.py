@@ -126,12 +126,16 @@ class _Script:
         if self.module == "trl" and base == "trl":
             start, _ = self._span(node.value)
             self._edit(start, start + len("trl"), "prefrl")
-        is_config = "args" in base or "config" in base
-        row = TRL.get(node.attr)
-        if is_config and row is not None and row.kind != "renamed" and (self.names or self.module):
-            known = any(node.attr in accepted(name) for name in self.names.values())
-            if not known:
-                self.result.open.append((node.lineno, f"{base}.{node.attr} {row.says}"))
+        row = TRL.get(node.attr) if "args" in base or "config" in base else None
+        is_user = bool(self.names or self.module)
+        if row is None or not is_user or any(node.attr in accepted(name) for name in self.names.values()):
+            return
+        if row.kind == "renamed":
+            _, end = self._span(node)
+            self._edit(end - len(node.attr), end, row.options[0])
+            self.result.changes.append((node.lineno, f"{base}.{node.attr}: it {row.says}"))
+        else:
+            self.result.open.append((node.lineno, f"{base}.{node.attr} {row.says}"))
 
     def _name(self, node: ast.expr) -> str | None:
         """The public name of TRL that an expression stands for."""

@@ -127,6 +127,7 @@ CALLS = [
         'KTOConfig(bf16=False, train_sampling_strategy="sequential", gradient_checkpointing=True)',
         id="kto",
     ),
+    pytest.param("training_args.max_seq_length", "training_args.max_length", id="attribute"),
     pytest.param("SFTTrainer(m, tokenizer=t)", "SFTTrainer(m, processing_class=t)", id="argument"),
 ]
 
@@ -140,9 +141,7 @@ def test_calls(call: str, expected: str) -> None:
 
 
 OPEN = [
-    pytest.param(
-        "SFTConfig(generate_during_eval=True, **MORE)", "SFTConfig(generate_during_eval=...) has no", id="none"
-    ),
+    pytest.param("SFTConfig(is_encoder_decoder=True, **MORE)", "SFTConfig(is_encoder_decoder=...) has no", id="none"),
     pytest.param(
         "GRPOConfig(generation_kwargs=k, **MORE)", "GRPOConfig(generation_kwargs=...) becomes", id="a variable"
     ),
@@ -151,7 +150,7 @@ OPEN = [
     ),
     pytest.param("SFTConfig(max_seq_length=1, max_length=2, **MORE)", "SFTConfig(max_seq_length=...) is", id="both"),
     pytest.param("SFTTrainer(m, model_init=f)", "SFTTrainer(model_init=...): load the model", id="an argument"),
-    pytest.param("training_args.generate_during_eval", "training_args.generate_during_eval has no", id="an attribute"),
+    pytest.param("training_args.is_encoder_decoder", "training_args.is_encoder_decoder has no", id="an attribute"),
 ]
 
 
@@ -180,13 +179,13 @@ def test_a_script_without_trl_stays() -> None:
 def test_commands_of_shell_scripts() -> None:
     script = (
         "pip install trl\ntrl vllm-serve --model m\naccelerate launch x.py --padding_free\n"
-        "A=1 trl sft --max_seq_length 5 --padding_free \\\n  --generate_during_eval \\\n"
+        "A=1 trl sft --max_seq_length 5 --padding_free \\\n  --is_encoder_decoder \\\n"
         "  --vllm_mode 'x'\ncontrol/trl sft\n"
     )
     result = migrate_commands(script)
     assert result.text == (
         "pip install prefrl\nprefrl vllm-serve --model m\naccelerate launch x.py --padding_free\n"
-        "A=1 prefrl sft --max_length 5 \\\n  --generate_during_eval\ncontrol/trl sft\n"
+        "A=1 prefrl sft --max_length 5 \\\n  --is_encoder_decoder\ncontrol/trl sft\n"
     )
     assert [line for line, _ in result.open] == [5]
     assert migrate_commands(result.text).text == result.text
@@ -194,7 +193,7 @@ def test_commands_of_shell_scripts() -> None:
 
 def test_yaml_of_trl_keeps_comments() -> None:
     text = (
-        "# a run\nmax_seq_length: 512  # tokens\ndataset_kwargs:\n  skip_prepare_dataset: true\n"
+        "# a run\nmax_seq_length: 512  # tokens\ntransformers_continuous_batching_config:\n  a: true\n"
         "generation_kwargs: {top_p: 0.9}\nlog_completions_hub_repo: x\nlearning_rate: 1e-5\n"
     )
     result = migrate_trl_yaml(text)

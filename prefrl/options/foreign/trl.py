@@ -30,7 +30,6 @@ TRL: dict[str, Row] = {
     "label_pad_token_id": not_needed(_NO_PADDING),
     "cast_lm_head_to_fp32": not_needed("log-probs are computed in float32 from the hidden states"),
     "use_logits_to_keep": not_needed("only the log-probs of responses are computed"),
-    "dataset_kwargs": not_needed("rows that are tokenized already are recognized by their columns"),
     "generation_kwargs": becomes(
         "the options temperature, top_p, top_k, min_p and repetition_penalty themselves", _sampling, "temperature"
     ),
@@ -56,7 +55,6 @@ TRL: dict[str, Row] = {
     ),
     "sft_model_path": not_there("the model given to the trainer is the policy, and its weights are the reference"),
     "is_encoder_decoder": not_there("models with an encoder are not supported; use a decoder-only model"),
-    "generate_during_eval": not_there("a TrainerCallback may call model.generate in on_evaluate"),
     "max_completion_length": not_there("max_length bounds prompt and completion together"),
     "max_prompt_length": not_there("max_length bounds prompt and completion together"),
     "max_seq_length": renamed("max_length"),
@@ -85,8 +83,6 @@ TRL: dict[str, Row] = {
     "weight_sync_steps": not_needed("weights are sent before every generation, and never later than max_staleness"),
     "max_inflight_tasks": renamed("max_concurrent_environments"),
     "torch_dtype": renamed("dtype"),
-    "test_split_size": not_there("name the rows of the split: --dataset_test_split 'train[90%:]'"),
-    "fraction": renamed("weight"),
 }
 
 # Arguments of trainers that must be None here, and why.
