@@ -6,7 +6,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import yaml
@@ -20,6 +20,7 @@ __all__ = ["migrate_cosmos_rl", "migrate_trl_yaml", "migrate_verl"]
 
 Values = dict[str, tuple[int, Any]]  # path of keys -> line number and value
 
+_SECTIONS = frozenset(path.split(".")[0] for path in verl.VERL)  # of verl
 # Keys that decide several options together; see `_batches_of_verl`, `_kl_of_verl` and others.
 _TOGETHER = {
     *("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "trainer.nnodes"),
@@ -86,7 +87,7 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
         run.options.setdefault("lam", 1.0)
     _kl_of_verl(run)
     _loss_of_verl(run)
-    processes = int(run.value("trainer.nnodes", 1)) * int(run.value("trainer.n_gpus_per_node", 8))
+    processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)
     run.options.setdefault("num_generations", 1)
     _batches_of_verl(run, processes)
     _without_effect(run.options)
@@ -114,12 +115,12 @@ def migrate_cosmos_rl(text: str) -> Migrated:
     run = _Run(values, cosmos_rl.COSMOS_RL, dict(cosmos_rl.DEFAULTS))
     command = "sft" if run.value("train.train_policy.type", "grpo") == "sft" else "grpo"
     places = [f"policy.parallelism.{name}" for name in ("dp_shard_size", "dp_replicate_size")]
-    processes = max(1, int(run.value(places[0], 1))) * max(1, int(run.value(places[1], 1)))
+    processes = max(1, run.number(places[0], 1)) * max(1, run.number(places[1], 1))
     if command == "grpo":
         _rollouts_of_cosmos_rl(run)
     _without_effect(run.options)
     micro = run.options.setdefault("per_device_train_batch_size", 2)
-    batches = max(1, int(run.value("train.train_batch_per_replica", 8)) // (micro * processes))
+    batches = max(1, run.number("train.train_batch_per_replica", 8) // (micro * processes))
     run.options["gradient_accumulation_steps"] = batches
     if command == "grpo":  # a generation has whole groups
         run.options["steps_per_generation"] = lcm(micro * batches, run.options["num_generations"]) // micro
@@ -166,10 +167,17 @@ class _Run:
         value = self.values.get(path, (0, None))[1]
         return default if value is None else value
 
+    def number(self, path: str, default: int) -> int:
+        """The number at a path of keys; the default if it is not given, or left to the shell."""
+        value = self.value(path, default)
+        return value if isinstance(value, int) else default
+
     def _convert(self, path: str, line: int, value: Any) -> None:
         leaf, row = path.rpartition(".")[2], row_of(self.rows, path)
-        if leaf == "_target_" or (isinstance(value, str) and value.startswith("${")):
+        if leaf == "_target_":
             return
+        if isinstance(value, str) and "$" in value:
+            self.open.append((line, f"{path}={value!r}: write out what the shell would have put in"))
         if path in _TOGETHER:
             self.changes.append((line, f"{path}={value!r} decides several options"))
         elif row is None and leaf in every_option():
@@ -202,8 +210,6 @@ class _Run:
         self._add(options)
         shown = ", ".join(f"{name}={given!r}" for name, given in options.items()) or "nothing has to be set"
         self.changes.append((line, f"{path}={value!r}: {shown}"))
-        if isinstance(value, str) and "$" in value:
-            self.open.append((line, f"{path}={value!r}: write out what the shell would have put in"))
 
     def _add(self, options: Mapping[str, Any]) -> None:
         for name, value in options.items():
@@ -227,7 +233,7 @@ class _Run:
             model = self.options.get("model_name_or_path", "MODEL")
             head.append(f"# prefrl vllm-serve --model {model} {' '.join(self.server)}".rstrip())
         head += [f"# Open: line {line}: {text}" for line, text in sorted(self.open)]
-        body = yaml.safe_dump(_plain(self.options), sort_keys=False, allow_unicode=True)
+        body = yaml.safe_dump(self.options, sort_keys=False, allow_unicode=True)
         return Migrated("\n".join(head) + "\n" + body, sorted(self.changes), sorted(self.open))
 
 
@@ -240,6 +246,8 @@ def _kl_of_verl(run: _Run) -> None:
     options["beta"] = 0.0
     if not is_on:
         return
+    if in_loss and run.value("algorithm.use_kl_in_reward", False):
+        run.open.append((1, "use_kl_loss and use_kl_in_reward are both on: here there is one KL term, in the loss"))
     weight = "actor_rollout_ref.actor.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
     estimate = "actor_rollout_ref.actor.kl_loss_type" if in_loss else "algorithm.kl_penalty"
     default = "low_var_kl" if in_loss else "kl"
@@ -267,7 +275,7 @@ def _loss_of_verl(run: _Run) -> None:
         options |= {"loss_type": options.get("loss_type", "dapo"), "importance_sampling_level": "token"}
     else:
         options.pop("delta", None)
-        options |= verl._LOSSES.get(mode, {})
+        options |= verl.LOSSES.get(mode, {})
     if not run.value("algorithm.use_pf_ppo", False):
         options.pop("rollout_selection", None)
         options.pop("selection_kwargs", None)
@@ -275,13 +283,13 @@ def _loss_of_verl(run: _Run) -> None:
 
 def _batches_of_verl(run: _Run, processes: int) -> None:
     """Prompts of a step are counted over all processes there, completions of a process here."""
-    options, actor, group = run.options, "actor_rollout_ref.actor", int(run.options["num_generations"])
+    options, actor, group = run.options, "actor_rollout_ref.actor", run.number("actor_rollout_ref.rollout.n", 1)
     if not run.value(f"{actor}.use_dynamic_bsz", False):
         options.pop("max_tokens_per_micro_batch", None)
-    per_generation = int(run.value("data.train_batch_size", 1024)) * group
-    per_step = min(per_generation, int(run.value(f"{actor}.ppo_mini_batch_size", 256)) * group)
-    whole = int(run.value(f"{actor}.ppo_micro_batch_size", 0)) // processes
-    micro = int(run.value(f"{actor}.ppo_micro_batch_size_per_gpu", 0)) or whole or group
+    per_generation = run.number("data.train_batch_size", 1024) * group
+    per_step = min(per_generation, run.number(f"{actor}.ppo_mini_batch_size", 256) * group)
+    whole = run.number(f"{actor}.ppo_micro_batch_size", 0) // processes
+    micro = run.number(f"{actor}.ppo_micro_batch_size_per_gpu", 0) or whole or group
     options["per_device_train_batch_size"] = micro
     options["gradient_accumulation_steps"] = max(1, per_step // (micro * processes))
     options["steps_per_generation"] = max(1, per_generation // (micro * processes))
@@ -306,7 +314,9 @@ def _of_yaml(text: str) -> Iterator[tuple[str, tuple[int, Any]]]:
             for key, value in node.value:
                 yield from leaves(value, f"{path}.{key.value}".lstrip("."), key.start_mark.line + 1)
         else:
-            yield path, (line, yaml.safe_load(yaml.serialize(node)))
+            value = yaml.safe_load(yaml.serialize(node))
+            if not str(value).startswith("${"):  # the value of another key
+                yield path, (line, value)
 
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if isinstance(root, yaml.MappingNode):
@@ -314,25 +324,34 @@ def _of_yaml(text: str) -> Iterator[tuple[str, tuple[int, Any]]]:
 
 
 def _of_command(text: str) -> Iterator[tuple[str, tuple[int, Any]]]:
+    variables: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        for word in shlex.split(line.rstrip().removesuffix("\\"), comments=True):
-            found = re.fullmatch(
-                r"\+{0,2}((?:data|actor_rollout_ref|critic|algorithm|trainer|reward_model)[\w.]*"
-                r"|custom_reward_function[\w.]*)=(.*)",
-                word,
-            )
-            if found is not None:
-                yield found[1], (number, _number(yaml.safe_load(found[2])))
+        try:
+            words = shlex.split(_expanded(line.rstrip().removesuffix("\\"), variables), comments=True)
+        except ValueError:  # a quotation over several lines
+            continue
+        for word in words:
+            name, _, value = word.partition("=")
+            if name.lstrip("+").split(".")[0] in _SECTIONS and "." in name:
+                yield name.lstrip("+"), (number, _number(yaml.safe_load(value)))
+            elif name.isidentifier():
+                variables[name] = value
+
+
+def _expanded(line: str, variables: Mapping[str, str]) -> str:
+    """A line with the variables that the script sets itself, and with products of numbers."""
+    line = re.sub(
+        r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))",
+        lambda found: variables.get(found[1] or found[3], found[2] or found[0]),
+        line,
+    )
+    return re.sub(r"\$\(\(([\d* ]+)\)\)", lambda found: str(prod(map(int, found[1].split("*")))), line)
 
 
 def _number(value: Any) -> Any:
     """YAML reads 1e-6 as a text, hydra as a number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if is_number else value
 
 
 def _flat(tree: Mapping[str, Any], *whole: str, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -352,10 +371,3 @@ def _lines_of_toml(text: str) -> dict[str, int]:
         elif found := re.match(r"\s*([\w.]+)\s*=", line):
             lines[section + found[1]] = number
     return lines
-
-
-def _plain(value: Any) -> Any:
-    """Values as YAML has them: 1e-06 would be read as a text."""
-    if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value

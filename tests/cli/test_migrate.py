@@ -271,6 +271,22 @@ def test_a_kl_term_of_verl_that_is_off_is_off_here(tmp_path: Path) -> None:
     assert config.kl_kwargs == {"target": 0.1, "horizon": 10000}
 
 
+def test_variables_of_a_script_are_put_in_and_others_are_told(tmp_path: Path) -> None:
+    text = (
+        "LENGTH=$((16 * 4))\nexport MODEL='org/model'\necho 'it\nis'\npython -m verl.trainer.main_ppo "
+        "algorithm.adv_estimator=grpo data.max_response_length=${LENGTH} actor_rollout_ref.model.path=$MODEL "
+        "data.train_files=$HOME/a.parquet trainer.nnodes=$N trainer.n_gpus_per_node=${GPUS:-1} +trainer.seed=3\n"
+    )
+    result = migrate_verl(text, is_command=True)
+    options = yaml.safe_load(result.text)
+    assert (options["max_completion_length"], options["model_name_or_path"], options["seed"]) == (64, "org/model", 3)
+    assert result.text.startswith("# prefrl grpo --config FILE\n")  # on one process
+    assert [said for line, said in result.open if line == 5] == [
+        "data.train_files='$HOME/a.parquet': write out what the shell would have put in",
+        "trainer.nnodes='$N': write out what the shell would have put in",
+    ]
+
+
 def test_yaml_of_verl_and_what_it_leaves_open(tmp_path: Path) -> None:
     text = (
         "actor_rollout_ref:\n  actor:\n    policy_loss:\n      loss_mode: clip_cov\n      clip_cov_lb: 0.5\n"

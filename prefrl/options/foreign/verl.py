@@ -20,7 +20,7 @@ from prefrl.options.foreign.row import (
     server,
 )
 
-__all__ = ["DEFAULTS", "KL_ESTIMATORS", "VERL"]
+__all__ = ["DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
 
 _LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
 _PYTHON = "give the trainer a dataset in Python"
@@ -29,7 +29,7 @@ _FOLLOWS = "passes without gradients choose their own size"
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL_ESTIMATORS |= {"kl+": "k1+", "k1+": "k1+", "abs+": "abs+", "low_var_kl+": "k3+", "k3+": "k3+", "full": "full"}
 _REDUCTIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
-_LOSSES: dict[str, dict[str, Any]] = {
+LOSSES: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence_token"},
     "clip_cov": {"loss_type": "clip_cov"},
@@ -139,7 +139,7 @@ _ACTOR: dict[str, Row] = {
     "loss_scale_factor": not_needed("loss_type='dr_grpo' divides by max_completion_length"),
     "policy_loss.loss_mode": becomes(
         "loss_type, for gspo with importance_sampling_level='sequence_token'",
-        lambda value: _LOSSES[value],
+        lambda value: LOSSES[value],
         "loss_type",
     ),
     "policy_loss.clip_cov_ratio": renamed("loss_kwargs", "ratio"),
