@@ -258,6 +258,7 @@ def test_a_verl_run_means_the_same_here(estimator: str, command: str, tmp_path: 
     assert (config.num_generations, config.per_device_train_batch_size) == (4, 8)
     assert (config.steps_per_generation, config.gradient_accumulation_steps) == (16, 8)
     assert config.report_to == ["wandb"]
+    assert "temperature_eval" not in yaml.safe_load(result.text)  # there is no evaluation
     assert not result.open
 
 

@@ -209,7 +209,10 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """HuggingFace's method, whose result goes to trackers: all options, with secrets masked at any depth."""
-        values = {name: plain(value) for name, value in super().to_dict().items()}
+        tokens = {
+            name: getattr(self, name) for name in ("eos_token", "pad_token")
+        }  # which HuggingFace takes for secrets
+        values = {name: plain(value) for name, value in {**super().to_dict(), **tokens}.items()}
         return cast("dict[str, Any]", masked(values))
 
     def _check_numbers(self) -> None:

@@ -216,6 +216,13 @@ def test_generation_sizes_follow_from_each_other(tmp_path: Path) -> None:
     assert config.completions_per_rank == 32
 
 
+def test_tokens_of_the_vocabulary_are_no_secrets(tmp_path: Path) -> None:
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, eos_token="<end>", hub_token="x")
+    values = config.to_dict()
+    assert (values["eos_token"], values["pad_token"]) == ("<end>", None)
+    assert values["hub_token"] != "x"
+
+
 def test_trust_remote_code_is_a_key_of_model_init_kwargs_which_wins(tmp_path: Path) -> None:
     def given(**options: Any) -> Any:
         return SFTConfig(output_dir=str(tmp_path), use_cpu=True, **options).model_init_kwargs
