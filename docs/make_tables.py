@@ -57,6 +57,12 @@ def rows_of(name: str) -> str:
         "kl": (["`kl_estimator`", "value unbiased", "gradient unbiased", "source"], _kl),
         "presets": (["preset", "options", "source"], _presets),
         "names": (["name", "place", ""], _names),
+        "trl": (["TRL", "prefrl"], lambda: _foreign("trl.TRL")),
+        "trl_arguments": (["argument", "instead"], _trl_arguments),
+        "trl_names": (["name", "prefrl"], _trl_names),
+        "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
+        "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
+        "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines())])
@@ -109,6 +115,37 @@ def _names() -> Iterator[list[str]]:
         key = f"`{place.option}`" if place.key is None else f"`{place.key}` of `{place.option}`"
         choice = "" if place.only_with is None else f", with `{place.only_with[0]}={place.only_with[1]!r}`"
         yield [f"`{name}`", key + choice, "deprecated" if place.is_deprecated else "of TRL"]
+
+
+_FOREIGN = "prefrl.options.foreign"
+_KINDS = {"not needed": "not needed: ", "server": "of `prefrl vllm-serve`: ", "not there": "no counterpart: "}
+
+
+def _foreign(path: str) -> Iterator[list[str]]:
+    for name, row in load(f"{_FOREIGN}.{path}").items():
+        text = f"`{row.text}`" if row.kind == "renamed" else f"{_KINDS.get(row.kind, '')}{row.text}"
+        yield [f"`{name}`", text]
+
+
+def _trl_arguments() -> Iterator[list[str]]:
+    yield from ([f"`{name}`", text] for name, text in load(f"{_FOREIGN}.trl.ARGUMENTS").items())
+
+
+def _trl_names() -> Iterator[list[str]]:
+    yield from ([f"`{name}`", text] for name, text in load(f"{_FOREIGN}.trl.NAMES").items())
+
+
+def _trl_defaults() -> Iterator[list[str]]:
+    configs: dict[tuple[str, str, str], list[str]] = {}
+    defaults = load(f"{_FOREIGN}.trl.DEFAULTS")
+    for config, values in defaults.items():
+        ours = {field.name: field for field in dataclasses.fields(load(f"prefrl.{config}"))}
+        for option, value in values.items():
+            default = False if option in ("bf16", "gradient_checkpointing") else ours[option].default
+            configs.setdefault((option, repr(value), repr(default)), []).append(config)
+    for (option, theirs, default), names in configs.items():
+        where = "all" if len(names) == len(defaults) else _code(names)
+        yield [f"`{option}`", where, f"`{theirs}`", f"`{default}`"]
 
 
 def load(path: str) -> Any:

@@ -24,6 +24,7 @@ from prefrl.distributed import is_main, shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.seeding import seeded
+from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.options.remote_code import unpinned_code
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def load_tokenizer(
     processing_class: PreTrainedTokenizerBase | None = None,
     *,
     model_init_kwargs: Mapping[str, Any] | None = None,
+    changes: TokenizerChanges = TokenizerChanges(),  # noqa: B008 - it is frozen
 ) -> PreTrainedTokenizerBase:
     """The model's tokenizer: the given one, or that of the model's repository.
 
@@ -165,16 +167,19 @@ def load_tokenizer(
         model: The loaded model.
         processing_class: The tokenizer, if there is one.
         model_init_kwargs: Those that the model was loaded with; revision, token and the like apply to the tokenizer.
+        changes: What to change in the tokenizer, even in the caller's.
 
     Raises:
-        ConfigError: No tokenizer can be found, it has neither a padding nor an end-of-sequence token, or the model has
-            no embedding for one of these or the beginning-of-sequence token. Others that have none are a warning.
+        ConfigError: No tokenizer can be found, it cannot be changed like this, it has neither a padding nor an
+            end-of-sequence token, or the model has no embedding for one of these or the beginning-of-sequence token.
+            Others that have none are a warning.
     """
     tokenizer = processing_class
     if tokenizer is None:
         tokenizer = _tokenizer_of(model, model_init_kwargs or {})
     elif not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"processing_class={type(tokenizer).__name__}: must be a tokenizer of transformers or None")
+    changes.apply(tokenizer)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(
@@ -246,7 +251,7 @@ def _loaded(
         return loaded
     if not (is_peft_model(model) or isinstance(model, PreTrainedModel)):
         raise ConfigError(f"model={model!r}: must be a name, a path, a PreTrainedModel or a PeftModel")
-    if given:
+    if given.keys() - {"trust_remote_code"}:  # which also loads the tokenizer
         options = "quantization_config" if quantization_config is not None else f"model_init_kwargs={given}"
         raise ConfigError(
             f"{options} has no effect, because the model is loaded already. Remove it, or give the model by name."

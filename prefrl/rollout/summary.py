@@ -147,11 +147,24 @@ def messages_of_turn(messages: Sequence[Mapping[str, Any]], turn: int) -> list[M
     return list(messages[starts[turn] : starts[turn + 1] if turn + 1 < len(starts) else len(messages)])
 
 
-def log_collected(collected: Collected, *, step: int, limit: int | None) -> None:
-    """Print the completions of all ranks; see `log_completions`. All ranks must call it."""
+def log_collected(collected: Collected, *, step: int, limit: int | None, unique: bool) -> None:
+    """Print the completions of all ranks; see `log_completions`. All ranks must call it.
+
+    Args:
+        collected: Those of this rank.
+        step: The optimizer step that is about to learn from them.
+        limit: Number of rows of the table; None: all.
+        unique: Only the first completion of each prompt.
+    """
     parts = distributed.gather_objects(collected)
     if distributed.is_main():
-        log_completions(type(collected).concat(parts).rollouts, step=step, limit=limit)
+        rollouts = type(collected).concat(parts).rollouts
+        log_completions(one_of_each_prompt(rollouts) if unique else rollouts, step=step, limit=limit)
+
+
+def one_of_each_prompt(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The first rollout of each group."""
+    return list({rollout.group: rollout for rollout in reversed(rollouts)}.values())[::-1]
 
 
 def log_completions(rollouts: Sequence[Rollout], *, step: int, limit: int | None) -> None:

@@ -15,6 +15,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
+from prefrl.options.foreign import advice
 from prefrl.options.suggest import nearest
 from prefrl.scripts.yaml_file import NULL_TAG, read_yaml
 from prefrl.trainer.base.flat_names import flat_parameters
@@ -199,7 +200,8 @@ class ArgumentParser(HfArgumentParser):
         if not word.startswith("-"):
             raise ConfigError(f"unexpected argument {word!r}: options are written as --name value")
         options = {option for action in self._actions for option in action.option_strings}
-        raise ConfigError(f"unknown option {word!r}. {nearest(word, options, otherwise=_SEE_ALL)}")
+        remedy = advice(word, self._by_name) or nearest(word, options, otherwise=_SEE_ALL)
+        raise ConfigError(f"unknown option {word!r}. {remedy}")
 
     def _read_defaults(self, path: Path, *, keeps_unknown: bool) -> list[str]:
         unknown: list[str] = []
@@ -214,7 +216,8 @@ class ArgumentParser(HfArgumentParser):
                 unknown += [f"--{name}", str(loader.construct_object(node, deep=True))]
                 continue
             if name not in known:
-                raise ConfigError(f"{where}: unknown option {name!r}. {nearest(name, known, otherwise=_SEE_ALL)}")
+                remedy = advice(name, known) or nearest(name, known, otherwise=_SEE_ALL)
+                raise ConfigError(f"{where}: unknown option {name!r}. {remedy}")
             try:
                 for parser in parsers:
                     if name in parser._by_name:

@@ -37,6 +37,7 @@ _OTHERWISE: dict[str, Any] = {
     "parallelism_config": None,
     "log_completions": False,
     "num_completions_to_print": None,
+    "log_unique_prompts": False,
     "journal_keep": 0,
 }
 

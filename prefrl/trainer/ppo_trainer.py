@@ -77,6 +77,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
         tools: Tools | None = None,
+        rollout_func: None = None,
         environment_factory: EnvironmentFactory | None = None,
         value_model: str | PreTrainedModel | None = None,
         ref_model: str | Path | PreTrainedModel | None = None,
@@ -104,6 +105,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             peft_config=peft_config,
             quantization_config=quantization_config,
             tools=tools,
+            rollout_func=rollout_func,
             environment_factory=environment_factory,
             compute_metrics=compute_metrics,
         )

@@ -35,6 +35,9 @@ class SFTConfig(OfflineConfig):
         '{"skip_prepare_dataset": true}: the rows are token ids (column input_ids), to be learned as they are, '
         "without truncation. JSON on the command line.",
     )
+    shuffle_dataset: bool = opt(
+        False, "Shuffle the rows before they are packed, so that each pack has rows from all of the dataset."
+    )
     packing: bool = opt(
         False,
         "Pack several sequences into each row of at most max_length tokens, so that batches have similar sizes. "

@@ -14,6 +14,7 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.losses.reduce import row_items, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
+from prefrl.trainer.base.arguments import named
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.offline.predictions import predicted_tokens
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
@@ -59,8 +60,10 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
         **arguments: Unpack[TrainerArguments],
     ) -> None:
-        self.formatting_func = formatting_func
-        super().__init__(model, args, *data, **arguments)
+        own = {} if formatting_func is None else {"formatting_func": formatting_func}
+        given = named(type(self), data, {**arguments, **own})
+        self.formatting_func = given.pop("formatting_func", None)
+        super().__init__(model, args, **given)
 
     def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
         """Tokenize, mask, truncate and pack."""
@@ -75,6 +78,8 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
                 'dataset_kwargs={"skip_prepare_dataset": True}: rows must be token ids, but the dataset has no column '
                 f"'input_ids', only {column_names(dataset)}. Leave the option out, and text is tokenized."
             )
+        if training and self.args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=self.args.seed)
         if self.formatting_func is not None:
             format_row = self.formatting_func
             field = self.args.dataset_text_field

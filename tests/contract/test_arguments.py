@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments, TrainingArguments
+from peft import LoraConfig
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
 
 from prefrl import (
     BCOTrainer,
@@ -24,11 +31,15 @@ from prefrl import (
     SFTConfig,
     SFTTrainer,
 )
+from prefrl.options.foreign import ARGUMENTS
 from prefrl.registry import REGISTRY
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import ONLINE, dataset_of, model_of, ragged_reward
 
-DPO_ORDER = "DPOTrainer(model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class)"
+DPO_ORDER = (
+    "DPOTrainer(model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, "
+    "compute_metrics, callbacks, optimizers, quantization_config, peft_config)"
+)
 GRPO_ORDER = "GRPOTrainer(model, reward_funcs, args, train_dataset, eval_dataset, processing_class"
 
 
@@ -126,17 +137,54 @@ def test_a_list_of_rows_is_refused_before_the_model_is_loaded(tmp_path: Path) ->
         SFTTrainer("no/such-model", config_of("sft", tmp_path), train_dataset=rows)
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo"])
+# What follows processing_class in the constructors of TRL 1.16, up to callbacks, and how many follow optimizers.
+TRL_ORDER = {
+    "sft": (2, ["optimizer_cls_and_kwargs", "preprocess_logits_for_metrics", "quantization_config", "peft_config"]),
+    "dpo": (1, ["quantization_config", "peft_config"]),
+    "kto": (1, ["quantization_config", "peft_config"]),
+    "reward": (1, ["optimizer_cls_and_kwargs", "preprocess_logits_for_metrics", "quantization_config", "peft_config"]),
+    "orpo": (1, ["preprocess_logits_for_metrics", "peft_config"]),
+    "cpo": (1, ["preprocess_logits_for_metrics", "peft_config"]),
+    "grpo": (1, ["quantization_config", "peft_config"]),
+    "rloo": (1, ["quantization_config", "peft_config"]),
+}
+
+
+@pytest.mark.parametrize("algorithm", TRL_ORDER)
 def test_the_order_of_trl_works(algorithm: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     config, train, test = config_of(algorithm, tmp_path), dataset_of(algorithm), dataset_of(algorithm, 4)
     if algorithm in ONLINE:
         before: list[Any] = [ragged_reward, config]
     else:
         before = [*([None] if algorithm in ("dpo", "kto") else []), config, None]
-    trainer = REGISTRY[algorithm].load_trainer()(model_of(algorithm), *before, train, test, tokenizer)
+    num_between, last = TRL_ORDER[algorithm]
+    callback, adapter = PrinterCallback(), LoraConfig(r=2, target_modules=["q_proj"])
+    after = [*[None] * num_between, [callback], (None, None), *[None] * (len(last) - 1), adapter]
+    trainer = REGISTRY[algorithm].load_trainer()(model_of(algorithm), *before, train, test, tokenizer, *after)
     assert trainer.args is config
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (len(train), len(test))
     assert trainer.processing_class is tokenizer
+    assert callback in trainer.callback_handler.callbacks
+    assert trainer.policy.peft_config["default"].r == 2
+
+
+def test_formatting_func_is_the_last_of_sft_by_position(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    data = Dataset.from_list([{"question": "a b"}] * 4)
+    rest: list[Any] = [*[None] * 3, (None, None), *[None] * 4, lambda row: row["question"]]
+    trainer = SFTTrainer(model, config_of("sft", tmp_path), None, data, None, tokenizer, *rest)
+    assert len(trainer.train_dataset) == 4
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_trl_that_must_be_none_says_what_to_do(
+    name: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    algorithm, first = ("grpo", {"reward_funcs": ragged_reward}) if name == "rollout_func" else ("sft", {})
+    trainer = REGISTRY[algorithm].load_trainer()
+    with pytest.raises(ConfigError, match=re.escape(f"{name}=function: must be None: {ARGUMENTS[name]}.")):
+        trainer(model, args=config_of(algorithm, tmp_path), **first, **{name: ragged_reward})
 
 
 def test_an_argument_given_twice_or_too_many_are_errors(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -145,7 +193,7 @@ def test_an_argument_given_twice_or_too_many_are_errors(model: PreTrainedModel, 
     with pytest.raises(TypeError, match=message):
         SFTTrainer(model, config, None, data, train_dataset=data)
     with pytest.raises(TypeError, match=re.escape("too many positional arguments: the order is SFTTrainer(model,")):
-        SFTTrainer(model, config, None, data, data, None, None)
+        SFTTrainer(model, config, None, data, data, *[None] * 11)
 
 
 def test_a_subclass_of_the_user_may_have_another_constructor(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ NEUTRAL = {
     "cache_implementation",  # test_gpu
     "log_completions",  # test_summary
     "num_completions_to_print",  # test_summary
+    "log_unique_prompts",  # test_summary
     "journal_keep",  # test_survival
 }
 # Where an algorithm has another default.

@@ -13,8 +13,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from prefrl.errors import NonFiniteError
+from prefrl.models.modes import dropout_rates
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
+from tests.assets import tiny_model
 from tests.contract.cases import (
     ONLINE,
     OPTIONS,
@@ -152,3 +154,25 @@ def test_nothing_is_sent_or_opened_to_others(tmp_path: Path, monkeypatch: pytest
     trainer.save_model()
     found, seen = seen, None
     assert found == []
+
+
+def test_dropout_of_online_trainers_can_be_switched_off(tmp_path: Path) -> None:
+    def rates(**options: Any) -> list[Any]:
+        model = tiny_model(attention_dropout=0.5)
+        return list(dropout_rates(make_trainer("grpo", tmp_path, model=model, **options).policy))
+
+    assert rates()
+    assert not rates(disable_dropout=True)
+
+
+def test_rows_are_shuffled_before_they_are_packed(tmp_path: Path) -> None:
+    def packs(**options: Any) -> list[list[int]]:
+        data = dataset_of("sft", 12)
+        trainer = make_trainer("sft", tmp_path, train_dataset=data, packing=True, max_length=64, **options)
+        return [list(ids) for ids in trainer.train_dataset["input_ids"]]
+
+    plain, shuffled = packs(), packs(shuffle_dataset=True)
+    assert plain != shuffled
+    assert sorted(token for pack in plain for token in pack) == sorted(token for pack in shuffled for token in pack)
+    assert shuffled == packs(shuffle_dataset=True)
+    assert shuffled != packs(shuffle_dataset=True, seed=7)

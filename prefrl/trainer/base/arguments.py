@@ -17,11 +17,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import default_of
+from prefrl.options.foreign import ARGUMENTS
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.config import BaseConfig
 
 __all__ = [
-    "DATA",
     "check_arguments",
     "check_dataset",
     "check_has_data",
@@ -32,7 +32,26 @@ __all__ = [
 ]
 
 # The positional parameters after `args` of trainers on a fixed dataset, in TRL's order.
-DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
+_DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
+_QUANTIZED_PEFT = ("quantization_config", "peft_config")
+_OF_LOGITS = ("optimizer_cls_and_kwargs", "preprocess_logits_for_metrics")
+_MOST = (*_DATA, "compute_metrics", "callbacks", "optimizers", *_QUANTIZED_PEFT)
+_REFERENCE_FREE = (
+    *(*_DATA, "model_init", "callbacks", "optimizers", "preprocess_logits_for_metrics", "peft_config"),
+    "compute_metrics",
+)
+_POSITIONS = {
+    "sft": (
+        *(*_DATA, "compute_loss_func", "compute_metrics", "callbacks", "optimizers", *_OF_LOGITS, *_QUANTIZED_PEFT),
+        "formatting_func",
+    ),
+    "dpo": _MOST,
+    "kto": _MOST,
+    "bco": _MOST,
+    "orpo": _REFERENCE_FREE,
+    "cpo": _REFERENCE_FREE,
+    "reward": (*_DATA, "compute_metrics", "callbacks", "optimizers", *_OF_LOGITS, *_QUANTIZED_PEFT),
+}
 
 
 class _Algorithm(Protocol):
@@ -88,13 +107,8 @@ def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> 
     for name, value in arguments.items():
         if name == "args":
             _check_config(trainer, value)
-        elif name == "data_collator" and value is not None:
-            raise _error(trainer, name, value, "None, the trainer lays out batches itself")
-        elif name == "preprocess_logits_for_metrics" and value is not None:
-            raise ConfigError(
-                "preprocess_logits_for_metrics: no logits are kept here. Leave it out: the predictions that "
-                "compute_metrics gets are already the most likely tokens, or rewards."
-            )
+        elif name in ARGUMENTS and value is not None:
+            raise _error(trainer, name, value, f"None: {ARGUMENTS[name]}")
         elif name in ("train_dataset", "eval_dataset"):
             check_dataset(name, value, takes_several=name == "eval_dataset")
         elif name in _ARGUMENTS and (value is not None or name in _REQUIRED):
@@ -114,14 +128,15 @@ def check_has_data(arguments: Mapping[str, Any]) -> None:
 
 
 def named(trainer: type[_Algorithm], data: Sequence[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, for a constructor that also takes those of `DATA` by position.
+    """All arguments by name, for the constructor of a trainer on a fixed dataset, which takes them in TRL's order.
 
     Raises:
         TypeError: There are too many positional arguments, or one is given twice.
     """
-    if len(data) > len(DATA):
-        raise TypeError(f"too many positional arguments: the order is {_order(trainer)}. Pass the others by name.")
-    by_position = dict(zip(DATA, data, strict=False))
+    positions = _POSITIONS[trainer.algorithm]
+    if len(data) > len(positions):
+        raise TypeError(f"too many positional arguments: the order is {_order(trainer)}")
+    by_position = dict(zip(positions, data, strict=False))
     twice = [name for name in by_position if name in arguments]
     if twice:
         raise TypeError(f"{twice[0]} is passed both by position and by name: the order is {_order(trainer)}")
@@ -228,7 +243,7 @@ def _order(trainer: type[_Algorithm]) -> str:
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             names.append(parameter.name)
         elif parameter.kind is parameter.VAR_POSITIONAL:
-            names += DATA
+            names += _POSITIONS[trainer.algorithm]
     return f"{ours.__name__}({', '.join(names)})"
 
 

@@ -18,6 +18,7 @@ from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
 from prefrl.options.fields import check_bounds, check_fields, check_no_effect, check_unset, opt, parse_json
+from prefrl.options.foreign import advice
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
@@ -26,6 +27,7 @@ from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimization_options import check_optimization
+from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
     from prefrl.models.positions import PositionLimit
@@ -66,7 +68,7 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(TrainingArguments):
+class BaseConfig(TokenizerOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
     kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
@@ -78,6 +80,7 @@ class BaseConfig(TrainingArguments):
         "remove_unused_columns",
         "no_remove_unused_columns",
         "model_init_kwargs",  # what it decides is seen in the model
+        "trust_remote_code",
         "max_tokens_per_micro_batch",
         "forward_plan",
         "activation_checkpointing",
@@ -103,6 +106,8 @@ class BaseConfig(TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
     )
+    trust_remote_code: bool = opt(False, "Run code that comes with the model; the same key of model_init_kwargs.")
+    disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, including those of adapters.")
     freeze: list[str] | None = opt(
         None, "Regular expressions; parameters whose names contain a match are not trained."
     )
@@ -180,13 +185,14 @@ class BaseConfig(TrainingArguments):
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse unknown names with the nearest known one, which Python's own error does not give."""
+        """Refuse unknown names with what they are here, or the nearest known one; Python's error has neither."""
         known = inspect.signature(cls.__init__).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         unknown = [] if takes_any else [name for name in kwargs if name not in known]
         if unknown:
             name = unknown[0]
-            raise ConfigError(f"{cls.__name__} has no option {name!r}. {nearest(name, known, otherwise=_DOCS)}")
+            remedy = advice(name, known) or nearest(name, known, otherwise=_DOCS)
+            raise ConfigError(f"{cls.__name__} has no option {name!r}. {remedy}")
         config: Self = super().__new__(cls)
         return config
 
@@ -216,7 +222,10 @@ class BaseConfig(TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """HuggingFace's method, whose result goes to trackers: all options, with secrets masked at any depth."""
-        values = {name: plain(value) for name, value in super().to_dict().items()}
+        tokens = {
+            name: getattr(self, name) for name in ("eos_token", "pad_token")
+        }  # which HuggingFace takes for secrets
+        values = {name: plain(value) for name, value in {**super().to_dict(), **tokens}.items()}
         return cast("dict[str, Any]", masked(values))
 
     def _check_numbers(self) -> None:
@@ -288,6 +297,11 @@ class BaseConfig(TrainingArguments):
             option.check(self)
         distributed.check_processes(self, os.environ)
         parse_json(self, "model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config")
+        if self.trust_remote_code:
+            self.model_init_kwargs = {
+                "trust_remote_code": True,
+                **cast("dict[str, Any]", self.model_init_kwargs or {}),
+            }
         if self.remove_unused_columns:
             raise ConfigError("remove_unused_columns=True: must be False, because the data layer chooses the columns")
         if self.train_sampling_strategy not in ("random", "sequential"):

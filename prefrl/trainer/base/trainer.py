@@ -29,7 +29,7 @@ from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.guarded import GuardedTrainer
-from prefrl.trainer.base.kernels import add_kernels
+from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
 from prefrl.trainer.base.new_training import NewTraining
 from prefrl.trainer.base.predictions import PredictedRows
@@ -107,10 +107,10 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self._parallelism = distributed.set_up_parallelism(
             args.parallelism_config, trainer=name, splits_rows=self._splits_rows, longest_wait=args.ddp_timeout
         )
-        model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
+        kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
         model = self.load_policy(
             model,
-            model_init_kwargs=model_init_kwargs,
+            model_init_kwargs=kwargs,
             peft_config=peft_config,
             freeze=args.freeze or (),
             seed=args.seed,
@@ -118,13 +118,13 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         )
         distributed.check_model(model, trainer=name)
         self._router_coef = router_coef_of(model, args)
-        add_kernels(args, model)
+        change_policy(args, model)
         prepare_for_scoring(model)
         self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
         self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
         args.fit_context(self._position_limit)
-        tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
+        tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=kwargs, changes=args.tokenizer_changes)
         self.args = args
         super().__init__(
             model=model,

@@ -22,7 +22,6 @@ class OfflineConfig(BaseConfig):
     truncation_mode: TruncationMode = opt(
         "keep_start", "How to handle longer sequences: keep their start, keep their end, or stop with an error."
     )
-    disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, including those of adapters.")
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for the chat template; JSON on the command line."
     )

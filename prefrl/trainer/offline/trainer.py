@@ -21,7 +21,7 @@ from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
-from prefrl.models.modes import disable_dropout
+from prefrl.options.foreign import ARGUMENTS
 from prefrl.trainer.base.arguments import (
     check_arguments,
     check_has_data,
@@ -84,8 +84,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         model: Name, path or instance; trained in place.
         args: Options; None: the defaults, in `<model name>-<algorithm>`. `TrainingArguments` are converted, see
             `own_config`.
-        data: Further positional arguments, in TRL's order: `data_collator`, which must be None, `train_dataset`,
-            `eval_dataset` and `processing_class`.
+        data: Further positional arguments, in TRL's order. Those that have no counterpart here must be None.
         arguments: See `TrainerArguments`.
 
     Raises:
@@ -112,8 +111,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "args": args, **given})
         check_has_data(given)
-        for name in ("data_collator", "preprocess_logits_for_metrics"):  # None
-            given.pop(name, None)
+        given = {name: value for name, value in given.items() if name not in ARGUMENTS}
         suffix = type(self).__name__.removesuffix("Trainer")
         self.args = args = own_config(type(self), args, output_dir=default_output_dir(model, suffix))
         check_stream(given.get("train_dataset"), max_steps=args.max_steps)
@@ -121,8 +119,6 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         if self.policy.can_generate():
             end_ids = end_token_ids(self.policy, self.processing_class)
             warn_of_unknown_end(self.train_dataset, self.processing_class, end_ids=end_ids)
-        if args.disable_dropout:
-            disable_dropout(self.policy)
         if isinstance(args, SampleOptions) and args.generate_during_eval:
             sampling = GenerationConfig(do_sample=True)
             self.add_callback(LogCompletionsCallback(self, sampling, num_prompts=args.per_device_eval_batch_size))

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
-from prefrl.options.fields import check_no_effect, opt, parse_json
+from prefrl.options.fields import check_no_effect, check_unset, opt, parse_json
 from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 from prefrl.trainer.base.flat_names import FlatName
@@ -140,6 +140,7 @@ class OnlineConfig(
         "stop_without_signal",
         "log_completions",
         "num_completions_to_print",
+        "log_unique_prompts",
         "journal_keep",
         "generation_batch_size",  # with another number of processes, these two differ for the same updates
         "steps_per_generation",
@@ -166,6 +167,7 @@ class OnlineConfig(
     num_completions_to_print: Annotated[int, Ge(1)] | None = opt(
         None, "Number of completions that log_completions prints; None: all."
     )
+    log_unique_prompts: bool = opt(False, "log_completions prints one completion of each prompt.")
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
@@ -182,13 +184,8 @@ class OnlineConfig(
                 "filter_overlong_prompts=True with max_prompt_length=None: nothing is dropped. Set max_prompt_length."
             )
         if not self.log_completions:
-            check_no_effect(
-                name="num_completions_to_print",
-                value=self.num_completions_to_print,
-                unset=None,
-                because="log_completions=False",
-                remedy="Set log_completions=True.",
-            )
+            names, because = ("num_completions_to_print", "log_unique_prompts"), "log_completions=False"
+            check_unset(self, *names, because=because, remedy="Set log_completions=True.")
 
     def _validate_prompt_loading(self) -> None:
         check_no_effect(

@@ -26,7 +26,7 @@ def _schema(value: Any) -> Any:
     return json_mapping(value, "vllm_guided_decoding_json") if isinstance(value, str) else value
 
 
-def _trl(option: str, key: str) -> FlatName:
+def _trl(option: str, key: str | None = None) -> FlatName:
     return FlatName(option, key, is_deprecated=False)
 
 
@@ -49,6 +49,7 @@ FLAT_NAMES: Mapping[str, FlatName] = {
     "vllm_importance_sampling_clip_max": _trl("vllm_importance_sampling_kwargs", "clip_max"),
     "reward_clip_range": _trl("reward_shaping_kwargs", "clip_range"),
     "missing_eos_penalty": _trl("reward_shaping_kwargs", "missing_eos_penalty"),
+    "vllm_structured_outputs_regex": _trl("vllm_guided_decoding_regex"),
     # Deprecated, to be removed in 0.2.
     "aipo_rho": FlatName("loss_kwargs", "rho"),
     "clip_cov_ratio": FlatName("loss_kwargs", "ratio", only_with=("loss_type", "clip_cov")),
@@ -96,6 +97,7 @@ class OnlineNames:
 
     reward_clip_range: InitVar[list[float] | None] = None
     missing_eos_penalty: InitVar[float | None] = None
+    vllm_structured_outputs_regex: InitVar[str | None] = None
     vllm_importance_sampling_clip_min: InitVar[float | None] = None
     vllm_importance_sampling_clip_max: InitVar[float | None] = 3.0  # None is a valid value: no bound
     stop_properly_penalty_coef: InitVar[float | None] = None

@@ -99,6 +99,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         quantization_config: Load the model, given by name, quantized; needs an adapter.
         peft_config: Train an adapter of this kind instead of the model.
         tools: Functions that the model may call, sync or async, with types and docstrings.
+        rollout_func: Must be None; it is there for TRL's order.
         environment_factory: A class of environments, see `prefrl.Environment`, or several by the value of the
             dataset's column `environment`.
         compute_metrics: Further metrics of evaluations, from completions, rewards and dataset rows.
@@ -129,19 +130,15 @@ class OnlineTrainer(BaseTrainer[Ready]):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
         tools: Tools | None = None,
+        rollout_func: None = None,
         environment_factory: EnvironmentFactory | None = None,
         compute_metrics: ComputeMetrics | None = None,
     ) -> None:
-        shared: dict[str, Any] = {
-            "train_dataset": train_dataset,
-            "eval_dataset": eval_dataset,
-            "processing_class": processing_class,
-            "compute_metrics": compute_metrics,
-            "callbacks": callbacks,
-            "optimizers": optimizers,
-            "quantization_config": quantization_config,
-            "peft_config": peft_config,
-        }
+        check_arguments(type(self), {"rollout_func": rollout_func})
+        shared: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        shared |= {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
+        shared |= {"quantization_config": quantization_config, "peft_config": peft_config}
+        shared |= {"compute_metrics": compute_metrics}
         if reward_funcs is None and environment_factory is not None:
             reward_funcs = []  # the environments give them
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
@@ -468,7 +465,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         metrics = collected_metrics(collected) | self.health.check(collected.rollouts) | of_sampling
         merge(self.metrics["train"], metrics | collected.metrics)
         if self.args.log_completions:
-            log_collected(collected, step=self.state.global_step, limit=self.args.num_completions_to_print)
+            limit, unique = self.args.num_completions_to_print, self.args.log_unique_prompts
+            log_collected(collected, step=self.state.global_step, limit=limit, unique=unique)
 
     def decisive(self) -> dict[str, Any]:
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""

@@ -20,6 +20,7 @@ from prefrl import SFTConfig, SFTTrainer
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.load import arguments_for_other, load_model, load_reward_model, load_tokenizer
+from prefrl.models.tokenizer_changes import TokenizerChanges
 from tests.assets import tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft")
@@ -228,6 +229,44 @@ def test_a_missing_padding_token_becomes_the_end_token() -> None:
     tokenizer.pad_token = tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="neither pad_token nor eos_token"):
         load_tokenizer(tiny_model(), tokenizer)
+
+
+def test_a_run_changes_the_tokenizer_before_padding_is_decided(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
+    changes = TokenizerChanges(chat_template_path=str(tmp_path / "chat.jinja"), eos_token="~")
+    assert load_tokenizer(tiny_model(), tokenizer, changes=changes) is tokenizer
+    assert tokenizer.eos_token == tokenizer.pad_token == "~"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a!"
+    load_tokenizer(tiny_model(), tokenizer, changes=TokenizerChanges(pad_token="z"))
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("~", "z")
+
+
+def test_the_template_of_another_model_is_taken(tmp_path: Path) -> None:
+    tiny_tokenizer(chat_template="of another model").save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    TokenizerChanges(chat_template_path=str(tmp_path)).apply(tokenizer)
+    assert tokenizer.chat_template == "of another model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (TokenizerChanges(eos_token="<end>"), "eos_token='<end>': is no token of the tokenizer's vocabulary"),
+        (TokenizerChanges(chat_template_path="no/such"), "chat_template_path='no/such': is neither a file"),
+    ],
+)
+def test_a_tokenizer_cannot_be_changed_to_what_there_is_not(changes: TokenizerChanges, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        changes.apply(tiny_tokenizer())
+
+
+def test_code_that_comes_with_a_model_may_be_allowed_for_an_instance_whose_tokenizer_is_loaded() -> None:
+    model = tiny_model()
+    assert load_model(model, model_init_kwargs={"trust_remote_code": True}) is model
+    with pytest.raises(ConfigError, match="has no effect, because the model is loaded already"):
+        load_model(model, model_init_kwargs={"trust_remote_code": True, "revision": "v2"})
 
 
 def test_a_tokenizer_that_cannot_belong_to_the_model_is_an_error(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from prefrl.rollout.summary import (
     as_text,
     log_completions,
     messages_of_turn,
+    one_of_each_prompt,
     print_table,
     rollout_metrics,
     staleness,
@@ -68,6 +69,10 @@ def test_table_shows_markup_as_text() -> None:
     assert "before step 5" in text
     assert "[red]p" in text
     assert "cccccc" not in text  # the third row is beyond the limit
+
+
+def test_one_completion_of_each_prompt_is_the_first_of_its_group() -> None:
+    assert one_of_each_prompt(ROLLOUTS) == [ROLLOUTS[0], ROLLOUTS[2], ROLLOUTS[4]]
 
 
 def spoken(text: str) -> list[Rollout]:

@@ -11,6 +11,7 @@ from transformers import HfArgumentParser
 from prefrl import ConfigError, DPOConfig, GRPOConfig, SFTConfig
 
 GRPO_RULES = [
+    pytest.param({"log_unique_prompts": True}, "log_unique_prompts=True has no effect", id="unique prompts"),
     pytest.param({"num_generations": 1}, "num_generations=1: group advantages need at least 2", id="singleton group"),
     pytest.param({"num_generations": 3}, "multiple of num_generations=3.* nearest that works is 9", id="indivisible"),
     pytest.param({"loss_type": "ppo"}, "loss_type='ppo': must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo'", id="loss"),
@@ -262,3 +263,22 @@ def test_groups_need_not_fit_into_the_completions_of_one_process(
     overlap = {"use_vllm": True, "generation_mode": "overlap", "vllm_server_base_url": "http://localhost:1"}
     with pytest.raises(ConfigError, match="generation_mode='overlap' with 4 completions on each process"):
         GRPOConfig(**options, per_device_train_batch_size=4, **overlap)
+
+
+def test_tokens_of_the_vocabulary_are_no_secrets(tmp_path: Path) -> None:
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, eos_token="<end>", hub_token="x")
+    values = config.to_dict()
+    assert (values["eos_token"], values["pad_token"]) == ("<end>", None)
+    assert values["hub_token"] != "x"
+
+
+def test_trust_remote_code_is_a_key_of_model_init_kwargs_which_wins(tmp_path: Path) -> None:
+    def given(**options: Any) -> Any:
+        return SFTConfig(output_dir=str(tmp_path), use_cpu=True, **options).model_init_kwargs
+
+    assert given(trust_remote_code=True) == {"trust_remote_code": True}
+    assert given(trust_remote_code=True, model_init_kwargs='{"revision": "v2"}') == {
+        "trust_remote_code": True,
+        "revision": "v2",
+    }
+    assert given() is None

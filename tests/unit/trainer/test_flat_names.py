@@ -49,6 +49,7 @@ PLACES: dict[str, tuple[Any, dict[str, Any], str, Any]] = {
         "vllm_importance_sampling_kwargs",
         {"clip_max": None},
     ),
+    "vllm_structured_outputs_regex": ("a+", SERVER, "vllm_guided_decoding_regex", "a+"),
     "reward_clip_range": ([-1.0, 1.0], {}, "reward_shaping_kwargs", {"clip_range": [-1.0, 1.0]}),
     "missing_eos_penalty": (1.0, {}, "reward_shaping_kwargs", {"missing_eos_penalty": 1.0}),
     "aipo_rho": (2.0, {"loss_type": "aipo"}, "loss_kwargs", {"rho": 2.0}),

@@ -1,0 +1,225 @@
+"""The keys of cosmos-rl's TOML. A row stands for a section, too: for all keys in it that have no row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefrl.options.foreign.row import (
+    Row,
+    asked,
+    becomes,
+    column,
+    if_set,
+    layers,
+    loggers,
+    not_needed,
+    not_there,
+    renamed,
+    server,
+)
+
+__all__ = ["COSMOS_RL", "DEFAULTS"]
+
+_LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
+_REWARDS = {"boxed_math": "accuracy_reward", "format": "think_format_reward", "gsm8k": "numeric_reward"}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dapo": {"dynamic_sampling": True},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+}
+
+
+def _rewards(value: Any) -> Mapping[str, Any]:
+    weights = value if isinstance(value, dict) else dict.fromkeys([value] if isinstance(value, str) else value, 1.0)
+    unknown = [name for name in weights if name not in _REWARDS]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: write a function, and give it as module:function")
+    return {"reward_funcs": [_REWARDS[name] for name in weights], "reward_weights": [*weights.values()]}
+
+
+def _split(value: Any) -> Mapping[str, Any]:
+    return {"dataset_train_split": value if isinstance(value, str) else "+".join(value)} if value else {}
+
+
+def _flag(option: str, value: Any) -> Row:
+    """A switch that sets an option to a value."""
+    return becomes(f"{option}={value!r}", lambda given: {option: value} if given else {}, option)
+
+
+_POLICY: dict[str, Row] = {
+    "type": becomes("the command: prefrl sft or prefrl grpo", lambda value: {}),
+    "variant": becomes(
+        "dapo: dynamic_sampling=True; gspo: importance_sampling_level='sequence'", lambda value: _VARIANTS[value]
+    ),
+    "dataset.name": renamed("dataset_name"),
+    "dataset.subset": if_set("dataset_config"),
+    "dataset.split": becomes("dataset_train_split", _split, "dataset_train_split"),
+    "dataset.train_split": becomes("dataset_train_split", _split, "dataset_train_split"),
+    "dataset.test_split": if_set("dataset_test_split"),
+    "dataset.test_size": not_there("name the rows: --dataset_test_split 'train[90%:]'"),
+    "dataset.revision": not_there("load the dataset in Python, datasets.load_dataset(..., revision=...)"),
+    "conversation_column_name": column("messages", "conversations"),
+    "prompt_column_name": column("prompt"),
+    "response_column_name": not_there("the rewards read a column by its name: answer or solution for built-in ones"),
+    "system_prompt": not_there("put a message of the role system into the column prompt or messages"),
+    "dataloader_shuffle": renamed("shuffle_dataset"),
+    "dataloader_prefetch_factor": not_needed("rows are tokenized once, at the start"),
+    "dataloader_num_workers": not_needed("rows are tokenized once, at the start"),
+    "dataloader_batch_size": not_needed("there is no controller"),
+    "enable_dataset_cache": not_needed("datasets caches what it has processed"),
+    "reward_function": becomes("reward_funcs and reward_weights", _rewards, "reward_funcs"),
+    "filter_reward_metric": renamed("dynamic_sampling_kwargs", "reward_metric"),
+    "epsilon_low": renamed("epsilon"),
+    "lower_bound_ratio": renamed("delta"),
+    "loss_type": asked("loss_type", {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}),
+    "unbiased_loss_max_tokens": not_there("loss_type='dr_grpo' divides by max_completion_length"),
+    "unbiased_advantage": _flag("scale_rewards", "none"),
+    "overlong_reward": not_there("the reward prefrl.rewards.get_soft_overlong_punishment"),
+    "kl_beta": renamed("beta"),
+    "positive_nll_coef": renamed("loss_kwargs", "positive_nll_coef"),
+    "aipo_rho": becomes(
+        "loss_type='aipo' and the key 'rho' of loss_kwargs",
+        lambda value: {"loss_type": "aipo", "loss_kwargs": {"rho": value}} if value else {},
+        "loss_type",
+    ),
+    "mu_iterations": renamed("num_iterations"),
+    "mini_batch": renamed("per_device_train_batch_size"),
+    "batch_size_per_optimize": not_there("gradient_accumulation_steps * per_device_train_batch_size"),
+    "max_token_len_per_mini_batch": renamed("max_tokens_per_micro_batch"),
+    "entropy_coeff": renamed("entropy_coef"),
+    "allowed_outdated_steps": renamed("max_staleness"),
+    "on_policy": not_there("generation_mode='sync' is on-policy, 'async' is at most max_staleness steps behind"),
+    "no_outdated_rollout": not_needed("nothing is older than max_staleness"),
+    "outdated_rollout_fetch_batch_size": not_needed("no rollout is thrown away"),
+    "min_filter_prefix_tokens": renamed("loss_kwargs", "min_filter_prefix_tokens"),
+    "max_retry_for_on_policy": renamed("dynamic_sampling_kwargs", "max_tries"),
+    "reference_reset_interval": not_there("sync_ref_model=True, ref_model_mixup_alpha=1.0 and ref_model_sync_steps"),
+    "use_decoupled_loss": renamed("vllm_importance_sampling_correction"),
+    "behav_imp_weight_cap": not_there(
+        "vllm_importance_sampling_mode='token_mask', vllm_importance_sampling_kwargs={'clip_max': ...}"
+    ),
+    "rollout_as_token_ids": not_needed("token ids are never decoded and encoded again"),
+    "balance_dp_token": not_needed("losses are divided by the count of all processes"),
+}
+_TRAIN: dict[str, Row] = {
+    "resume": becomes(
+        "resume_from_checkpoint",
+        lambda value: {"resume_from_checkpoint": "true"} if value else {},
+        "resume_from_checkpoint",
+    ),
+    "epoch": renamed("num_train_epochs"),
+    "epsilon": renamed("adam_epsilon"),
+    "optm_name": becomes("optim='adamw_torch_fused'", lambda value: {"AdamW": {}}[value]),
+    "optm_impl": not_needed("optim names the implementation, too"),
+    "optm_lr": renamed("learning_rate"),
+    "optm_weight_decay": renamed("weight_decay"),
+    "optm_betas": becomes(
+        "adam_beta1 and adam_beta2", lambda value: {"adam_beta1": value[0], "adam_beta2": value[1]}, "adam_beta1"
+    ),
+    "optm_warmup_steps": renamed("warmup_steps"),
+    "optm_grad_norm_clip": renamed("max_grad_norm"),
+    "optm_decay_type": not_there("set lr_scheduler_type"),
+    "optm_decay_ratio": not_there("lr_scheduler_type='warmup_stable_decay' and its lr_scheduler_kwargs"),
+    "optm_min_lr_factor": not_there(
+        "lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': ...}"
+    ),
+    "max_num_steps": if_set("max_steps"),
+    "compile": renamed("torch_compile"),
+    "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
+    "master_dtype": becomes("float32 weights", lambda value: {"float32": {}}[value]),
+    "deterministic": renamed("full_determinism"),
+    "activation_offload": renamed("activation_offloading"),
+    "fa_version": not_needed("attention is chosen by the forward plan"),
+    "sequence_packing": not_needed("batches are laid out without padding"),
+    "train_batch_per_replica": not_there("per_device_train_batch_size * gradient_accumulation_steps"),
+    "sync_weight_interval": not_needed("weights are sent before every generation"),
+    "transfer_dtype": not_needed("weights are sent as the server has them"),
+    "local_dataset": not_needed("every process reads the dataset"),
+    "async_tp_enabled": not_there(_LAUNCH),
+    "fsdp_reduce_dtype": not_there(_LAUNCH),
+    "fsdp_offload": not_there(_LAUNCH),
+    "fsdp_reshard_after_forward": not_there(_LAUNCH),
+    "fp8": not_there("training in 8 bits is not supported"),
+    "fp4": not_there("training in 4 bits is not supported"),
+    "ckpt.enable_checkpoint": becomes(
+        "save_strategy", lambda value: {} if value else {"save_strategy": "no"}, "save_strategy"
+    ),
+    "ckpt.save_freq": renamed("save_steps"),
+    "ckpt.save_freq_in_epoch": not_there("save_strategy='epoch' saves after every epoch"),
+    "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
+    "ckpt.max_keep": if_set("save_total_limit"),
+    "ckpt.export_safetensors": not_needed("checkpoints are folders of HuggingFace"),
+    "ckpt.upload_hf": renamed("push_to_hub"),
+    "ckpt.hf_repo_name": renamed("hub_model_id"),
+    "ckpt": not_there("output_dir is a local folder; push_to_hub uploads it"),
+    "enable_validation": _flag("eval_strategy", "steps"),
+    "validation_freq": renamed("eval_steps"),
+    "validation_step": renamed("eval_steps"),
+}
+_LORA: dict[str, Row] = {
+    "r": becomes("lora_r with use_peft=True", lambda value: {"use_peft": True, "lora_r": value}, "lora_r"),
+    "target_modules": layers(),
+    "modules_to_save": renamed("lora_modules_to_save"),
+    "alpha_pattern": renamed("lora_alpha_pattern"),
+    "r_pattern": renamed("lora_rank_pattern"),
+    "init_lora_weights": becomes(
+        "lora_init", lambda value: {} if value is True else {"lora_init": value}, "lora_init"
+    ),
+}
+_ROLLOUT: dict[str, Row] = {
+    "max_response_length": renamed("max_completion_length"),
+    "n_generation": renamed("num_generations"),
+    "sampling_config.temperature": renamed("temperature"),
+    "sampling_config.top_p": renamed("top_p"),
+    "sampling_config.top_k": becomes("top_k, 0 for all tokens", lambda value: {"top_k": max(value, 0)}),
+    "sampling_config.repetition_penalty": renamed("repetition_penalty"),
+    "sampling_config": not_needed("it is an environment variable of vLLM"),
+    "backend": becomes("use_vllm=True", lambda value: {"vllm": {"use_vllm": True}}[value], "use_vllm"),
+    "gpu_memory_utilization": server("--gpu_memory_utilization"),
+    "enforce_eager": server("--enforce_eager"),
+    "enable_chunked_prefill": server("--enable-chunked-prefill"),
+    "quantization": server("--quantization"),
+    "parallelism": server("--tensor_parallel_size"),
+    "vllm_use_flashinfer": server("its environment variables are vLLM's"),
+    "batch_size": not_needed("all prompts of a step are requested at once"),
+    "n_generation_to_batch": not_needed("the server makes its own batches"),
+    "include_stop_str_in_output": not_there("completions end at an end-of-sequence token"),
+    "multi_turn_config.max_assistant_turns": renamed("max_turns"),
+    "multi_turn_config.custom_chat_template_path": if_set("chat_template_path"),
+    "multi_turn_config": not_there(
+        "give the trainer tools or environment_factory in Python; see docs/environments.md"
+    ),
+    "seed": not_needed("seed decides the sampling, too"),
+}
+_SECTIONS = {
+    "train.train_policy": _POLICY,
+    "train": _TRAIN,
+    "policy.lora": _LORA,
+    "rollout": _ROLLOUT,
+}
+COSMOS_RL: dict[str, Row] = {
+    **{f"{section}.{name}": row for section, rows in _SECTIONS.items() for name, row in rows.items()},
+    "train.train_policy.temperature": not_needed("the temperature of sampling is that of the loss"),
+    "policy.model_gradient_checkpointing": renamed("gradient_checkpointing"),
+    "policy.model_max_length": renamed("max_length"),
+    "policy.trainable_map": not_there("freeze has regular expressions for parameters that are not trained"),
+    "policy.enable_liger_kernel": renamed("use_liger_kernel"),
+    "policy.parallelism": not_there(_LAUNCH),
+    "logging.logger": loggers(),
+    "logging.project_name": renamed("project"),
+    "logging.experiment_name": if_set("run_name"),
+    "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "validation.enable": _flag("eval_strategy", "steps"),
+    "validation.freq": renamed("eval_steps"),
+    "validation.batch_size": if_set("per_device_eval_batch_size"),
+    "validation.temperature": renamed("temperature_eval"),
+    "validation.n_generation": renamed("num_generations_eval"),
+    "validation.dataset.name": not_needed("evaluation reads another split of the same dataset"),
+    "validation.dataset.test_split": if_set("dataset_test_split"),
+    "validation": not_there("evaluation samples and is rewarded as training is"),
+    "redis": not_needed("there is no controller"),
+    "custom": not_there("give the values to your own script"),
+}
+# What the TOML means if a key is not given, where that differs here.
+DEFAULTS: dict[str, Any] = {"gradient_checkpointing": True, "bf16": True}

@@ -1,0 +1,117 @@
+"""What a name of another library is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = [
+    *("Row", "asked", "becomes", "column", "if_set", "layers", "loggers", "not_needed", "not_there", "renamed"),
+    "server",
+]
+
+_UNSET = (None, "", "None", -1)
+
+Kind = Literal["renamed", "becomes", "not needed", "server", "not there"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a name of another library is here.
+
+    Args:
+        kind: Whether there is a counterpart, and whether the name may be left out.
+        text: What it is, or why it is not needed, or what to use instead; no full stop.
+        options: The options that it becomes; advice is given only where a config has the first of them.
+        convert: From the value to those options. They may be None: nothing has to be set.
+    """
+
+    kind: Kind
+    text: str
+    options: tuple[str, ...] = ()
+    convert: Callable[[Any], Mapping[str, Any]] | None = None
+
+    @property
+    def says(self) -> str:
+        """The row in words that may follow the name."""
+        return {
+            "renamed": f"is {self.text} here",
+            "becomes": f"becomes here: {self.text}",
+            "not needed": f"is not needed here: {self.text}",
+            "server": f"belongs to prefrl vllm-serve here: {self.text}",
+            "not there": f"has no counterpart here: {self.text}",
+        }[self.kind]
+
+    @property
+    def may_go(self) -> bool:
+        """Whether the name may be left out without another one in its place."""
+        return self.kind in ("not needed", "server")
+
+
+def renamed(option: str, key: str | None = None) -> Row:
+    """The same value under another name, or as a key of an option that is a mapping."""
+    if key is None:
+        return Row("renamed", option, (option,), lambda value: {option: value})
+    return Row("becomes", f"the key {key!r} of {option}", (option,), lambda value: {option: {key: value}})
+
+
+def becomes(text: str, convert: Callable[[Any], Mapping[str, Any]], *options: str) -> Row:
+    """Other options, or other values."""
+    return Row("becomes", text, options, convert)
+
+
+def asked(option: str, values: Mapping[Any, Any], text: str | None = None) -> Row:
+    """An option whose values have other names."""
+    listed = ", ".join(f"{theirs} is {ours!r}" for theirs, ours in values.items())
+    return Row("becomes", text or f"{option}: {listed}", (option,), lambda value: {option: values[value]})
+
+
+def if_set(option: str) -> Row:
+    """The same value under another name, unless it says that nothing is set."""
+    return becomes(option, lambda value: {} if value in _UNSET else {option: value}, option)
+
+
+def column(*names: str) -> Row:
+    """The name of a column of the dataset, which is fixed here."""
+    text = f"the column must be called {' or '.join(map(repr, names))}: rename it with dataset.rename_column"
+
+    def convert(value: Any) -> Mapping[str, Any]:
+        if value not in (*names, None, ""):
+            raise ValueError("it has another name")
+        return {}
+
+    return becomes(text, convert)
+
+
+def layers() -> Row:
+    """The layers that get adapters."""
+    option = "lora_target_modules"
+    return becomes(option, lambda value: {option: [value] if isinstance(value, str) else value}, option)
+
+
+def loggers() -> Row:
+    """The trackers of a run."""
+
+    def convert(value: Any) -> Mapping[str, Any]:
+        trackers = [name for name in ([value] if isinstance(value, str) else value) if name != "console"]
+        if len(trackers) > 1:
+            raise ValueError("report_to names one tracker, or all")
+        return {"report_to": trackers[0] if trackers else "none"}
+
+    return becomes("report_to; the console always has the log", convert, "report_to")
+
+
+def not_needed(why: str) -> Row:
+    """Leaving it out changes nothing."""
+    return Row("not needed", why)
+
+
+def server(text: str) -> Row:
+    """Not an option of training, but of the command that starts a server."""
+    return Row("server", text)
+
+
+def not_there(instead: str) -> Row:
+    """There is no counterpart."""
+    return Row("not there", instead)

@@ -1,0 +1,145 @@
+"""The options and arguments of TRL 1.16, and a few of earlier versions, that differ here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefrl.options.foreign.row import Row, becomes, not_needed, not_there, renamed, server
+
+__all__ = ["ARGUMENTS", "DEFAULTS", "NAMES", "TRAINER_NAMES", "TRL", "VALUES"]
+
+_NO_PADDING = "batches are laid out without padding"
+_LOCAL = "completions are sampled by prefrl's own loop or on a server"
+_SERVER = "a server runs in its own process, so give it --{} there"
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _sampling(value: Any) -> Mapping[str, Any]:
+    unknown = value.keys() - {*_SAMPLING}
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))} has no counterpart")
+    return dict(value)
+
+
+# Options of configs and of the command line.
+TRL: dict[str, Row] = {
+    "padding_free": not_needed(_NO_PADDING),
+    "pad_to_multiple_of": not_needed(_NO_PADDING),
+    "padding_value": not_needed(_NO_PADDING),
+    "label_pad_token_id": not_needed(_NO_PADDING),
+    "cast_lm_head_to_fp32": not_needed("log-probs are computed in float32 from the hidden states"),
+    "use_logits_to_keep": not_needed("only the log-probs of responses are computed"),
+    "generation_kwargs": becomes(
+        "the options temperature, top_p, top_k, min_p and repetition_penalty themselves", _sampling, "temperature"
+    ),
+    "use_transformers_continuous_batching": not_needed(_LOCAL),
+    "transformers_continuous_batching_config": not_needed(_LOCAL),
+    "use_transformers_paged": not_needed(_LOCAL),
+    "vllm_mode": server("completions come from a server of its own, or from the training process with use_vllm=False"),
+    "vllm_model_impl": server(_SERVER.format("model-impl")),
+    "vllm_gpu_memory_utilization": server(_SERVER.format("gpu_memory_utilization")),
+    "vllm_tensor_parallel_size": server(_SERVER.format("tensor_parallel_size")),
+    "vllm_max_model_length": server(_SERVER.format("max_model_len")),
+    "vllm_enable_sleep_mode": server("it has GPUs of its own and never sleeps"),
+    "vllm_group_port": not_needed("the trainer chooses a free port"),
+    "vllm_importance_sampling_cap": renamed("vllm_importance_sampling_clip_max"),
+    "log_completions_hub_repo": not_there(
+        "the folder completions in output_dir has all rollouts as Parquet files; upload it with "
+        "huggingface_hub.upload_folder"
+    ),
+    "max_new_tokens": renamed("max_completion_length"),
+    "response_length": renamed("max_completion_length"),
+    "reward_model_path": not_there(
+        "give the reward model to the trainer as reward_funcs, or on the command line as --reward_model_name_or_path"
+    ),
+    "sft_model_path": not_there("the model given to the trainer is the policy, and its weights are the reference"),
+    "is_encoder_decoder": not_there("models with an encoder are not supported; use a decoder-only model"),
+    "max_completion_length": not_there("max_length bounds prompt and completion together"),
+    "max_prompt_length": not_there("max_length bounds prompt and completion together"),
+    "max_seq_length": renamed("max_length"),
+    "max_length": not_there("max_prompt_length and max_completion_length bound prompts and completions"),
+    "num_of_sequences": not_needed("packing needs no estimate"),
+    "chars_per_token": not_needed("packing needs no estimate"),
+    "ref_model_init_kwargs": not_there("give ref_model as an instance that you loaded"),
+    "force_use_ref_model": not_needed("a reference beside an adapter is used if it is given"),
+    "model_adapter_name": not_there("the active adapter is the policy; call model.set_adapter before"),
+    "ref_adapter_name": not_there("the reference is the model without its adapter, or ref_model"),
+    "reference_free": not_there("use CPOTrainer, whose losses have no reference"),
+    "num_ppo_epochs": renamed("num_iterations"),
+    "num_mini_batches": not_there(
+        "steps_per_generation / gradient_accumulation_steps is the number of optimizer steps for each generation"
+    ),
+    "cliprange": renamed("epsilon"),
+    "kl_coef": renamed("beta"),
+    "whiten_rewards": renamed("reward_shaping_kwargs", "normalize"),
+    "total_episodes": not_there("set max_steps = total_episodes / completions of an optimizer step"),
+    "local_rollout_forward_batch_size": not_needed("passes without gradients choose their own size"),
+    "num_sample_generations": not_needed("log_completions prints what was sampled"),
+    "stop_token": not_needed("completions end at the end-of-sequence tokens of model and tokenizer"),
+    "response_template": not_there("set completion_only_loss or assistant_only_loss; they need no template"),
+    "token_budget": renamed("max_tokens_per_micro_batch"),
+    "request_timeout": renamed("vllm_kwargs", "request_timeout"),
+    "weight_sync_steps": not_needed("weights are sent before every generation, and never later than max_staleness"),
+    "max_inflight_tasks": renamed("max_concurrent_environments"),
+    "torch_dtype": renamed("dtype"),
+}
+
+# Arguments of trainers that must be None here, and why.
+ARGUMENTS: dict[str, str] = {
+    "data_collator": "the trainer lays out batches itself",
+    "compute_loss_func": "a trainer's loss is its algorithm. Derive from the trainer and write its method loss",
+    "optimizer_cls_and_kwargs": "give optimizers=(optimizer, None), or the options optim and optim_args",
+    "preprocess_logits_for_metrics": "no logits are kept; compute_metrics gets the most likely tokens, or rewards",
+    "model_init": "load the model and give it as model",
+    "rollout_func": "write an environment, whose methods respond and edit decide what follows a completion",
+}
+# Arguments of trainers by another name.
+TRAINER_NAMES: dict[str, str] = {
+    "tokenizer": "processing_class",
+    "config": "args",
+    "reward_model": "reward_funcs",
+    "policy": "model",
+    "ref_policy": "ref_model",
+}
+# Public names that are not there under this name.
+NAMES: dict[str, str] = {
+    "AsyncGRPOConfig": "GRPOConfig with use_vllm=True, generation_mode='async' and max_staleness",
+    "AsyncGRPOTrainer": "GRPOTrainer, whose config has generation_mode='async'",
+    "DistillationConfig": "distillation is not there",
+    "DistillationTrainer": "distillation is not there",
+    "GKDConfig": "distillation is not there",
+    "GKDTrainer": "distillation is not there",
+    "HfPairwiseJudge": "prefrl.rewards.get_judge_reward makes a reward of any judge",
+    "PairRMJudge": "prefrl.rewards.get_judge_reward makes a reward of any judge",
+    "OpenAIPairwiseJudge": "prefrl.rewards.PairwiseModel asks a model behind an OpenAI-compatible server",
+    "setup_chat_format": "clone_chat_template, or the option chat_template_path",
+    "get_kbit_device_map": "leave device_map out: a quantized model is loaded where its process trains",
+    "SIMPLE_CHAT_TEMPLATE": "the option chat_template_path reads a template from a file",
+    "DataCollatorForCompletionOnlyLM": "the option completion_only_loss or assistant_only_loss",
+    "ConstantLengthDataset": "the option packing",
+    "WeaveCallback": "the option report_to names trackers",
+    "AutoModelForCausalLMWithValueHead": "PPOTrainer makes its critic itself: critic='head' or 'model'",
+}
+# Values of options that have another name: config, option, value -> ours.
+VALUES: dict[tuple[str, str, str], str] = {
+    ("SFTConfig", "loss_type", "chunked_nll"): "nll",
+    ("SFTConfig", "packing_strategy", "bfd_split"): "wrapped",
+}
+_EVERY = {"gradient_checkpointing": True, "bf16": True}
+_ONLINE = {"max_completion_length": 512, "max_prompt_length": None, "temperature": 1.0, **_EVERY}
+# What an option is in TRL if it is not given, where that differs here.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "SFTConfig": _EVERY,
+    "DPOConfig": _EVERY,
+    "KTOConfig": {"train_sampling_strategy": "sequential", **_EVERY},
+    "RewardConfig": _EVERY,
+    "CPOConfig": _EVERY,
+    "ORPOConfig": _EVERY,
+    "GRPOConfig": {"beta": 0.0, **_ONLINE},
+    "RLOOConfig": _ONLINE,
+    "OnlineDPOConfig": {
+        **{"learning_rate": 5e-7, "max_completion_length": 64, "max_prompt_length": None, "disable_dropout": True},
+        **_EVERY,
+    },
+}

@@ -1,0 +1,342 @@
+"""The keys of verl's ppo_trainer.yaml. A row stands for a section, too: for all keys in it that have no row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefrl.options.foreign.row import (
+    Row,
+    asked,
+    becomes,
+    column,
+    if_set,
+    layers,
+    loggers,
+    not_needed,
+    not_there,
+    renamed,
+    server,
+)
+
+__all__ = ["DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
+
+_LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
+_PYTHON = "give the trainer a dataset in Python"
+_FOLLOWS = "passes without gradients choose their own size"
+# The estimate of the KL.
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+KL_ESTIMATORS |= {"kl+": "k1+", "k1+": "k1+", "abs+": "abs+", "low_var_kl+": "k3+", "k3+": "k3+", "full": "full"}
+_REDUCTIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
+LOSSES: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence_token"},
+    "clip_cov": {"loss_type": "clip_cov"},
+    "kl_cov": {"loss_type": "kl_cov"},
+    "gpg": {"loss_type": "gpg"},
+    "cispo": {"loss_type": "cispo"},
+    "sapo": {"loss_type": "sapo"},
+    "geo_mean": {"loss_type": "gmpo"},
+}
+# The algorithm that an advantage estimator stands for is the name of the command.
+_ESTIMATORS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("gae", "grpo", "rloo", "reinforce_plus_plus")},
+    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    **{
+        name: {"advantage_estimator": name} for name in ("remax", "opo", "grpo_passk", "gpg", "optimal_token_baseline")
+    },
+}
+
+
+def _files(value: Any) -> Mapping[str, Any]:
+    paths = [value] if isinstance(value, str) else list(value)
+    return {"dataset_name": paths[0]} if len(paths) == 1 else {"datasets": [{"path": path} for path in paths]}
+
+
+def _lora(value: Any) -> Mapping[str, Any]:
+    return {"use_peft": True, "lora_r": value} if value else {}
+
+
+def _every(what: str) -> Any:
+    def convert(value: Any) -> Mapping[str, Any]:
+        return (
+            {f"{what}_strategy": "steps", f"{what}_steps": value}
+            if value and value > 0
+            else {f"{what}_strategy": "no"}
+        )
+
+    return convert
+
+
+def _reward(value: Any) -> Mapping[str, Any]:
+    return {} if value is None else {"reward_funcs": [f"{Path(value).stem}:compute_score"]}
+
+
+_DATA: dict[str, Row] = {
+    "train_files": becomes("dataset_name, or several paths in datasets", _files, "dataset_name"),
+    "val_files": not_there("name a split of the dataset, --dataset_test_split, or give eval_dataset in Python"),
+    "tokenizer": not_there("give the tokenizer as processing_class in Python"),
+    "prompt_key": column("prompt"),
+    "image_key": column("images"),
+    "video_key": not_there("videos are not supported"),
+    "reward_fn_key": not_needed("rewards get every column of the dataset by its name"),
+    "train_batch_size": not_there("per_device_train_batch_size * processes * steps_per_generation counts completions"),
+    "val_batch_size": not_needed("per_device_eval_batch_size decides the memory of evaluation"),
+    "max_response_length": renamed("max_completion_length"),
+    "filter_overlong_prompts_workers": renamed("dataset_num_proc"),
+    "truncation": asked("truncation_mode", {"error": "error", "left": "keep_end", "right": "keep_start"}),
+    "shuffle": renamed("shuffle_dataset"),
+    "seed": if_set("data_seed"),
+    "train_max_samples": not_there("name the rows: --dataset_train_split 'train[:1000]'"),
+    "apply_chat_template_kwargs": renamed("chat_template_kwargs"),
+    "dataloader_num_workers": not_needed("prompts are tokenized once, at the start"),
+    "return_raw_input_ids": not_needed("reward models apply their own chat template to the messages"),
+    "return_raw_chat": not_needed("rewards get the messages"),
+    "return_full_prompt": not_needed("rewards get the prompt"),
+    "return_multi_modal_inputs": not_needed("the trainer passes images on"),
+    "validation_shuffle": not_needed("evaluation keeps the order of the dataset"),
+    "use_shm": not_needed("datasets are memory-mapped"),
+    "custom_cls": not_there(_PYTHON),
+    "sampler": not_there(_PYTHON + ", in the order that you want, with shuffle_dataset=False"),
+    "datagen": not_there(_PYTHON),
+}
+_MODEL: dict[str, Row] = {
+    "path": renamed("model_name_or_path"),
+    "enable_gradient_checkpointing": renamed("gradient_checkpointing"),
+    "enable_activation_offload": renamed("activation_offloading"),
+    "use_remove_padding": not_needed("batches are laid out without padding"),
+    "use_fused_kernels": not_needed("the logits of all tokens are never in memory"),
+    "fused_kernel_options": not_needed("the logits of all tokens are never in memory"),
+    "use_liger": renamed("use_liger_kernel"),
+    "lora_rank": becomes("lora_r with use_peft=True", _lora, "lora_r"),
+    "target_modules": layers(),
+    "exclude_modules": not_there("list the layers in lora_target_modules"),
+    "override_config": becomes(
+        "model_init_kwargs", lambda value: {"model_init_kwargs": value} if value else {}, "model_init_kwargs"
+    ),
+    "custom_chat_template": if_set("chat_template_path"),
+    "external_lib": not_there("import it in a script of your own"),
+    "use_shm": not_needed("weights are memory-mapped"),
+}
+_ACTOR: dict[str, Row] = {
+    "strategy": not_there(_LAUNCH),
+    "fsdp_config": not_there(_LAUNCH),
+    "megatron": not_there(_LAUNCH),
+    "ulysses_sequence_parallel_size": not_there("see sequence parallelism in docs/distributed.md"),
+    "ppo_mini_batch_size": not_there(
+        "per_device_train_batch_size * processes * gradient_accumulation_steps counts the completions of a step"
+    ),
+    "ppo_micro_batch_size": not_there("per_device_train_batch_size counts the completions of a process"),
+    "ppo_micro_batch_size_per_gpu": renamed("per_device_train_batch_size"),
+    "use_dynamic_bsz": not_there("set max_tokens_per_micro_batch"),
+    "ppo_max_token_len_per_gpu": renamed("max_tokens_per_micro_batch"),
+    "clip_ratio": renamed("epsilon"),
+    "clip_ratio_low": renamed("epsilon"),
+    "clip_ratio_high": renamed("epsilon_high"),
+    "clip_ratio_c": renamed("delta"),
+    "loss_agg_mode": asked("loss_type", _REDUCTIONS),
+    "loss_scale_factor": not_needed("loss_type='dr_grpo' divides by max_completion_length"),
+    "policy_loss.loss_mode": becomes(
+        "loss_type, for gspo with importance_sampling_level='sequence_token'",
+        lambda value: LOSSES[value],
+        "loss_type",
+    ),
+    "policy_loss.clip_cov_ratio": renamed("loss_kwargs", "ratio"),
+    "policy_loss.clip_cov_lb": renamed("loss_kwargs", "lb"),
+    "policy_loss.clip_cov_ub": renamed("loss_kwargs", "ub"),
+    "policy_loss.kl_cov_ratio": renamed("loss_kwargs", "ratio"),
+    "policy_loss.ppo_kl_coef": renamed("loss_kwargs", "coef"),
+    "tau_pos": renamed("loss_kwargs", "temperature_pos"),
+    "tau_neg": renamed("loss_kwargs", "temperature_neg"),
+    "entropy_coeff": renamed("entropy_coef"),
+    "use_kl_loss": not_there("a KL term is on if beta > 0; kl_in='loss' adds it to the loss"),
+    "kl_loss_coef": renamed("beta"),
+    "kl_loss_type": asked("kl_estimator", KL_ESTIMATORS),
+    "ppo_epochs": renamed("num_iterations"),
+    "shuffle": not_needed("every pass over a rollout has the order of the first"),
+    "data_loader_seed": if_set("data_seed"),
+    "grad_clip": renamed("max_grad_norm"),
+    "use_torch_compile": not_needed("torch_compile=True compiles the model"),
+    "use_remove_padding": not_needed("batches are laid out without padding"),
+    "use_fused_kernels": not_needed("the logits of all tokens are never in memory"),
+    "entropy_from_logits_with_chunking": not_needed("the logits of all tokens are never in memory"),
+    "entropy_checkpointing": not_needed("the logits of all tokens are never in memory"),
+    "optim.lr": renamed("learning_rate"),
+    "optim.lr_warmup_steps": if_set("warmup_steps"),
+    "optim.lr_warmup_steps_ratio": becomes(
+        "warmup_steps, a share of all steps if it is below 1",
+        lambda value: {"warmup_steps": value} if value else {},
+        "warmup_steps",
+    ),
+    "optim.weight_decay": renamed("weight_decay"),
+    "optim.betas": becomes(
+        "adam_beta1 and adam_beta2", lambda value: {"adam_beta1": value[0], "adam_beta2": value[1]}, "adam_beta1"
+    ),
+    "optim.warmup_style": asked("lr_scheduler_type", {"constant": "constant_with_warmup", "cosine": "cosine"}),
+    "optim.lr_scheduler_type": asked("lr_scheduler_type", {"constant": "constant_with_warmup", "cosine": "cosine"}),
+    "optim.min_lr_ratio": not_there(
+        "lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': ...}"
+    ),
+    "optim.num_cycles": not_there("lr_scheduler_kwargs={'num_cycles': ...}"),
+    "optim.total_training_steps": not_needed("the schedule ends with the training"),
+    "optim": not_there("see the options of transformers.TrainingArguments"),
+    "checkpoint": not_needed("checkpoints hold everything that a resumed run needs; save_only_model=True: the model"),
+    "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+}
+_ROLLOUT: dict[str, Row] = {
+    "name": becomes(
+        "use_vllm, False for hf", lambda value: {"use_vllm": {"vllm": True, "hf": False}[value]}, "use_vllm"
+    ),
+    "mode": not_needed("requests to servers are asynchronous"),
+    "top_k": becomes("top_k, 0 for all tokens", lambda value: {"top_k": max(value, 0)}),
+    "n": renamed("num_generations"),
+    "prompt_length": not_needed("it is max_prompt_length"),
+    "response_length": not_needed("it is max_completion_length"),
+    "do_sample": not_needed("training samples; temperature_eval=0 decodes greedily"),
+    "ignore_eos": not_there("completions end at an end-of-sequence token"),
+    "calculate_log_probs": not_needed("samplers always report log-probs"),
+    "tensor_model_parallel_size": server("--tensor_parallel_size"),
+    "gpu_memory_utilization": server("--gpu_memory_utilization"),
+    "dtype": server("--dtype"),
+    "enforce_eager": server("--enforce_eager"),
+    "max_model_len": server("--max_model_len"),
+    "max_num_batched_tokens": server("--max-num-batched-tokens"),
+    "max_num_seqs": server("--max-num-seqs"),
+    "enable_chunked_prefill": server("--enable-chunked-prefill"),
+    "engine_kwargs": server("options that it does not know go on to vLLM"),
+    "cudagraph_capture_sizes": server("options that it does not know go on to vLLM"),
+    "disable_log_stats": server("--disable-log-stats"),
+    "over_sample_rate": not_there("dynamic_sampling=True replaces prompts whose completions all have one reward"),
+    "multi_stage_wake_up": not_needed("a server has GPUs of its own"),
+    "update_weights_bucket_megabytes": not_needed("weights are sent in buckets of a fixed size"),
+    "trace": not_needed("the folder completions in output_dir has every rollout"),
+    "skip_rollout": not_there("prefrl replay computes a step again from its rollouts"),
+    "skip_dump_dir": not_there("prefrl replay computes a step again from its rollouts"),
+    "layered_summon": not_needed("weights are gathered layer by layer"),
+    "load_format": not_needed("weights are sent before the first generation"),
+    "free_cache_engine": not_needed("a server has GPUs of its own"),
+    "log_prob_micro_batch_size": not_needed(_FOLLOWS),
+    "log_prob_micro_batch_size_per_gpu": not_needed(_FOLLOWS),
+    "log_prob_use_dynamic_bsz": not_needed(_FOLLOWS),
+    "log_prob_max_token_len_per_gpu": not_needed(_FOLLOWS),
+    "val_kwargs.temperature": renamed("temperature_eval"),
+    "val_kwargs.n": renamed("num_generations_eval"),
+    "val_kwargs.do_sample": not_needed("temperature_eval=0 decodes greedily"),
+    "val_kwargs": not_there("evaluation samples as training does"),
+    "multi_turn.max_assistant_turns": if_set("max_turns"),
+    "multi_turn": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
+    "agent": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
+}
+_CRITIC: dict[str, Row] = {
+    "optim.lr": renamed("critic_learning_rate"),
+    "optim": not_there("the critic has the optimizer and the schedule of the policy, and critic_learning_rate"),
+    "cliprange_value": renamed("cliprange_value"),
+    "model": not_there("set critic='model', and in Python value_model; critic='head' needs no other model"),
+}
+_REWARD: dict[str, Row] = {
+    "enable": not_needed("a reward model is on if it is given"),
+    "model.path": renamed("reward_model_name_or_path"),
+    "model.input_tokenizer": not_needed("messages get the chat template of the reward model"),
+    "max_length": not_there("a text that is too long for a reward model is an error"),
+    "reward_manager": not_needed("async rewards run at the same time; rewards get whole batches"),
+    "sandbox_fusion": not_there("prefrl.rewards.get_code_reward runs code in a sandbox"),
+    "launch_reward_fn_async": not_needed("write the reward as an async function"),
+}
+_ALGORITHM: dict[str, Row] = {
+    "adv_estimator": becomes(
+        "the command: ppo for gae, grpo, rloo, reinforce_plus_plus; others are advantage_estimator",
+        lambda value: _ESTIMATORS[value],
+    ),
+    "norm_adv_by_std_in_grpo": becomes(
+        "scale_rewards='group', or 'none'",
+        lambda value: {"scale_rewards": "group" if value else "none"},
+        "scale_rewards",
+    ),
+    "use_kl_in_reward": not_there("set kl_in='reward'"),
+    "kl_penalty": asked("kl_estimator", KL_ESTIMATORS),
+    "kl_ctrl.kl_coef": renamed("beta"),
+    "kl_ctrl.type": not_there("the weight is adaptive if kl_kwargs has a target"),
+    "kl_ctrl.target_kl": renamed("kl_kwargs", "target"),
+    "kl_ctrl.horizon": renamed("kl_kwargs", "horizon"),
+    "use_pf_ppo": not_there("set rollout_selection to 'pow', 'max_min' or 'max_random'"),
+    "pf_ppo.reweight_method": renamed("rollout_selection"),
+    "pf_ppo.weight_pow": renamed("selection_kwargs", "power"),
+}
+_TRAINER: dict[str, Row] = {
+    "total_epochs": renamed("num_train_epochs"),
+    "total_training_steps": if_set("max_steps"),
+    "project_name": renamed("project"),
+    "experiment_name": renamed("run_name"),
+    "logger": loggers(),
+    "nnodes": not_there(_LAUNCH),
+    "n_gpus_per_node": not_there(_LAUNCH),
+    "esi_redundant_time": not_there("max_train_time ends training with a checkpoint"),
+    "device": not_there("use_cpu=True trains on the CPU"),
+    "save_freq": becomes(
+        "save_strategy='steps' and save_steps; -1 is save_strategy='no'", _every("save"), "save_steps"
+    ),
+    "test_freq": becomes(
+        "eval_strategy='steps' and eval_steps; -1 is eval_strategy='no'", _every("eval"), "eval_steps"
+    ),
+    "val_before_train": renamed("eval_on_start"),
+    "val_only": not_there("call trainer.evaluate()"),
+    "default_local_dir": renamed("output_dir"),
+    "default_hdfs_dir": not_there("output_dir is a local folder; push_to_hub uploads it"),
+    "max_actor_ckpt_to_keep": if_set("save_total_limit"),
+    "max_critic_ckpt_to_keep": not_needed("a checkpoint holds policy and critic; save_total_limit counts it"),
+    "remove_previous_ckpt_in_save": not_there("set save_total_limit=1"),
+    "del_local_ckpt_after_load": not_there("set save_total_limit"),
+    "resume_mode": becomes(
+        "resume_from_checkpoint; true resumes if there is a checkpoint",
+        lambda value: {"auto": {"resume_from_checkpoint": "true"}, "disable": {}, "resume_path": {}}[value],
+        "resume_from_checkpoint",
+    ),
+    "resume_from_path": if_set("resume_from_checkpoint"),
+    "balance_batch": not_needed("losses are divided by the count of all processes"),
+    "log_val_generations": not_there("log_completions=True prints the completions of training"),
+    "rollout_data_dir": not_needed("the folder completions in output_dir has every rollout"),
+    "validation_data_dir": not_there("the metrics of evaluation are logged, not its completions"),
+    "ray_wait_register_center_timeout": not_needed("there is no Ray"),
+    "use_legacy_worker_impl": not_needed("there are no workers"),
+}
+_SECTIONS = {
+    "data": _DATA,
+    "actor_rollout_ref.model": _MODEL,
+    "actor_rollout_ref.actor": _ACTOR,
+    "actor_rollout_ref.rollout": _ROLLOUT,
+    "critic": _CRITIC,
+    "reward_model": _REWARD,
+    "algorithm": _ALGORITHM,
+    "trainer": _TRAINER,
+}
+VERL: dict[str, Row] = {
+    **{f"{section}.{name}": row for section, rows in _SECTIONS.items() for name, row in rows.items()},
+    "trainer.critic_warmup": renamed("critic_warmup"),
+    "actor_rollout_ref.hybrid_engine": not_needed("the sampler is a server, or the training process"),
+    "actor_rollout_ref.nccl_timeout": renamed("ddp_timeout"),
+    "actor_rollout_ref.ref": not_needed("the reference is scored like the policy, and only with beta > 0"),
+    "critic": not_needed("the critic is trained with the batches of the policy"),
+    "reward_model": not_needed("a reward model is scored on every process, 16 texts at a time"),
+    "custom_reward_function.path": becomes(
+        "reward_funcs: [module:function], with the columns as arguments; see docs/rewards.md", _reward, "reward_funcs"
+    ),
+    "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
+    "global_profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "ray_kwargs": not_needed("there is no Ray"),
+    "ray_init": not_needed("there is no Ray"),
+}
+# What ppo_trainer.yaml says if it is not changed, where that differs here.
+DEFAULTS: dict[str, Any] = {
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "temperature": 1.0,
+    "max_completion_length": 512,
+    "truncation_mode": "error",
+    "delta": 3.0,
+    "num_iterations": 1,
+    "weight_decay": 0.01,
+    "lr_scheduler_type": "constant_with_warmup",
+    "temperature_eval": 0,
+    "num_generations_eval": 1,
+}

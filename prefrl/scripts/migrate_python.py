@@ -1,0 +1,346 @@
+"""Rewrites Python scripts that use TRL: imports, names, keywords of configs and trainers, and commands in comments."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from typing import Any
+
+import prefrl
+import prefrl.rewards
+from prefrl.options.foreign import ARGUMENTS
+from prefrl.options.foreign.trl import DEFAULTS, NAMES, TRAINER_NAMES, TRL, VALUES
+from prefrl.scripts.migrate_edits import Edit, Migrated, accepted, applied, converted
+from prefrl.scripts.migrate_shell import migrate_commands
+
+__all__ = ["migrate_script"]
+
+_LINE = 119
+_IMPORT = re.compile(rb"from\s+trl[\w.]*\s+import")
+
+
+def migrate_script(text: str) -> Migrated:
+    """The script with prefrl in place of TRL. Its formatting and comments stay.
+
+    Raises:
+        SyntaxError: It is not Python.
+    """
+    return _Script(text).migrated()
+
+
+def _home(name: str) -> str | None:
+    """The module that has a public name of TRL here."""
+    if name in prefrl.__all__:
+        return "prefrl"
+    return "prefrl.rewards" if name in prefrl.rewards.__all__ else None
+
+
+class _Script:
+    """One script and the edits that it needs."""
+
+    def __init__(self, text: str) -> None:
+        self.source = text.encode()
+        self.tree = ast.parse(text)
+        self.result = Migrated(text)
+        self.edits: list[Edit] = []
+        self.starts = [0]
+        for line in self.source.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+        self.names: dict[str, str] = {}  # names in the script -> those of TRL
+        self.module: str | None = None  # what the script calls trl
+        self.removed: list[ast.keyword] = []
+        self.needs_trl = False  # whether it still imports something of trl
+
+    def migrated(self) -> Migrated:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trl":
+                self._import_from(node)
+            elif isinstance(node, ast.Import):
+                self._import(node)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and (name := self._name(node.func)) is not None:
+                self._call(node, name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                self._attribute(node, node.value.id)
+        if self.names or self.module:
+            self._defaults_of_parsed_configs()
+            self._texts()
+        self.result.text = applied(self.source, self.edits).decode()
+        self.result.changes.sort()
+        self.result.open.sort()
+        return self.result
+
+    # Imports.
+
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        homes: dict[str, list[str]] = {}
+        for alias in node.names:
+            home = _home(alias.name)
+            if home is None:
+                self.needs_trl = True
+                remedy = NAMES.get(alias.name, "it stays imported from trl")
+                self.result.open.append((node.lineno, f"{alias.name} is not in prefrl: {remedy}"))
+            else:
+                self.names[alias.asname or alias.name] = alias.name
+            written = alias.name if alias.asname is None else f"{alias.name} as {alias.asname}"
+            homes.setdefault(home or str(node.module), []).append(written)
+        if homes.keys() == {node.module}:
+            return
+        start, end = self._span(node)
+        if len(homes) == 1:
+            found = _IMPORT.search(self.source, start, end)
+            assert found is not None
+            self._edit(found.start(), found.end(), f"from {next(iter(homes))} import")
+        else:
+            lines = [_import_line(home, names, node.col_offset) for home, names in sorted(homes.items())]
+            self._edit(start, end, f"\n{' ' * node.col_offset}".join(lines))
+        moved = ", ".join(name for home, names in homes.items() if home != node.module for name in names)
+        self.result.changes.append((node.lineno, f"{moved}: imported from prefrl"))
+
+    def _import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.name.split(".")[0] != "trl":
+                continue
+            used = {
+                other.attr
+                for other in ast.walk(self.tree)
+                if isinstance(other, ast.Attribute)
+                and isinstance(other.value, ast.Name)
+                and other.value.id == (alias.asname or "trl")
+            }
+            missing = sorted(name for name in used if name != "rewards" and _home(name) != "prefrl")
+            if missing:
+                self.needs_trl = True
+                self.result.open.append((node.lineno, f"trl.{missing[0]} is not in prefrl: {_remedy_of(missing[0])}"))
+                continue
+            start, _ = self._span(alias)
+            self._edit(start, start + len("trl"), "prefrl")
+            self.module = alias.asname or "trl"
+            self.result.changes.append((node.lineno, "prefrl is imported in place of trl"))
+
+    def _attribute(self, node: ast.Attribute, base: str) -> None:
+        if self.module == "trl" and base == "trl":
+            start, _ = self._span(node.value)
+            self._edit(start, start + len("trl"), "prefrl")
+        row = TRL.get(node.attr) if "args" in base or "config" in base else None
+        is_user = bool(self.names or self.module)
+        if row is None or not is_user or any(node.attr in accepted(name) for name in self.names.values()):
+            return
+        if row.kind == "renamed":
+            _, end = self._span(node)
+            self._edit(end - len(node.attr), end, row.options[0])
+            self.result.changes.append((node.lineno, f"{base}.{node.attr}: it {row.says}"))
+        else:
+            self.result.open.append((node.lineno, f"{base}.{node.attr} {row.says}"))
+
+    def _name(self, node: ast.expr) -> str | None:
+        """The public name of TRL that an expression stands for."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.module:
+            return node.attr
+        return None
+
+    # Calls.
+
+    def _call(self, node: ast.Call, name: str) -> None:
+        if name.endswith("Trainer"):
+            self._trainer(node, name)
+        elif name.endswith("Config") and accepted(name):
+            self._config(node, name)
+
+    def _trainer(self, node: ast.Call, name: str) -> None:
+        known = accepted(name)
+        for keyword in node.keywords:
+            if keyword.arg is None or keyword.arg in known:
+                continue
+            ours = TRAINER_NAMES.get(keyword.arg)
+            if ours is not None:
+                self._rename(keyword, ours)
+            elif keyword.arg in ARGUMENTS:
+                is_none = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
+                if not is_none:
+                    self.result.open.append((keyword.lineno, f"{name}({keyword.arg}=...): {ARGUMENTS[keyword.arg]}"))
+
+    def _config(self, node: ast.Call, name: str) -> None:
+        known = accepted(name)
+        given = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+        values = {keyword.arg: _literal(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                continue
+            if keyword.arg not in known:
+                self._option(keyword, name, given)
+            elif (value := VALUES.get((name, keyword.arg, str(values[keyword.arg])))) is not None:
+                start, end = self._span(keyword.value)
+                self._edit(start, end, repr(value).replace("'", '"'))
+                self.result.changes.append(
+                    (keyword.lineno, f"{keyword.arg}: {values[keyword.arg]!r} is {value!r} here")
+                )
+        if name == "GRPOConfig" and values.get("loss_type") == "cispo":
+            self._cispo(node, given, values.get("epsilon_high"))
+        self._defaults(node, name, given)
+
+    def _option(self, keyword: ast.keyword, name: str, given: set[str]) -> None:
+        """An option that the config does not have."""
+        assert keyword.arg is not None
+        row = TRL.get(keyword.arg)
+        if row is None:
+            return
+        where = f"{name}({keyword.arg}=...)"
+        if row.may_go:
+            self._remove(keyword)
+            self.result.changes.append((keyword.lineno, f"{where} removed: it {row.says}"))
+        elif row.kind == "renamed" and row.options[0] in accepted(name) and row.options[0] not in given:
+            self._rename(keyword, row.options[0])
+            given.add(row.options[0])
+        else:
+            options = converted(row, _literal(keyword.value))
+            if isinstance(options, str) or any(option in given for option in options):
+                self.result.open.append((keyword.lineno, f"{where} {row.says}"))
+                return
+            start, end = self._span(keyword)
+            self._edit(start, end, ", ".join(f"{option}={_code(value)}" for option, value in options.items()))
+            given.update(options)
+            self.result.changes.append((keyword.lineno, f"{where} {row.says}"))
+
+    def _cispo(self, node: ast.Call, given: set[str], bound: Any) -> None:
+        """TRL's bound of the ratio is epsilon_high itself, prefrl's is 1 + epsilon_high; nothing is cut off below."""
+        if not isinstance(bound, int | float):
+            text = "loss_type='cispo': set epsilon=1.0, and epsilon_high to TRL's minus 1"
+            self.result.open.append((node.lineno, text))
+            return
+        keyword = next(keyword for keyword in node.keywords if keyword.arg == "epsilon_high")
+        start, end = self._span(keyword)
+        lower = "" if "epsilon" in given else "epsilon=1.0, "
+        self._edit(start, end, f"{lower}epsilon_high={bound - 1.0!r}")
+        given.add("epsilon")
+        self.result.changes.append((keyword.lineno, "loss_type='cispo': epsilon_high is relative to 1 here"))
+
+    def _defaults(self, node: ast.Call, name: str, given: set[str]) -> None:
+        """Add what TRL would have taken, where the default differs."""
+        missing = {option: value for option, value in DEFAULTS.get(name, {}).items() if option not in given}
+        if given & {"fp16", "bf16"}:
+            missing.pop("bf16", None)
+        if name == "GRPOConfig" and "beta" in given and "use_bias_correction_kl" not in given:
+            beta = next(keyword.value for keyword in node.keywords if keyword.arg == "beta")
+            if _literal(beta) != 0:
+                missing["use_bias_correction_kl"] = True
+        if not missing:
+            return
+        shown = ", ".join(f"{option}={_code(value)}" for option, value in missing.items())
+        if any(keyword.arg is None for keyword in node.keywords):
+            self.result.open.append((node.lineno, f"{name}: TRL's defaults are {shown}, unless ** sets them"))
+            return
+        kept: list[Any] = [part for part in [*node.args, *node.keywords] if part not in self.removed]
+        last = max(kept, key=lambda part: self._span(part)[1], default=None)
+        if last is None:
+            begin = self.source.index(b"(", self._span(node.func)[1]) + 1
+            self._edit(begin, begin, shown)
+        else:
+            start, end = self._span(last)
+            line = self.source[self.starts[last.lineno - 1] : start]
+            is_alone = not line.strip() and last.lineno > node.lineno
+            between = f",\n{line.decode()}" if is_alone else ", "
+            parts = [f"{option}={_code(value)}" for option, value in missing.items()]
+            self._edit(end, end, between + between.join(parts))
+        self.result.changes.append((node.lineno, f"{name}: TRL's defaults are written out: {shown}"))
+
+    def _defaults_of_parsed_configs(self) -> None:
+        called = {node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(self.tree):
+            name = self._name(node) if isinstance(node, ast.Name) and node not in called else None
+            if isinstance(node, ast.Name) and name in DEFAULTS:
+                shown = ", ".join(f"{option}={_code(value)}" for option, value in DEFAULTS[str(name)].items())
+                text = f"{name} is parsed from options, and some defaults differ; TRL's are {shown}"
+                self.result.open.append((node.lineno, text))
+                return
+
+    # Comments and strings that stand alone.
+
+    def _texts(self) -> None:
+        for line, start, end in [*self._comments(), *self._strings()]:
+            old = self.source[start:end].decode()
+            found = migrate_commands(old, first_line=line, is_script=True, needs_trl=self.needs_trl)
+            if found.text != old:
+                self._edit(start, end, found.text)
+            self.result.changes += found.changes
+            self.result.open += found.open
+
+    def _comments(self) -> Iterator[tuple[int, int, int]]:
+        lines = self.source.decode().splitlines(keepends=True)
+        for token in tokenize.generate_tokens(io.StringIO(self.source.decode()).readline):
+            if token.type == tokenize.COMMENT:
+                line, column = token.start
+                start = self.starts[line - 1] + len(lines[line - 1][:column].encode())
+                yield line, start, start + len(token.string.encode())
+
+    def _strings(self) -> Iterator[tuple[int, int, int]]:
+        for node in ast.walk(self.tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield node.lineno, *self._span(node.value)
+
+    # Places.
+
+    def _span(self, node: Any) -> tuple[int, int]:
+        start = self.starts[node.lineno - 1] + node.col_offset
+        return start, self.starts[node.end_lineno - 1] + node.end_col_offset
+
+    def _edit(self, start: int, end: int, text: str) -> None:
+        self.edits.append(Edit(start, end, text))
+
+    def _rename(self, keyword: ast.keyword, name: str) -> None:
+        assert keyword.arg is not None
+        start, _ = self._span(keyword)
+        self._edit(start, start + len(keyword.arg), name)
+        self.result.changes.append((keyword.lineno, f"{keyword.arg} is {name} here"))
+
+    def _remove(self, keyword: ast.keyword) -> None:
+        """Remove a keyword with its comma, and its lines if nothing else is on them."""
+        self.removed.append(keyword)
+        start, end = self._span(keyword)
+        comma = re.compile(rb"\s*,").match(self.source, end)
+        if comma is not None:
+            end = comma.end()
+        line = self.source.rfind(b"\n", 0, start) + 1
+        rest = re.compile(rb"[ \t]*(#[^\n]*)?\n").match(self.source, end)
+        if rest is not None and not self.source[line:start].strip():
+            start, end = line, rest.end()
+        elif comma is not None:
+            end = re.compile(rb"[ \t]*").match(self.source, end).end()  # type: ignore[union-attr]  # matches nothing, too
+        else:
+            before = re.compile(rb",\s*$").search(self.source, 0, start)
+            start = start if before is None else before.start()
+        self._edit(start, end, "")
+
+
+def _remedy_of(name: str) -> str:
+    return NAMES.get(name, "trl stays imported")
+
+
+def _import_line(module: str, names: list[str], indent: int) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) + indent <= _LINE:
+        return line
+    inner = textwrap.indent(",\n".join(names), " " * (indent + 4))
+    return f"from {module} import (\n{inner},\n{' ' * indent})"
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of an expression, or the expression if it is no literal."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return node
+
+
+def _code(value: Any) -> str:
+    return repr(value).replace("'", '"')

@@ -1,0 +1,400 @@
+"""`prefrl migrate`: scripts and configs of TRL, verl and cosmos-rl become those of prefrl, and run."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prefrl.registry import REGISTRY
+from prefrl.scripts.main import main
+from prefrl.scripts.migrate_config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
+from prefrl.scripts.migrate_python import migrate_script
+from prefrl.scripts.migrate_shell import migrate_commands
+from prefrl.scripts.train import parser_of
+
+SCRIPT = '''\
+# /// script
+# dependencies = ["trl[peft,vllm]", "datasets"]
+# ///
+"""Run with
+
+trl grpo --model_name_or_path MODEL \\
+    --vllm_mode colocate \\
+    --max_steps 1
+"""
+from datasets import load_dataset
+from trl import (
+    GRPOConfig as Config,
+    GRPOTrainer,  # caf\u00e9
+)
+from trl.rewards import get_soft_overlong_punishment
+
+
+if __name__ == "__main__":
+    args = Config(
+        "out",
+        learning_rate=1e-5,  # kept
+        max_completion_length=4,
+        cast_lm_head_to_fp32=True,  # goes
+        generation_kwargs={"top_k": 5}, num_generations=2,
+        per_device_train_batch_size=2,
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+    )
+    trainer = GRPOTrainer(
+        "MODEL",
+        get_soft_overlong_punishment(4, 2),
+        args,
+        load_dataset("json", data_files="prompts.jsonl", split="train"),
+        rollout_func=None,
+    )
+    trainer.train()
+    STEPS = trainer.state.global_step
+'''
+MIGRATED = '''\
+# /// script
+# dependencies = ["prefrl[peft]", "datasets"]
+# ///
+"""Run with
+
+prefrl grpo --model_name_or_path MODEL \\
+    --max_steps 1
+"""
+from datasets import load_dataset
+from prefrl import (
+    GRPOConfig as Config,
+    GRPOTrainer,  # caf\u00e9
+)
+from prefrl.rewards import get_soft_overlong_punishment
+
+
+if __name__ == "__main__":
+    args = Config(
+        "out",
+        learning_rate=1e-5,  # kept
+        max_completion_length=4,
+        top_k=5, num_generations=2,
+        per_device_train_batch_size=2,
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+        beta=0.0,
+        max_prompt_length=None,
+        temperature=1.0,
+        gradient_checkpointing=True,
+        bf16=True,
+    )
+'''
+
+
+def test_a_script_is_migrated_keeps_its_looks_and_runs(workspace: Path, model_folder: Path) -> None:
+    result = migrate_script(SCRIPT)
+    assert result.text.startswith(MIGRATED)
+    assert result.text[len(MIGRATED) :] == SCRIPT[SCRIPT.index("    trainer =") :]
+    assert not result.open
+    assert (23, "GRPOConfig(cast_lm_head_to_fp32=...) removed: it is not needed here: ") in [
+        (line, text[:69]) for line, text in result.changes
+    ]
+    assert migrate_script(result.text).text == result.text
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(result.text.replace("MODEL", str(model_folder)), "migrated", "exec"), names)
+    assert names["STEPS"] == 1
+
+
+IMPORT = "from trl import CPOConfig, GRPOConfig, KTOConfig, RewardTrainer, SFTConfig, SFTTrainer\n"
+EVERY = "gradient_checkpointing=True, bf16=True"
+CALLS = [
+    pytest.param("SFTConfig()", f"SFTConfig({EVERY})", id="nothing given"),
+    pytest.param("SFTConfig(fp16=True)", "SFTConfig(fp16=True, gradient_checkpointing=True)", id="fp16"),
+    pytest.param("SFTConfig(max_seq_length=n)", f"SFTConfig(max_length=n, {EVERY})", id="renamed, not a literal"),
+    pytest.param("SFTConfig(padding_free=True)", f"SFTConfig({EVERY})", id="the only keyword is removed"),
+    pytest.param("SFTConfig(seed=1, padding_free=True)", f"SFTConfig(seed=1, {EVERY})", id="the last one is removed"),
+    pytest.param("SFTConfig(padding_free=True, seed=1)", f"SFTConfig(seed=1, {EVERY})", id="the first one is removed"),
+    pytest.param('SFTConfig(loss_type="chunked_nll")', f'SFTConfig(loss_type="nll", {EVERY})', id="value"),
+    pytest.param(
+        'GRPOConfig(loss_type="cispo", epsilon_high=5.0, beta=0.1, temperature=1, max_prompt_length=9)',
+        'GRPOConfig(loss_type="cispo", epsilon=1.0, epsilon_high=4.0, beta=0.1, temperature=1, max_prompt_length=9, '
+        f"max_completion_length=512, {EVERY}, use_bias_correction_kl=True)",
+        id="cispo",
+    ),
+    pytest.param(
+        "KTOConfig(bf16=False)",
+        'KTOConfig(bf16=False, train_sampling_strategy="sequential", gradient_checkpointing=True)',
+        id="kto",
+    ),
+    pytest.param("training_args.max_seq_length", "training_args.max_length", id="attribute"),
+    pytest.param("SFTTrainer(m, tokenizer=t)", "SFTTrainer(m, processing_class=t)", id="argument"),
+]
+
+
+@pytest.mark.parametrize(("call", "expected"), CALLS)
+def test_calls(call: str, expected: str) -> None:
+    result = migrate_script(f"{IMPORT}x = {call}\n")
+    assert result.text == f"{IMPORT.replace('trl', 'prefrl')}x = {expected}\n"
+    assert not result.open
+    ast.parse(result.text)
+
+
+OPEN = [
+    pytest.param("SFTConfig(is_encoder_decoder=True, **MORE)", "SFTConfig(is_encoder_decoder=...) has no", id="none"),
+    pytest.param(
+        "GRPOConfig(generation_kwargs=k, **MORE)", "GRPOConfig(generation_kwargs=...) becomes", id="a variable"
+    ),
+    pytest.param(
+        "GRPOConfig(generation_kwargs={'do_sample': 1}, **MORE)", "(generation_kwargs=...) becomes", id="a key"
+    ),
+    pytest.param("SFTConfig(max_seq_length=1, max_length=2, **MORE)", "SFTConfig(max_seq_length=...) is", id="both"),
+    pytest.param("SFTTrainer(m, model_init=f)", "SFTTrainer(model_init=...): load the model", id="an argument"),
+    pytest.param("training_args.is_encoder_decoder", "training_args.is_encoder_decoder has no", id="an attribute"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), OPEN)
+def test_what_has_no_counterpart_stays_and_is_told(call: str, words: str) -> None:
+    result = migrate_script(f"{IMPORT}x = {call}\n")
+    assert result.text == f"{IMPORT.replace('trl', 'prefrl')}x = {call}\n"
+    assert words in result.open[0][1]
+    assert result.open[0][0] == 2
+
+
+def test_imports_of_what_is_not_there_stay() -> None:
+    script = 'import trl\nfrom trl import SFTTrainer, WeaveCallback\nx = trl.SFTTrainer\n# "trl"\n'
+    result = migrate_script(script)
+    assert result.text == (
+        'import prefrl\nfrom prefrl import SFTTrainer\nfrom trl import WeaveCallback\nx = prefrl.SFTTrainer\n# "trl"\n'
+    )
+    assert [line for line, _ in result.open] == [2]
+
+
+def test_a_script_without_trl_stays() -> None:
+    script = "from other import SFTConfig\nx = SFTConfig(padding_free=True)  # trl sft --padding_free\n"
+    assert migrate_script(script).text == script
+
+
+def test_commands_of_shell_scripts() -> None:
+    script = (
+        "pip install trl\ntrl vllm-serve --model m\naccelerate launch x.py --padding_free\n"
+        "A=1 trl sft --max_seq_length 5 --padding_free \\\n  --is_encoder_decoder \\\n"
+        "  --vllm_mode 'x'\ncontrol/trl sft\n"
+    )
+    result = migrate_commands(script)
+    assert result.text == (
+        "pip install prefrl\nprefrl vllm-serve --model m\naccelerate launch x.py --padding_free\n"
+        "A=1 prefrl sft --max_length 5 \\\n  --is_encoder_decoder\ncontrol/trl sft\n"
+    )
+    assert [line for line, _ in result.open] == [5]
+    assert migrate_commands(result.text).text == result.text
+
+
+def test_yaml_of_trl_keeps_comments() -> None:
+    text = (
+        "# a run\nmax_seq_length: 512  # tokens\ntransformers_continuous_batching_config:\n  a: true\n"
+        "generation_kwargs: {top_p: 0.9}\nlog_completions_hub_repo: x\nlearning_rate: 1e-5\n"
+    )
+    result = migrate_trl_yaml(text)
+    assert result.text == (
+        "# a run\nmax_length: 512  # tokens\ntop_p: 0.9\nlog_completions_hub_repo: x\nlearning_rate: 1e-5\n"
+    )
+    assert [line for line, _ in result.open] == [6]
+    assert migrate_trl_yaml(result.text).text == result.text
+
+
+VERL = """\
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator={estimator} \\
+    data.train_files=/data/gsm8k/train.parquet \\
+    data.train_batch_size=64 \\
+    data.max_response_length=128 \\
+    data.truncation='left' \\
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct \\
+    actor_rollout_ref.model.lora_rank=8 \\
+    actor_rollout_ref.actor.optim.lr=3e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.use_kl_loss={kl} \\
+    actor_rollout_ref.actor.kl_loss_coef=0.002 \\
+    actor_rollout_ref.rollout.n=4 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    reward_model.enable=True reward_model.model.path=org/reward \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.n_gpus_per_node=2 \\
+    trainer.test_freq=-1 $@
+"""
+
+
+def parsed(text: str, tmp_path: Path, command: str) -> Any:
+    """The config that `prefrl` makes of a file."""
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    argv = ["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path), "--use_cpu"]
+    return parser_of(REGISTRY[command]).parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "command"),
+    [
+        ("grpo", "grpo"),
+        ("gae", "ppo"),
+        ("rloo", "rloo"),
+        ("reinforce_plus_plus", "reinforce_plus_plus"),
+        ("opo", "grpo"),
+    ],
+)
+def test_a_verl_run_means_the_same_here(estimator: str, command: str, tmp_path: Path) -> None:
+    result = migrate_verl(VERL.format(estimator=estimator, kl=True), is_command=True)
+    assert result.text.startswith(f"# prefrl launch {command} --config FILE --num_processes 2\n")
+    script, config = parsed(result.text, tmp_path, command)
+    assert (script.dataset_name, script.lora_r, script.use_peft) == ("/data/gsm8k/train.parquet", 8, True)
+    assert script.reward_model_name_or_path == "org/reward"
+    assert (config.learning_rate, config.truncation_mode, config.max_completion_length) == (3e-6, "keep_end", 128)
+    assert (config.epsilon, config.epsilon_high, config.delta) == (0.2, 0.28, 3.0)
+    assert (config.beta, config.kl_estimator, config.kl_in) == (0.002, "k3", "loss")
+    # 64 prompts with 4 completions, 2 steps of 128 on 2 processes, 8 completions at a time.
+    assert (config.num_generations, config.per_device_train_batch_size) == (4, 8)
+    assert (config.steps_per_generation, config.gradient_accumulation_steps) == (16, 8)
+    assert config.report_to == ["wandb"]
+    assert "temperature_eval" not in yaml.safe_load(result.text)  # there is no evaluation
+    assert not result.open
+
+
+def test_a_kl_term_of_verl_that_is_off_is_off_here(tmp_path: Path) -> None:
+    off = migrate_verl(VERL.format(estimator="grpo", kl=False), is_command=True)
+    assert parsed(off.text, tmp_path, "grpo")[1].beta == 0
+    adaptive = "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.01\n"
+    text = VERL.format(estimator="gae", kl=False).replace("$@\n", adaptive)
+    config = parsed(migrate_verl(text, is_command=True).text, tmp_path, "ppo")[1]
+    assert (config.beta, config.kl_estimator, config.kl_in) == (0.01, "k1", "reward")
+    assert config.kl_kwargs == {"target": 0.1, "horizon": 10000}
+
+
+def test_variables_of_a_script_are_put_in_and_others_are_told(tmp_path: Path) -> None:
+    text = (
+        "LENGTH=$((16 * 4))\nexport MODEL='org/model'\necho 'it\nis'\npython -m verl.trainer.main_ppo "
+        "algorithm.adv_estimator=grpo data.max_response_length=${LENGTH} actor_rollout_ref.model.path=$MODEL "
+        "data.train_files=$HOME/a.parquet trainer.nnodes=$N trainer.n_gpus_per_node=${GPUS:-1} +trainer.seed=3\n"
+    )
+    result = migrate_verl(text, is_command=True)
+    options = yaml.safe_load(result.text)
+    assert (options["max_completion_length"], options["model_name_or_path"], options["seed"]) == (64, "org/model", 3)
+    assert result.text.startswith("# prefrl grpo --config FILE\n")  # on one process
+    assert [said for line, said in result.open if line == 5] == [
+        "data.train_files='$HOME/a.parquet': write out what the shell would have put in",
+        "trainer.nnodes='$N': write out what the shell would have put in",
+    ]
+
+
+def test_yaml_of_verl_and_what_it_leaves_open(tmp_path: Path) -> None:
+    text = (
+        "actor_rollout_ref:\n  actor:\n    policy_loss:\n      loss_mode: clip_cov\n      clip_cov_lb: 0.5\n"
+        "    fsdp_config:\n      param_offload: true\n  rollout:\n    n: 2\n    engine: x\n  model:\n    path: m\n"
+        "trainer:\n  n_gpus_per_node: 1\ndata:\n  train_batch_size: 8\n  prompt_key: question\n"
+        "custom_reward_function:\n  path: rewards.py\nalgorithm:\n  adv_estimator: grpo\n"
+    )
+    result = migrate_verl(text, is_command=False)
+    (tmp_path / "data.jsonl").touch()
+    config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")[1]
+    assert (config.loss_type, config.loss_kwargs, config.delta) == ("clip_cov", {"lb": 0.5}, None)
+    assert [line for line, _ in result.open] == [7, 10, 17]
+    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards:compute_score"]
+    assert "# Open: line 17: data.prompt_key: the column must be called 'prompt'" in result.text
+
+
+COSMOS = """\
+[train]
+epoch = 2
+output_dir = "./outputs"
+optm_lr = 1e-6
+optm_warmup_steps = 20
+param_dtype = "bfloat16"
+train_batch_per_replica = 8
+[policy]
+model_name_or_path = "m"
+model_gradient_checkpointing = true
+[policy.parallelism]
+tp_size = 4
+[logging]
+logger = ["console"]
+[train.train_policy]
+dataset.name = "d"
+dataset.split = ["train", "more"]
+"""
+POLICIES = {
+    "grpo": 'type = "grpo"\nreward_function = {boxed_math = 0.9, format = 0.1}\naipo_rho = 4.0\nkl_beta = 0.0\n'
+    "[rollout]\nn_generation = 16\n",
+    "sft": 'type = "sft"\nmini_batch = 4\nconversation_column_name = "messages"\n',
+}
+
+
+@pytest.mark.parametrize("command", POLICIES)
+def test_a_file_of_cosmos_rl_means_the_same_here(command: str, tmp_path: Path) -> None:
+    result = migrate_cosmos_rl(COSMOS + POLICIES[command])
+    script, config = parsed(result.text, tmp_path, command)
+    assert (script.model_name_or_path, script.dataset_train_split) == ("m", "train+more")
+    assert (config.num_train_epochs, config.learning_rate, config.bf16, config.report_to) == (2, 1e-6, True, [])
+    assert [line for line, _ in result.open] == [12]
+    if command == "grpo":
+        assert (script.reward_funcs, config.reward_weights) == (["accuracy_reward", "think_format_reward"], [0.9, 0.1])
+        assert (config.loss_type, config.loss_kwargs, config.beta) == ("aipo", {"rho": 4.0}, 0)
+        assert (config.gradient_accumulation_steps, config.steps_per_generation) == (4, 8)
+        assert (config.use_vllm, config.generation_mode, config.max_staleness) == (True, "async", 4)
+    else:
+        assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (4, 2)
+
+
+def test_files_are_written_beside_or_in_place_or_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = "from trl import SFTTrainer\n", "from prefrl import SFTTrainer\n"
+    script, toml, beside = tmp_path / "a.py", tmp_path / "b.toml", tmp_path / "a_prefrl.py"
+    script.write_text(old)
+    toml.write_text(COSMOS + POLICIES["sft"])
+    assert main(["migrate", str(script), "--diff"]) == 0
+    assert "-from trl import SFTTrainer\n+from prefrl import SFTTrainer\n" in capsys.readouterr().out
+    assert not beside.exists()
+    assert main(["migrate", str(script), str(toml)]) == 0
+    assert (script.read_text(), beside.read_text()) == (old, new)
+    assert (tmp_path / "b_prefrl.yaml").read_text().startswith("# prefrl sft --config FILE\n")
+    assert f"{toml}:12: to do: policy.parallelism.tp_size=4" in capsys.readouterr().out
+    assert main(["migrate", str(script), "--output", str(tmp_path / "c.py")]) == 0
+    assert (tmp_path / "c.py").read_text() == new
+    assert main(["migrate", str(script), "--in_place"]) == 0
+    assert (script.read_text(), (tmp_path / "a.py.orig").read_text()) == (new, old)
+    assert main(["migrate", str(script)]) == 0
+    assert "nothing to change" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options", "words"),
+    [
+        ("a.py", "def", [], "a.py: cannot be read as .py: "),
+        ("a.toml", "a = ", [], "this is not TOML"),
+        ("a.yaml", "a: 1\n", ["--from", "verl"], "no options of verl are in this file"),
+        ("a.toml", "a = 1", [], "no options of cosmos-rl are in this file"),
+        ("a.py", "", ["--diff", "--in_place"], "diff, in_place, output: set one of them"),
+        ("a.py", "", ["--from", "torchtune"], "invalid choice: 'torchtune'"),
+    ],
+)
+def test_what_cannot_be_migrated_is_an_error(
+    name: str, text: str, options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["migrate", str(tmp_path / name), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_older_backup_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.py").write_text("import trl\n")
+    (tmp_path / "a.py.orig").write_text("the first\n")
+    assert main(["migrate", str(tmp_path / "a.py"), "--in_place"]) == 2
+    assert (tmp_path / "a.py.orig").read_text() == "the first\n"
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_no_file_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", "--diff"]) == 2
+    assert "no files: the command is prefrl migrate FILE" in capsys.readouterr().err
