@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
-from prefrl.models.forward import choose_plan, verdict_of
-from prefrl.models.plans import Plan, lay_out, own_part
+from prefrl.models.forward import inputs_of, verdict_of
 from prefrl.models.scoring import inner_model, is_classifier, score_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from prefrl.models.plans import Plan
     from prefrl.types import TokenBatch
 
 __all__ = ["sequence_scores"]
@@ -42,5 +42,5 @@ def sequence_scores(model: nn.Module, batch: TokenBatch, *, plan: Plan = "auto")
             "AutoModelForSequenceClassification."
         )
     verdict = verdict_of(model)
-    inputs = own_part(lay_out(batch, choose_plan(model, batch, plan, verdict)))
+    inputs = inputs_of(model, batch, plan, verdict)
     return score_sequences(model, batch, inputs, own_logits=verdict.own_logits).scores

@@ -24,10 +24,10 @@ from transformers.utils import find_adapter_config_file
 from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
-from prefrl.models.forward import choose_plan, verdict_of
+from prefrl.models.forward import inputs_of, verdict_of
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import in_pieces
-from prefrl.models.plans import Plan, lay_out
+from prefrl.models.plans import Plan
 from prefrl.models.scoring import (
     inner_model,
     is_classifier,
@@ -271,7 +271,7 @@ def _scored(model: PreTrainedModel, batch: TokenBatch, plan: Plan, head: nn.Line
     def readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         return {"values": _head_values(head, predicting(output, request))}
 
-    inputs = lay_out(batch, choose_plan(model, batch, plan, verdict))
+    inputs = inputs_of(model, batch, plan, verdict)
     positions = batch.trainable_positions
     values: Tensor = read_out(model, inputs, inputs.predictors[positions], readout, own_logits=False)["values"]
     return values.new_zeros(batch.num_tokens).index_copy(0, positions, values)

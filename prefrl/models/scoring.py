@@ -56,6 +56,7 @@ __all__ = [
     "read_out",
     "score_sequences",
     "score_tokens",
+    "set_image_example",
     "unpacked",
     "user_model",
 ]
@@ -108,11 +109,12 @@ class ScoringState:
 
     original_forward: Callable[..., Any]
     verdict: Verdict | None = None
+    image_example: TokenBatch | None = None  # rows with images, for the self-check
     is_inside: bool = False  # whether a task is running inside the model's call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A state whose forward is bound to the copied model."""
-        return type(self)(copy.deepcopy(self.original_forward, memo))
+        return type(self)(copy.deepcopy(self.original_forward, memo), image_example=self.image_example)
 
 
 def user_model(model: nn.Module) -> nn.Module:
@@ -204,6 +206,17 @@ def prepare_for_scoring(model: nn.Module) -> ScoringState:
         setattr(head, HEAD_FORWARD, head.forward)
         head.forward = MethodType(_reading_forward, head)
     return state
+
+
+def set_image_example(model: nn.Module, example: TokenBatch) -> None:
+    """Give the self-check rows with images, which it compares as it compares rows of text.
+
+    Args:
+        model: Prepared.
+        example: On any device; each row has one response.
+    """
+    state = prepare_for_scoring(model)
+    state.image_example, state.verdict = example, None
 
 
 def _reading_forward(
