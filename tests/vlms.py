@@ -24,7 +24,11 @@ CHAT_TEMPLATE = (
 )
 QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 IDEFICS_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<fake_token_around_image>", "<image>"]
-IDEFICS_TOKENS += ["<end_of_utterance>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4))]
+IDEFICS_TOKENS += [
+    "<end_of_utterance>",
+    "<global-img>",
+    *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
+]
 LLAVA_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]
 GEMMA_TOKENS = ["<pad>", "<eos>", "<bos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 GEMMA_TOKENS += ["<|im_start|>", "<|im_end|>"]
@@ -34,7 +38,9 @@ TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 1024}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def image(color: tuple[int, int, int] | None = None, *, size: tuple[int, int] = (84, 56), seed: int = 0) -> Image.Image:
+def image(
+    color: tuple[int, int, int] | None = None, *, size: tuple[int, int] = (84, 56), seed: int = 0
+) -> Image.Image:
     """An image of one color, or of random pixels; `size` is width and height."""
     if color is not None:
         return Image.new("RGB", size, color)
@@ -74,7 +80,9 @@ def _without_videos(base: type[ProcessorMixin]) -> type[Any]:
         def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
             whole = ProcessorMixin.__init__
 
-            def without_videos(self: Any, images: Any, text: Any, videos: Any = None, chat_template: Any = None) -> None:
+            def without_videos(
+                self: Any, images: Any, text: Any, videos: Any = None, chat_template: Any = None
+            ) -> None:
                 self.video_processor = None
                 whole(self, images, text, chat_template=chat_template)
 

@@ -10,13 +10,20 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 
-from prefrl.data.chat import common_length, encode, join_prompt
+from prefrl.data.chat import common_length, join_prompt
 from prefrl.data.convert import common_prompt, extract_prompt, unpair_preference_dataset
-from prefrl.data.encode import EncodedPair, RowEncoder, Truncation, check_limit, row_encoder
+from prefrl.data.encode import (
+    EncodedPair,
+    RowEncoder,
+    Truncation,
+    check_limit,
+    row_encoder,
+    with_readable_images,
+)
 from prefrl.data.formats import (
     AnyDataset,
     check_answered,
@@ -24,14 +31,11 @@ from prefrl.data.formats import (
     column_names,
     convert_from_value,
     detect_format,
-    read_messages,
     read_text,
 )
+from prefrl.data.images import ProcessingClass
 from prefrl.data.rows import REMEDY, InvalidRows, map_rows
 from prefrl.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["prepare_preference_dataset", "prepare_reward_dataset", "prepare_unpaired_dataset"]
 
@@ -48,7 +52,7 @@ _WINDOW = 1000  # rows within which a row looks for the completion of another pr
 
 def prepare_preference_dataset(
     dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_length: int | None,
     truncation: Truncation,
@@ -64,7 +68,8 @@ def prepare_preference_dataset(
 
     Args:
         dataset: Preference format; a stream is tokenized while it is read.
-        tokenizer: With an EOS token, and for conversations with a chat template.
+        processing_class: A tokenizer, or a processor if prompts may have images; with an EOS token, and for
+            conversations with a chat template.
         max_length: Tokens of prompt and completion; None: no limit.
         truncation: "right" cuts off the ends of completions, "left" the start of the prompt so that the longer side
             fits; with "error", longer rows cannot be used.
@@ -81,18 +86,24 @@ def prepare_preference_dataset(
     dataset_format = detect_format(dataset, ("preference",))
     check_not_reserved(dataset, tuple(_PREFERENCE))
     dataset = convert_from_value(dataset, dataset_format)
-    encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+    encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs)
     encode_row = _PreferenceRow(encoder, "prompt" in dataset_format.columns, max_length, truncation)
     encoder.check_end_of_text()
+    dataset = with_readable_images(dataset, encoder)
     encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids)
     return map_rows(
-        dataset, encode_row, _PREFERENCE, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
+        dataset,
+        encoder.with_images(encode_row),
+        {**_PREFERENCE, **encoder.image_features},
+        invalid_rows=invalid_rows,
+        num_proc=num_proc,
+        desc="Tokenizing pairs",
     )
 
 
 def prepare_reward_dataset(
     dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_length: int | None,
     invalid_rows: InvalidRows,
@@ -105,7 +116,7 @@ def prepare_reward_dataset(
 
     Args:
         dataset: Preference format, with or without a column `margin`: by how much the chosen side is better.
-        tokenizer: As in `prepare_preference_dataset`.
+        processing_class: As in `prepare_preference_dataset`.
         max_length: Tokens of a sequence; None: no limit.
         invalid_rows: As in `prepare_preference_dataset`.
         chat_template_kwargs: As in `prepare_preference_dataset`.
@@ -121,19 +132,25 @@ def prepare_reward_dataset(
     check_not_reserved(dataset, tuple(_REWARD))
     has_margin = "margin" in column_names(dataset)
     dataset = convert_from_value(dataset, dataset_format)
-    encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+    encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs)
     encoder.check_end_of_text()
     encode_row = _RewardRow(encoder, "prompt" in dataset_format.columns, max_length, has_margin)
+    dataset = with_readable_images(dataset, encoder)
     encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids, learns_to_stop=False)
-    features = datasets.Features(_REWARD | ({"margin": datasets.Value("float64")} if has_margin else {}))
+    margin = {"margin": datasets.Value("float64")} if has_margin else {}
     return map_rows(
-        dataset, encode_row, features, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
+        dataset,
+        encoder.with_images(encode_row),
+        {**_REWARD, **margin, **encoder.image_features},
+        invalid_rows=invalid_rows,
+        num_proc=num_proc,
+        desc="Tokenizing pairs",
     )
 
 
 def prepare_unpaired_dataset(
     dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_length: int | None,
     truncation: Truncation,
@@ -146,7 +163,7 @@ def prepare_unpaired_dataset(
 
     Args:
         dataset: Unpaired format; or preference format, whose rows each become a desirable and an undesirable row.
-        tokenizer: As in `prepare_preference_dataset`.
+        processing_class: As in `prepare_preference_dataset`.
         max_length: As in `prepare_preference_dataset`.
         truncation: As in `prepare_preference_dataset`.
         invalid_rows: As in `prepare_preference_dataset`.
@@ -170,14 +187,15 @@ def prepare_unpaired_dataset(
         remedy += ". Rows are numbered as in unpair_preference_dataset(dataset)"
     check_not_reserved(dataset, ("prompt_ids", "completion_ids", _MISMATCHED))
     dataset = convert_from_value(dataset, dataset_format)
-    encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+    encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs)
     encoder.check_end_of_text()
     encode_row = _UnpairedRow(encoder, max_length, truncation)
+    dataset = with_readable_images(dataset, encoder)
     encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
     rows = map_rows(
         dataset,
-        encode_row,
-        _UNPAIRED,
+        encoder.with_images(encode_row),
+        {**_UNPAIRED, **encoder.image_features},
         invalid_rows=invalid_rows,
         num_proc=num_proc,
         desc="Tokenizing completions",
@@ -205,6 +223,7 @@ class _PreferenceRow:
             [chosen.token_ids[start:], rejected.token_ids[start:]],
             self.max_length,
             self.truncation,
+            has_images=chosen.image_stop > 0,
         )
         _check_different(*completions)
         return {"prompt_ids": prompt, "chosen_ids": completions[0], "rejected_ids": completions[1]}
@@ -231,9 +250,9 @@ class _PreferenceRow:
 
     def _conversations(self, row: Mapping[str, Any]) -> tuple[EncodedPair, EncodedPair]:
         template = self.encoder.template(row)
-        chosen, rejected = (read_messages(row, column) for column in ("chosen", "rejected"))
+        chosen, rejected = (self.encoder.messages(row, column) for column in ("chosen", "rejected"))
         if self.has_prompt:
-            prompt = read_messages(row, "prompt")
+            prompt = self.encoder.messages(row, "prompt")
             chosen, rejected = join_prompt(prompt, chosen), join_prompt(prompt, rejected)
         else:
             prompt = common_prompt(chosen, rejected)
@@ -265,11 +284,12 @@ class _RewardRow:
         if not self.encoder.is_conversational:
             prompt = read_text(row, "prompt") if self.has_prompt else ""
             return self.encoder.document(prompt + read_text(row, side)).token_ids
-        messages = read_messages(row, side)
+        messages = self.encoder.messages(row, side)
         if self.has_prompt:
-            messages = join_prompt(read_messages(row, "prompt"), messages)
+            messages = join_prompt(self.encoder.messages(row, "prompt"), messages)
         check_answered(messages, side)
-        return encode(self.encoder.template(row).render(messages), [], self.encoder.tokenizer).token_ids
+        template = self.encoder.template(row)
+        return template.encode(template.render(messages), []).token_ids
 
 
 @dataclass(frozen=True)
@@ -286,7 +306,11 @@ class _UnpairedRow:
             raise DataError(f"column 'label' is {label!r}: needs True or False, or 1 or 0")
         pair = self._pair(row)
         prompt, completion = _fit(
-            pair.token_ids[: pair.start], [pair.token_ids[pair.start :]], self.max_length, self.truncation
+            pair.token_ids[: pair.start],
+            [pair.token_ids[pair.start :]],
+            self.max_length,
+            self.truncation,
+            has_images=pair.image_stop > 0,
         )
         return {"prompt_ids": prompt, "completion_ids": completion, "label": bool(label)}
 
@@ -297,7 +321,7 @@ class _UnpairedRow:
     def _pair(self, row: Mapping[str, Any]) -> EncodedPair:
         if not self.encoder.is_conversational:
             return self.encoder.text_pair(read_text(row, "prompt"), read_text(row, "completion"))
-        prompt, completion = (read_messages(row, column) for column in ("prompt", "completion"))
+        prompt, completion = (self.encoder.messages(row, column) for column in ("prompt", "completion"))
         return self.encoder.chat_pair(self.encoder.template(row), prompt, join_prompt(prompt, completion))
 
 
@@ -316,7 +340,12 @@ def _unpaired(dataset: AnyDataset, invalid_rows: InvalidRows, num_proc: int | No
 
 
 def _fit(
-    prompt: list[int], completions: Sequence[list[int]], max_length: int | None, truncation: Truncation
+    prompt: list[int],
+    completions: Sequence[list[int]],
+    max_length: int | None,
+    truncation: Truncation,
+    *,
+    has_images: bool,
 ) -> list[list[int]]:
     """Cut the prompt and the completions so that the prompt and any one completion are within the limit."""
     if not prompt:
@@ -335,6 +364,11 @@ def _fit(
         raise DataError(
             f"the {kept} has {max_length - room} tokens, which leaves none for the {cut} within "
             f"max_length={max_length}"
+        )
+    if truncation == "left" and has_images:
+        raise DataError(
+            f"has {length} tokens, more than the {max_length} allowed, and a prompt with images, which is never cut. "
+            "Raise max_length, make the images smaller in the processor, or cut completions instead"
         )
     if truncation == "left":
         return [prompt[-room:], *completions]
@@ -365,7 +399,8 @@ def _warn_of_one_label(labels: Sequence[bool]) -> None:
 
 
 def _with_mismatched(rows: AnyDataset, max_length: int | None) -> AnyDataset:
-    options = {"batched": True, "batch_size": _WINDOW, "fn_kwargs": {"max_length": max_length}}
+    arguments = {"max_length": max_length, "have_images": "images" in column_names(rows)}
+    options = {"batched": True, "batch_size": _WINDOW, "fn_kwargs": arguments}
     if isinstance(rows, datasets.IterableDataset):
         return rows.map(_mismatch, **options)
     features = datasets.Features({**rows.features, _MISMATCHED: _IDS})
@@ -379,8 +414,13 @@ def _with_mismatched(rows: AnyDataset, max_length: int | None) -> AnyDataset:
     return rows
 
 
-def _mismatch(rows: Mapping[str, Sequence[list[int]]], max_length: int | None) -> dict[str, list[list[int]]]:
-    prompts, completions = rows["prompt_ids"], rows["completion_ids"]
+def _mismatch(
+    rows: Mapping[str, Sequence[list[int]]], max_length: int | None, have_images: bool
+) -> dict[str, list[list[int]]]:
+    prompts: Sequence[Any] = rows["prompt_ids"]
+    completions = rows["completion_ids"]
+    if have_images:  # prompts of the same tokens differ by their images, which need not be read for this
+        prompts = [(prompt, row) for row, prompt in enumerate(prompts)]
     other: list[int | None] = [None] * len(prompts)
     for _ in range(2):  # the first round does not yet know the last rows, which the first rows follow
         for row in range(len(prompts)):
@@ -388,6 +428,6 @@ def _mismatch(rows: Mapping[str, Sequence[list[int]]], max_length: int | None) -
     return {
         _MISMATCHED: [
             [] if index is None else completions[index][: None if max_length is None else max_length - len(prompt)]
-            for prompt, index in zip(prompts, other, strict=True)
+            for prompt, index in zip(rows["prompt_ids"], other, strict=True)
         ]
     }

@@ -22,7 +22,7 @@ from prefrl.data.chat import (
     prompt_text,
     trim_after_end_token,
 )
-from prefrl.data.encode import RowEncoder, Truncation, check_limit, kept, row_encoder
+from prefrl.data.encode import RowEncoder, Truncation, check_limit, kept, row_encoder, with_readable_images
 from prefrl.data.formats import (
     AnyDataset,
     Format,
@@ -31,9 +31,9 @@ from prefrl.data.formats import (
     check_not_reserved,
     convert_from_value,
     detect_format,
-    read_messages,
     read_text,
 )
+from prefrl.data.images import ProcessingClass
 from prefrl.data.rows import InvalidRows, drop_rows, map_rows
 from prefrl.errors import ConfigError, DataError
 
@@ -59,7 +59,7 @@ class _SFTRow:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         encoded = self._encode(row)
-        part = kept(len(encoded.token_ids), self.max_length, self.truncation)
+        part = kept(len(encoded.token_ids), self.max_length, self.truncation, encoded.image_stop)
         trainable = encoded.in_span[part]
         trainable[:1] = [False]  # nothing predicts a row's first token
         if not any(trainable):
@@ -82,13 +82,13 @@ class _SFTRow:
 
     def _encode_conversation(self, row: Mapping[str, Any]) -> EncodedText:
         template = self.encoder.template(row)
-        parts = [read_messages(row, column) for column in self.columns]
+        parts = [self.encoder.messages(row, column) for column in self.columns]
         prompt = parts[0] if len(parts) == 2 else None
         if prompt is None:
             check_answered(parts[0], self.columns[0])
         conversation = join_prompt(prompt, parts[1]) if prompt is not None else parts[0]
         text = template.render(conversation)
-        return encode(text, self._spans(template, prompt, conversation, text), self.encoder.tokenizer)
+        return template.encode(text, self._spans(template, prompt, conversation, text))
 
     def _spans(
         self, template: ChatTemplate, prompt: Sequence[Message] | None, conversation: Sequence[Message], text: str
@@ -111,24 +111,29 @@ class _PromptRow:
     truncation: Truncation
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        token_ids = self.token_ids(row)
+        encoded = self._encode(row)
+        token_ids = encoded.token_ids
         if not token_ids:
             raise DataError(f"column {self.column!r}: the prompt {row[self.column]!r} has no tokens")
-        return {"prompt_ids": token_ids[kept(len(token_ids), self.max_length, self.truncation)]}
+        return {"prompt_ids": token_ids[kept(len(token_ids), self.max_length, self.truncation, encoded.image_stop)]}
 
     def token_ids(self, row: Mapping[str, Any]) -> list[int]:
         """The prompt's tokens without truncation."""
+        return self._encode(row).token_ids
+
+    def _encode(self, row: Mapping[str, Any]) -> EncodedText:
         if self.encoder.is_conversational:
-            messages = read_messages(row, self.column, allow_empty=self.encoder.tools is not None)
-            text = prompt_text(self.encoder.template(row), messages)
-            return encode(text, [], self.encoder.tokenizer).token_ids
+            messages = self.encoder.messages(row, self.column, allow_empty=self.encoder.tools is not None)
+            template = self.encoder.template(row)
+            return template.encode(prompt_text(template, messages), [])
         text = read_text(row, self.column)
-        return [*self.encoder.prefix(text), *encode(text, [], self.encoder.tokenizer).token_ids]
+        token_ids = encode(text, [], self.encoder.tokenizer).token_ids
+        return EncodedText([*self.encoder.prefix(text), *token_ids], [])
 
 
 def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTConfig that decides a row's tokens
     dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_length: int | None,
     truncation: Truncation,
@@ -147,7 +152,8 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
 
     Args:
         dataset: In one of these formats of `prefrl.data.formats`; a stream is tokenized while it is read.
-        tokenizer: With an EOS token, and for conversations with a chat template.
+        processing_class: A tokenizer, or a processor if rows may have images; with an EOS token, and for conversations
+            with a chat template.
         max_length: Tokens of a row; None: no limit.
         truncation: The side that is cut off; with "error", longer rows cannot be used.
         invalid_rows: What happens to rows that cannot be used, see `prefrl.data.rows.map_rows`.
@@ -168,7 +174,7 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
     _check_loss_options(dataset_format, completion_only_loss, assistant_only_loss)
     is_paired = dataset_format.kind == "prompt_completion"
     encode_row = _SFTRow(
-        row_encoder(dataset_format, tokenizer, chat_template_kwargs),
+        row_encoder(dataset_format, processing_class, chat_template_kwargs),
         dataset_format.columns,
         max_length,
         truncation,
@@ -176,17 +182,26 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
         assistant_only=assistant_only_loss,
     )
     encode_row.encoder.check_end_of_text()
-    dataset = convert_from_value(dataset, dataset_format)
+    dataset = with_readable_images(convert_from_value(dataset, dataset_format), encode_row.encoder)
     encode_row.encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
     features = datasets.Features(
-        input_ids=datasets.List(datasets.Value("int32")), trainable=datasets.List(datasets.Value("bool"))
+        input_ids=datasets.List(datasets.Value("int32")),
+        trainable=datasets.List(datasets.Value("bool")),
+        **encode_row.encoder.image_features,
     )
-    return map_rows(dataset, encode_row, features, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing")
+    return map_rows(
+        dataset,
+        encode_row.encoder.with_images(encode_row),
+        features,
+        invalid_rows=invalid_rows,
+        num_proc=num_proc,
+        desc="Tokenizing",
+    )
 
 
 def prepare_prompt_dataset(
     dataset: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_prompt_length: int | None,
     truncation: Truncation = "left",
@@ -202,7 +217,8 @@ def prepare_prompt_dataset(
 
     Args:
         dataset: Map-style, with text or messages in `prompt`, and any other columns.
-        tokenizer: For conversations with a chat template.
+        processing_class: A tokenizer, or a processor if prompts may have images; for conversations with a chat
+            template.
         max_prompt_length: Tokens of a prompt; None: no limit.
         truncation: The side of longer prompts that is cut off, or "error".
         filter_overlong: Drop longer prompts with a warning instead of truncating them.
@@ -228,17 +244,18 @@ def prepare_prompt_dataset(
     if tools is not None:
         _check_episodes(dataset, dataset_format)
     encode_row = _PromptRow(
-        row_encoder(dataset_format, tokenizer, chat_template_kwargs, tools),
+        row_encoder(dataset_format, processing_class, chat_template_kwargs, tools),
         dataset_format.columns[0],
         None if filter_overlong else max_prompt_length,
         truncation,
     )
-    dataset = convert_from_value(dataset, dataset_format)
+    dataset = with_readable_images(convert_from_value(dataset, dataset_format), encode_row.encoder)
     encode_row.encoder.warn_of_special_tokens(dataset, encode_row.token_ids, learns_to_stop=False)
+    ids = {"prompt_ids": datasets.List(datasets.Value("int32"))}
     rows = map_rows(
         dataset,
-        encode_row,
-        datasets.Features({**dataset.features, "prompt_ids": datasets.List(datasets.Value("int32"))}),
+        encode_row.encoder.with_images(encode_row),
+        datasets.Features({**dataset.features, **ids, **encode_row.encoder.image_features}),
         invalid_rows="error",
         num_proc=num_proc,
         desc="Tokenizing prompts",

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from prefrl.distributed import is_main, shape_of
@@ -33,13 +37,16 @@ __all__ = [
     "arguments_for_other",
     "check_router_loss",
     "load_model",
+    "load_processing_class",
     "load_reward_model",
     "load_tokenizer",
     "num_embeddings",
+    "reads_images",
 ]
 
 logger = logging.getLogger(__name__)
 
+_VISION_CONFIGS = AutoModelForImageTextToText._model_mapping
 # What from_pretrained needs to find the same repository again.
 _TOKENIZER_ARGUMENTS = (
     "cache_dir",
@@ -88,7 +95,7 @@ def load_model(
     seed: int | None = None,
     quantization_config: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
-    """The causal language model to train.
+    """The causal language model or vision-language model to train.
 
     Weights are float32 unless `model_init_kwargs` has a `dtype`. In a quantized model, the weights that are not
     quantized are always float32.
@@ -144,6 +151,51 @@ def load_reward_model(
     loaded = _loaded(_REWARD, model, model_init_kwargs, quantization_config, seed)
     _check_one_output(loaded)
     return _trainable(_REWARD, loaded, peft_config, freeze, seed)
+
+
+def load_processing_class(
+    model: PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    *,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """What turns rows into tokens: the model's processor if it reads images, otherwise its tokenizer.
+
+    A vision-language model that is given a tokenizer trains on text alone.
+
+    Args:
+        model: The loaded model.
+        processing_class: The tokenizer or processor, if there is one.
+        model_init_kwargs: See `load_tokenizer`.
+
+    Raises:
+        ConfigError: See `load_tokenizer`, or a processor is given for a model of text.
+    """
+    if processing_class is None and reads_images(model):
+        name = model.config.name_or_path
+        if not name:
+            raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its processor.")
+        try:
+            processing_class = AutoProcessor.from_pretrained(name, **_tokenizer_arguments(model_init_kwargs))
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"processing_class=None: no processor can be loaded from {name!r}: {error}. Give the model's "
+                "processor, or its tokenizer to train on text alone."
+            ) from error
+    if not isinstance(processing_class, ProcessorMixin):
+        return load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
+    if not reads_images(model):
+        raise ConfigError(
+            f"processing_class={type(processing_class).__name__}: the model is a {type(model).__name__}, "
+            "which reads no images. Give its tokenizer, or a vision-language model."
+        )
+    load_tokenizer(model, processing_class.tokenizer, model_init_kwargs=model_init_kwargs)
+    return processing_class
+
+
+def reads_images(model: PreTrainedModel) -> bool:
+    """Whether the model has a vision tower."""
+    return getattr(model.config, "vision_config", None) is not None
 
 
 def load_tokenizer(
@@ -269,10 +321,24 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     try:
         with seeded(seed):
-            return kind.auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
+            auto_class = _auto_class(kind, name, arguments)
+            return auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
     except (OSError, ValueError, RuntimeError) as error:
         hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
         raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}") from error
+
+
+def _auto_class(kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Any:
+    """The class that loads a model: for a policy that has a vision tower, one that keeps the tower."""
+    if kind is not _CAUSAL:
+        return kind.auto_class
+    given = {**_tokenizer_arguments(arguments), **{key: arguments[key] for key in ("subfolder",) if key in arguments}}
+    try:
+        config = AutoConfig.from_pretrained(name, **given)
+    except (OSError, ValueError):  # a folder with an adapter alone, or an error that loading the model reports
+        return kind.auto_class
+    has_images = getattr(config, "vision_config", None) is not None
+    return AutoModelForImageTextToText if has_images and type(config) in _VISION_CONFIGS else kind.auto_class
 
 
 def _check_one_output(model: PreTrainedModel) -> None:
@@ -315,9 +381,8 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     name = model.config.name_or_path
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
-    given = {key: arguments[key] for key in _TOKENIZER_ARGUMENTS if key in arguments}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **given)
+        tokenizer = AutoTokenizer.from_pretrained(name, **_tokenizer_arguments(arguments))
     except (OSError, ValueError) as error:
         raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
     # For some architectures AutoTokenizer returns an empty tokenizer if there are no tokenizer files.
@@ -327,6 +392,10 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
             "model's tokenizer."
         )
     return tokenizer
+
+
+def _tokenizer_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (arguments or {}).items() if key in _TOKENIZER_ARGUMENTS}
 
 
 def _freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:

@@ -21,7 +21,9 @@ from prefrl.types import LossOutput, TokenBatch
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
+
+    from prefrl.data.images import ProcessingClass
 
 __all__ = ["SFTTrainer"]
 
@@ -57,7 +59,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         self.formatting_func = formatting_func
         super().__init__(model, args, *data, **arguments)
 
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Tokenize, mask, truncate and pack."""
         if self.formatting_func is not None:
             format_row = self.formatting_func
@@ -65,7 +67,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
             dataset = dataset.map(lambda row: {field: format_row(row)}, remove_columns=column_names(dataset))
         dataset = prepare_sft_dataset(
             dataset,
-            tokenizer,
+            processing_class,
             max_length=self.args.max_length,
             truncation=TRUNCATION_SIDES[self.args.truncation_mode],
             completion_only_loss=self.args.completion_only_loss,

@@ -134,9 +134,9 @@ def block_mask(layout: Layout, window: int | None, device: torch.device) -> Bloc
     It is built on the host with memory for (T / 128)^2 entries, and sent to the device without waiting.
     """
     total = bucket(sum(layout.lengths))
-    segments, reach = _Segments.of(layout, total), total if window is None else window
-    sight = _Sight.of(segments, reach)
-    touched, full = _touched(segments, total, reach), _full(sight)
+    segments, limit = _Segments.of(layout, total), total if window is None else window
+    sight = _Sight.of(segments, limit)
+    touched, full = _touched(segments, total, limit), _full(sight)
     partial = touched & ~full
     ordered = [_ordered(blocks) for blocks in (partial, full, partial.t(), full.t())]
     (kv, full_kv, q, full_q) = (tuple(x[None, None].to(device, non_blocking=True) for x in pair) for pair in ordered)

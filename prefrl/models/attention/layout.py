@@ -1,9 +1,10 @@
 """The structure of a flat row: a forest of segments.
 
 A segment continues its parent, if it has one: its tokens see all tokens of its ancestors, and those of the segment up
-to themselves, or all of the segment if it is an image that its model reads so, never those of a sibling. A segment without parent and children is an ordinary sequence. Segments are
-laid end to end in depth-first order, so the descendants of a segment directly follow it. Everything that kernels need
-is computed from the layout on the host, once for all layers.
+to themselves, never those of a sibling. In a block, the tokens of an image that its model reads so, all see all of the
+segment. A segment without parent and children is an ordinary sequence. Segments are laid end to end in depth-first
+order, so the descendants of a segment directly follow it. Everything that kernels need is computed from the layout on
+the host, once for all layers.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def attend(
 
     def attend_to(q: Tensor, k: Tensor, v: Tensor, *, is_block: bool) -> list[Tensor]:
         pieces = [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window)
-        options = {"scale": scaling, "dropout": dropout, "is_block": is_block}
-        return [_sdpa(*piece, **options).transpose(1, 2) for piece in pieces]
+        outputs = [_sdpa(*piece, scale=scaling, dropout=dropout, is_block=is_block) for piece in pieces]
+        return [output.transpose(1, 2) for output in outputs]
 
     outputs: list[Tensor] = []
     queries, keys, values = (torch.split(x, lengths, dim=2) for x in (query, key, value))

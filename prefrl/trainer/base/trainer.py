@@ -14,6 +14,8 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
+from prefrl.data.image_example import example_batch
+from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of
 from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
 from prefrl.data.overlap import warn_of_shared_rows
 from prefrl.data.positions import check_positions
@@ -21,8 +23,8 @@ from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
-from prefrl.models.forward import prepare_for_scoring, verdict_of
-from prefrl.models.load import check_router_loss, load_model, load_tokenizer, num_embeddings
+from prefrl.models.forward import prepare_for_scoring, set_image_example, verdict_of
+from prefrl.models.load import check_router_loss, load_model, load_processing_class, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
@@ -92,7 +94,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         *,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: ProcessingClass | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         peft_config: PeftConfig | None = None,
@@ -122,15 +124,18 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.account = StepAccount(args.device)
         self._num_embeddings = num_embeddings(model)
         self._position_limit = position_limit(model)
-        tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs)
+        processing_class = load_processing_class(model, processing_class, model_init_kwargs=model_init_kwargs)
+        self.images = image_reader(processing_class)
+        if self.images is not None:
+            set_image_example(model, example_batch(self.images))
         self.args = args
         super().__init__(
             model=model,
             args=args,
             data_collator=self.collate,
-            train_dataset=self._prepared(train_dataset, tokenizer, training=True),
-            eval_dataset=self._prepared(eval_dataset, tokenizer, training=False),
-            processing_class=tokenizer,
+            train_dataset=self._prepared(train_dataset, processing_class, training=True),
+            eval_dataset=self._prepared(eval_dataset, processing_class, training=False),
+            processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
         )
@@ -160,6 +165,11 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
 
     @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, also if `processing_class` is a processor."""
+        return tokenizer_of(self.processing_class)
+
+    @property
     def reference(self) -> Reference | None:
         """The reference that the policy stays close to, if one is kept."""
         return self.scorer.reference
@@ -176,7 +186,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         """The SUM of the loss over a micro-batch, and metrics. Runs the model through `self.score`."""
 
     @abstractmethod
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Check and tokenize a dataset."""
 
     @abstractmethod
@@ -252,7 +262,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
 
     def _idle_batch(self) -> IdleBatch:
         """One token without a loss; its forward and backward pass gives every parameter a zero gradient."""
-        return IdleBatch.of_token(self.processing_class.pad_token_id)
+        return IdleBatch.of_token(self.tokenizer.pad_token_id)
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
@@ -332,14 +342,14 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
 
     # Datasets.
 
-    def _prepared(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Any:
+    def _prepared(self, dataset: Any, processing_class: ProcessingClass, *, training: bool) -> Any:
         if dataset is None:
             return None
         check_dataset("train_dataset" if training else "eval_dataset", dataset, takes_several=not training)
         if isinstance(dataset, Mapping):
-            return {name: self._prepared(part, tokenizer, training=training) for name, part in dataset.items()}
-        prepared = self.prepare_dataset(dataset, tokenizer, training=training)
-        columns = self._id_columns
+            return {name: self._prepared(part, processing_class, training=training) for name, part in dataset.items()}
+        prepared = self.prepare_dataset(dataset, processing_class, training=training)
+        columns, tokenizer = self._id_columns, tokenizer_of(processing_class)
         prepared = check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=columns)
         return check_positions(prepared, self._position_limit, self.args.length_bound, columns=columns)
 

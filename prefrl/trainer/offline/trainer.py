@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from peft import PeftConfig
     from torch import Tensor, nn
-    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.trainer.offline.config import OfflineConfig
     from prefrl.trainer.offline.preference import RowKind
 
@@ -48,7 +49,7 @@ class TrainerArguments(TypedDict, total=False):
 
     train_dataset: Dataset | IterableDataset | None
     eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None  # one, or several by name
-    processing_class: PreTrainedTokenizerBase | None  # the tokenizer; None: the model's
+    processing_class: ProcessingClass | None  # the tokenizer or processor; None: the model's
     callbacks: list[TrainerCallback] | None
     optimizers: Optimizers  # optimizer and scheduler instead of those that `args` describes
     peft_config: PeftConfig | None  # train an adapter of this kind instead of the model
@@ -106,8 +107,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             )
         super().__init__(model, args, **given)
         if self.policy.can_generate():
-            end_ids = end_token_ids(self.policy, self.processing_class)
-            warn_of_unknown_end(self.train_dataset, self.processing_class, end_ids=end_ids)
+            end_ids = end_token_ids(self.policy, self.tokenizer)
+            warn_of_unknown_end(self.train_dataset, self.tokenizer, end_ids=end_ids)
         if args.disable_dropout:
             disable_dropout(self.policy)
         self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean
@@ -151,7 +152,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         return precompute_reference(
             dataset,
             reference_logprobs=score,
-            collate=self.lay_out,
+            collate=self._read_and_lay_out,
             batch_size=options.precompute_ref_batch_size or self.args.per_device_train_batch_size,
             weights=cast("str", self._precomputed_from),
             dtype=self._scoring_dtype(),
@@ -207,9 +208,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     # Datasets.
 
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Check and tokenize a dataset."""
-        return self.row_kind.prepare(dataset, tokenizer, self.args)
+        return self.row_kind.prepare(dataset, processing_class, self.args)
 
     def lay_out(self, rows: list[dict[str, Any]]) -> Loaded:
         """The flat batch of some rows of a prepared dataset."""
@@ -221,7 +222,11 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     def collate(self, rows: list[dict[str, Any]]) -> Loaded | None:
         """The flat batch of some rows; None if there are none."""
-        return self.lay_out(rows) if rows else None
+        return self._read_and_lay_out(rows) if rows else None
+
+    def _read_and_lay_out(self, rows: list[dict[str, Any]]) -> Loaded:
+        """The flat batch of some rows, with their images."""
+        return self.lay_out(rows if self.images is None else [self.images.attach(row) for row in rows])
 
     def get_train_dataloader(self) -> EpochDataLoader | StreamLoader:
         """Micro-batches of this rank; see `StepBatchSampler`."""
