@@ -103,6 +103,7 @@ class Rollout:
     advantage: float = float("nan")
     greedy_reward: float = float("nan")  # total of the greedy completion of the same prompt, if there is one
     episode: Episode | None = None  # what tools and the environment did; None: there are none
+    images: Images | None = None  # of the prompt, as the model reads them; None: it has none, or they are not read yet
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import datasets
@@ -26,6 +27,7 @@ __all__ = [
     "ExpandedText",
     "ImageReader",
     "ProcessingClass",
+    "file_bytes",
     "has_images",
     "image_column",
     "image_reader",
@@ -158,6 +160,11 @@ class ImageReader:
         inputs = [self.read(of, own) if of else None for of, own in zip(stored, sequences, strict=True)]
         return {**rest, "image_inputs": inputs}
 
+    def of_prompt(self, row: Mapping[str, Any]) -> Images | None:
+        """What the model reads of the images of a row with `images` and `prompt_ids`; None without images."""
+        stored = row.get("images")
+        return self.read(stored, row["prompt_ids"]) if stored else None
+
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The ids of placeholders in expanded texts."""
@@ -219,6 +226,13 @@ def with_stored_images(dataset: AnyDataset) -> AnyDataset:
     if column is not None and isinstance(getattr(feature, "feature", None), datasets.Image):
         return dataset.cast_column(column, datasets.List(datasets.Image(decode=False)))
     return dataset
+
+
+def file_bytes(image: Any) -> bytes:
+    """An image, as it is stored or opened, as the bytes of an image file."""
+    stored = datasets.Image().encode_example(image)
+    data: bytes | None = stored["bytes"]
+    return Path(stored["path"]).read_bytes() if data is None else data
 
 
 def _opened(image: Any) -> Any:

@@ -33,7 +33,7 @@ from prefrl.data.formats import (
     detect_format,
     read_text,
 )
-from prefrl.data.images import ProcessingClass
+from prefrl.data.images import ProcessingClass, image_column
 from prefrl.data.rows import InvalidRows, drop_rows, map_rows
 from prefrl.errors import ConfigError, DataError
 
@@ -277,6 +277,12 @@ def _check_episodes(dataset: datasets.Dataset, dataset_format: Format) -> None:
         raise DataError(
             "column 'prompt' holds text: with tools or environment_factory, prompts are lists of messages, such as "
             '[{"role": "user", "content": "..."}]'
+        )
+    column = image_column(dataset)
+    if column is not None:
+        raise DataError(
+            f"column {column!r} holds images, which tools and environments do not take yet. Remove the column: "
+            f"dataset.remove_columns({column!r})"
         )
     if "tools" in dataset.column_names:
         raise DataError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import Images
 
-__all__ = ["ImageRules", "RowPositions", "image_rules"]
+__all__ = ["ImageRules", "RowPositions", "image_rules", "placeholder_ids"]
 
 # Models whose processors put the images of a sequence along the second dimension, after that of the sequences.
 _NESTED = ("idefics2", "idefics3", "smolvlm")
@@ -51,13 +51,25 @@ class ImageRules:
         joined = {name: torch.cat([one.inputs[name] for one in images], self.dim) for name in names}
         return {name: tensor.to(device, non_blocking=True) for name, tensor in joined.items()}
 
+    def types(self, images: Sequence[Images | None], width: int, *, starts: Sequence[int] | None = None) -> Tensor:
+        """[B, width] int64: 1 at the placeholders of sequences, 0 elsewhere.
+
+        Args:
+            images: Of each sequence.
+            width: Columns.
+            starts: The column of each sequence's first token; None: 0.
+        """
+        types = torch.zeros(len(images), width, dtype=torch.long)
+        for row, one in enumerate(images):
+            first = 0 if starts is None else starts[row]
+            for start, stop in () if one is None else one.runs:
+                types[row, first + start : first + stop] = 1
+        return types
+
     def positions(self, images: Images) -> RowPositions:
         """Positions of a sequence with images, for a model that has `rope_index`."""
         assert self.rope_index is not None
-        length = images.runs[-1][1]
-        types = torch.zeros(1, length + 1, dtype=torch.long)
-        for start, stop in images.runs:
-            types[0, start:stop] = 1
+        types = self.types([images], images.runs[-1][1] + 1)
         grids = {name: grid for name, grid in images.inputs.items() if name.endswith("_grid_thw")}
         positions, _ = self.rope_index(torch.zeros_like(types), mm_token_type_ids=types, **grids)
         return RowPositions(positions[:, 0])
@@ -79,6 +91,14 @@ class RowPositions:
         index = torch.arange(start, start + length)
         last = self.table.size(1) - 1
         return self.table[:, index.clamp(max=last)] + (index - last).clamp(min=0)
+
+
+def placeholder_ids(model: PreTrainedModel) -> list[int]:
+    """The tokens that stand for images and videos: a model must not sample them."""
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    ids = {getattr(model.config, name, None) for name in names}
+    vocab_size = model.config.get_text_config().vocab_size
+    return sorted(token for token in ids if token is not None and token < vocab_size)
 
 
 def image_rules(model: PreTrainedModel) -> ImageRules | None:

@@ -339,9 +339,5 @@ def _padded_images(
     found = [one for one in images if one is not None]
     if not found or rules is None:
         return {}
-    types = torch.zeros(len(images), width, dtype=torch.long)
-    for row, one in enumerate(images):
-        for start, stop in () if one is None else one.runs:
-            types[row, start:stop] = 1
-    types = types.to(device, non_blocking=True)
+    types = rules.types(images, width).to(device, non_blocking=True)
     return {**rules.join(found, device), **dict.fromkeys(rules.type_names, types)}

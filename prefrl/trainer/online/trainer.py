@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
     from transformers.trainer_utils import EvalLoopOutput
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.generation.base import Generator
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
@@ -72,7 +73,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         args: Options; None: the defaults, in `<model name>-<algorithm>`.
         train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read.
         eval_dataset: One dataset, or several by name.
-        processing_class: Tokenizer; None: the model's.
+        processing_class: Tokenizer, or processor of a model that reads images; None: the model's.
         reward_processing_classes: Tokenizers of reward models; None: their own.
         callbacks: HuggingFace callbacks.
         optimizers: Optimizer and scheduler to use instead of those that `args` describes.
@@ -100,7 +101,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         args: PolicyGradientConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: ProcessingClass | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
@@ -149,7 +150,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.generator: Generator = make_generator(
             args,
             self.policy,
-            self.processing_class,
+            self.tokenizer,
             weights=self.weights,
             max_rows=args.completions_per_rank,
             autocast=self.accelerator.autocast,
@@ -195,13 +196,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     # Datasets.
 
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Check that the rewards find their columns, and add `prompt_ids`."""
         if isinstance(dataset, datasets.Dataset):
             self.rewards.check_columns(dataset.column_names)
         return prepare_prompt_dataset(
             dataset,
-            tokenizer,
+            processing_class,
             max_prompt_length=self.args.max_prompt_length,
             truncation=TRUNCATION_SIDES[self.args.truncation_mode],
             filter_overlong=self.args.filter_overlong_prompts,
@@ -286,7 +287,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _learned(self, collected: Collected, *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         rollouts, args = collected.rollouts, self.args
-        batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions)
+        batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions, reader=self.images)
         scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.per_device_train_batch_size)
         step = self.state.global_step
         learned = self.learner.advantages(
