@@ -53,6 +53,7 @@ __all__ = [
     "pad_token_id",
     "predicting",
     "prepare_for_scoring",
+    "prepare_like",
     "read_out",
     "score_sequences",
     "score_tokens",
@@ -217,6 +218,11 @@ def set_image_example(model: nn.Module, example: TokenBatch) -> None:
     """
     state = prepare_for_scoring(model)
     state.image_example, state.verdict = example, None
+
+
+def prepare_like(model: nn.Module, policy: nn.Module) -> None:
+    """Prepare another model, such as a reference, to score the batches of a prepared policy."""
+    prepare_for_scoring(model).image_example = prepare_for_scoring(policy).image_example
 
 
 def _reading_forward(
