@@ -24,7 +24,7 @@ from transformers.utils import find_adapter_config_file
 from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
-from prefrl.models.forward import in_company, inputs_of, verdict_of
+from prefrl.models.forward import in_company, inputs_of, prepare_like, verdict_of
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import in_pieces
 from prefrl.models.plans import Plan
@@ -32,7 +32,6 @@ from prefrl.models.scoring import (
     inner_model,
     is_classifier,
     predicting,
-    prepare_like,
     read_out,
 )
 from prefrl.models.seeding import seeded

@@ -22,7 +22,6 @@ from prefrl.models.scoring import (
     is_classifier,
     prepare_for_scoring,
     score_tokens,
-    set_image_example,
 )
 from prefrl.models.selfcheck import check_plans, fingerprint
 from prefrl.types import TokenBatch
@@ -38,6 +37,7 @@ __all__ = [
     "choose_plan",
     "in_company",
     "inputs_of",
+    "prepare_like",
     "prepare_for_scoring",
     "set_image_example",
     "token_logprobs",
@@ -116,6 +116,22 @@ def in_company(model: nn.Module, batch: TokenBatch) -> TokenBatch:
     row = min((i for i in range(example.num_rows) if example.images_of(i)), key=lambda i: example.forward_tokens([i]))
     idle = example.select([row]).to(batch.device)
     return TokenBatch.concat([TokenBatch.of(batch), TokenBatch.of(idle)])
+
+
+def set_image_example(model: nn.Module, example: TokenBatch) -> None:
+    """Give the self-check rows with images, which it compares as it compares rows of text.
+
+    Args:
+        model: Prepared.
+        example: On any device; each row has one response.
+    """
+    state = prepare_for_scoring(model)
+    state.image_example, state.verdict = example, None
+
+
+def prepare_like(model: nn.Module, policy: nn.Module) -> None:
+    """Prepare another model, such as a reference, to score the batches of a prepared policy."""
+    prepare_for_scoring(model).image_example = prepare_for_scoring(policy).image_example
 
 
 def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ModelInputs:

@@ -20,10 +20,10 @@ from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
-from prefrl.models.forward import token_logprobs
+from prefrl.models.forward import prepare_like, token_logprobs
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import joined, score_pieces
-from prefrl.models.scoring import head_logits, inner_model, needed_head, prepare_like
+from prefrl.models.scoring import head_logits, inner_model, needed_head
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -53,11 +53,9 @@ __all__ = [
     "pad_token_id",
     "predicting",
     "prepare_for_scoring",
-    "prepare_like",
     "read_out",
     "score_sequences",
     "score_tokens",
-    "set_image_example",
     "unpacked",
     "user_model",
 ]
@@ -207,22 +205,6 @@ def prepare_for_scoring(model: nn.Module) -> ScoringState:
         setattr(head, HEAD_FORWARD, head.forward)
         head.forward = MethodType(_reading_forward, head)
     return state
-
-
-def set_image_example(model: nn.Module, example: TokenBatch) -> None:
-    """Give the self-check rows with images, which it compares as it compares rows of text.
-
-    Args:
-        model: Prepared.
-        example: On any device; each row has one response.
-    """
-    state = prepare_for_scoring(model)
-    state.image_example, state.verdict = example, None
-
-
-def prepare_like(model: nn.Module, policy: nn.Module) -> None:
-    """Prepare another model, such as a reference, to score the batches of a prepared policy."""
-    prepare_for_scoring(model).image_example = prepare_for_scoring(policy).image_example
 
 
 def _reading_forward(
