@@ -30,6 +30,7 @@ __all__ = [
     "Episode",
     "FinishReason",
     "IdleBatch",
+    "Images",
     "LabeledBatch",
     "LossOutput",
     "MarginBatch",
@@ -102,6 +103,7 @@ class Rollout:
     advantage: float = float("nan")
     greedy_reward: float = float("nan")  # total of the greedy completion of the same prompt, if there is one
     episode: Episode | None = None  # what tools and the environment did; None: there are none
+    images: Images | None = None  # of the prompt, as the model reads them; None: it has none, or they are not read yet
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -136,6 +138,18 @@ class Rollout:
         return self.episode is not None and self.episode.stop_reason == "environment_error"
 
 
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The images of a sequence of tokens, as a model reads them: what its processor returned besides the tokens.
+
+    They stay on the host until a forward pass lays them out.
+    """
+
+    inputs: Mapping[str, Tensor]  # keyword arguments of the model's forward, such as `pixel_values`
+    # Start and stop of each run of placeholder tokens, counted from the first token of the sequence, in order.
+    runs: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenBatch(Forest):
     """Rows of different lengths laid end to end, without padding; every prompt is stored once.
@@ -151,6 +165,8 @@ class TokenBatch(Forest):
     trainable: Tensor  # [N] bool: tokens that have a loss
     # B entries: trainable tokens of each row, counted at construction; they determine shapes in the forward pass.
     trainable_counts: tuple[int, ...] = ()
+    # P entries: the images of each root prompt and of what continues it; None: it has none. (): no prompt has any.
+    images: tuple[Images | None, ...] = ()
 
     def __post_init__(self) -> None:
         """Count the trainable tokens, unless the counts were given."""
@@ -164,6 +180,15 @@ class TokenBatch(Forest):
     def num_trainable(self) -> int:
         """M, the number of tokens that have a loss."""
         return sum(self.trainable_counts)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some prompt has images."""
+        return any(images is not None for images in self.images)
+
+    def images_of(self, response: int) -> Images | None:
+        """The images before and in a response."""
+        return self.images[self.context(response)[0]] if self.images else None
 
     @property
     def device(self) -> torch.device:
@@ -214,7 +239,7 @@ class TokenBatch(Forest):
     def per_row(self) -> dict[str, tuple[Any, ...]]:
         """The tuples with one entry per row, by name, except those that describe the layout."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        layout = {f.name for f in dataclasses.fields(Forest)} - {"group_index"}
+        layout = {"images", *(f.name for f in dataclasses.fields(Forest))} - {"group_index"}
         return {name: value for name, value in values.items() if isinstance(value, tuple) and name not in layout}
 
     def on_device(self, values: Sequence[float]) -> Tensor:
@@ -237,6 +262,7 @@ class TokenBatch(Forest):
             prompt_ids=_take_segments(self.prompt_ids, self.prompt_lengths, prompts),
             prompt_lengths=tuple(self.prompt_lengths[prompt] for prompt in prompts),
             prompt_parent=tuple(position[self.prompt_parent[prompt]] for prompt in prompts),
+            images=tuple(self.images[prompt] for prompt in prompts) if self.images else (),
             prompt_index=tuple(position[self.prompt_index[response]] for response in responses),
             response_lengths=tuple(self.response_lengths[response] for response in responses),
             response_row=tuple(i for i, row in enumerate(rows) for _ in self.responses(row)),
@@ -292,12 +318,20 @@ class TokenBatch(Forest):
         return batches[0].replace(
             prompt_lengths=sum((batch.prompt_lengths for batch in batches), ()),
             prompt_parent=_shifted((batch.prompt_parent for batch in batches), prompts),
+            images=_images_of(batches),
             prompt_index=_shifted((batch.prompt_index for batch in batches), prompts),
             response_lengths=sum((batch.response_lengths for batch in batches), ()),
             response_row=_shifted((batch.response_row for batch in batches), rows),
             **{name: sum((batch.per_row()[name] for batch in batches), ()) for name in batches[0].per_row()},
             **tensors,
         )
+
+
+def _images_of(batches: Sequence[TokenBatch]) -> tuple[Images | None, ...]:
+    """The images of all prompts of several batches."""
+    if not any(batch.images for batch in batches):
+        return ()
+    return sum((batch.images or (None,) * batch.num_prompts for batch in batches), ())
 
 
 class IdleBatch(TokenBatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from prefrl.types import Images
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["batch_of", "parts_of"]
 
+_IMAGES = "images."  # what the names of tensors that belong to images begin with
+
 Stage = TypeVar("Stage", bound="TokenBatch")
 
 
@@ -20,7 +24,12 @@ def parts_of(batch: TokenBatch, prefix: str) -> tuple[dict[str, Tensor], dict[st
     """The tensors of a batch, by name after the prefix, and its fields that are tuples, by name."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     tensors = {f"{prefix}{name}": tensor.contiguous() for name, tensor in batch.tensors().items()}
-    return tensors, {name: value for name, value in values.items() if isinstance(value, tuple)}
+    host = {name: value for name, value in values.items() if isinstance(value, tuple)}
+    host["images"] = tuple(None if images is None else images.runs for images in batch.images)
+    for prompt, images in enumerate(batch.images):
+        inputs = {} if images is None else images.inputs
+        tensors |= {f"{prefix}{_IMAGES}{prompt}.{name}": tensor.contiguous() for name, tensor in inputs.items()}
+    return tensors, host
 
 
 def batch_of(stage: type[Stage], host: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> Stage:
@@ -33,5 +42,15 @@ def batch_of(stage: type[Stage], host: Mapping[str, Any], tensors: Mapping[str, 
         prefix: Of its tensors.
     """
     values: dict[str, Any] = {name: tuple(value) for name, value in host.items()}
-    values |= {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    values |= {name: tensor for name, tensor in own.items() if not name.startswith(_IMAGES)}
+    values["images"] = tuple(
+        None if runs is None else _images(own, f"{_IMAGES}{prompt}.", runs)
+        for prompt, runs in enumerate(host.get("images", ()))
+    )
     return stage(**values)
+
+
+def _images(tensors: Mapping[str, Tensor], prefix: str, runs: Sequence[Sequence[int]]) -> Images:
+    inputs = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return Images(inputs, tuple((start, stop) for start, stop in runs))

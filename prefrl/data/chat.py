@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefrl.data.formats import REASONING_FIELDS
+from prefrl.data.images import in_blocks
 from prefrl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from prefrl.data.formats import Message
+    from prefrl.data.images import ImageReader
 
     ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
@@ -51,10 +53,11 @@ class Span:
 
 @dataclass(frozen=True)
 class EncodedText:
-    """A text's tokens and, for each, whether it belongs to one of the spans asked for."""
+    """A text's tokens and, for each, whether it belongs to one of the spans asked for; an image's tokens never do."""
 
     token_ids: list[int]
     in_span: list[bool]
+    image_stop: int = 0  # number of tokens up to the end of the last image
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,23 @@ class ChatTemplate:
     special_tokens: tuple[str, ...]  # as returned by `special_tokens`; stored because that function is slow
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None
     kwargs: Mapping[str, Any] | None = None
+    reader: ImageReader | None = None  # of a vision-language model, whose template reads contents as lists of blocks
+    images: Sequence[Any] = ()  # of the conversation, in the order of their placeholders
+
+    def encode(self, text: str, spans: Sequence[Span]) -> EncodedText:
+        """Tokenize a rendered conversation, see `encode`; each placeholder becomes the tokens of its image.
+
+        Raises:
+            DataError: The images cannot be read, or do not fit the placeholders.
+        """
+        if self.reader is None or not self.images:
+            return encode(text, spans, self.tokenizer)
+        expanded = self.reader.expand(text, self.images)
+        borders = [(span.start or -1, span.stop) for span in spans]
+        tokens = list(zip(expanded.stops, expanded.is_image, strict=True))
+        in_span = [not is_image and any(start < stop <= end for start, end in borders) for stop, is_image in tokens]
+        last = max((i for i, is_image in enumerate(expanded.is_image) if is_image), default=-1)
+        return EncodedText(expanded.token_ids, in_span, last + 1)
 
     def render(
         self,
@@ -82,7 +102,7 @@ class ChatTemplate:
         Raises:
             DataError: The tokenizer has no chat template, or the template raises; names template and turn.
         """
-        if self.tokenizer.chat_template is None:
+        if self.tokenizer.chat_template is None and "chat_template" not in (self.kwargs or {}):
             raise DataError(
                 f"tokenizer {self.name!r} has no chat template, but the dataset is conversational. Set "
                 "tokenizer.chat_template, use the tokenizer of an instruction-tuned model, or give plain text"
@@ -111,7 +131,7 @@ class ChatTemplate:
 
     def _apply(self, messages: Sequence[Message], add_generation_prompt: bool, continue_final_message: bool) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            list(messages),
+            list(messages) if self.reader is None else [in_blocks(message) for message in messages],
             tools=list(self.tools) if self.tools else None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from prefrl.data.chat import common_length
-from prefrl.data.prefixes import share_equal, share_prefixes
+from prefrl.data.prefixes import Segments, share_equal, share_prefixes
 from prefrl.errors import DataError
-from prefrl.types import LabeledBatch, MarginBatch, ReferencedBatch, TokenBatch
+from prefrl.types import Images, LabeledBatch, MarginBatch, ReferencedBatch, TokenBatch
 
 __all__ = ["flat_batch", "preference_batch", "reward_batch", "sft_batch", "unpaired_batch"]
 
@@ -38,6 +38,7 @@ def flat_batch(
     trainable: Sequence[Sequence[bool]] | None = None,
     groups: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
+    images: Mapping[int, Images] | None = None,
 ) -> TokenBatch:
     """Lay rows end to end. Rows of a group with equal prompts share the prompt, wherever in the batch they are.
 
@@ -49,6 +50,7 @@ def flat_batch(
         trainable: R lists of flags, one for each response token. None: all tokens have a loss.
         groups: B numbers. None: each row is its own group.
         rows: R numbers, the row of each response: 0, then each time the same number or the next. None: one for each.
+        images: By group, those of its prompt and, if it has one response, of that.
     Raises:
         DataError: Numbers of rows differ, a prompt or response is empty, flags and tokens differ in length, or `rows`
             are not numbered in order.
@@ -58,7 +60,8 @@ def flat_batch(
     groups = range(len(set(of_response))) if groups is None else groups
     _check_rows(prompts, responses, trainable, groups, of_response)
     share = share_equal if rows is None else share_prefixes
-    shared = share(prompts, [groups[row] for row in of_response])
+    group_of_response = [groups[row] for row in of_response]
+    shared = share(prompts, group_of_response)
     return TokenBatch(
         prompt_ids=torch.tensor(list(chain.from_iterable(shared.segments)), dtype=torch.long),
         prompt_lengths=tuple(len(segment) for segment in shared.segments),
@@ -69,7 +72,20 @@ def flat_batch(
         response_row=tuple(of_response),
         trainable=torch.tensor(list(chain.from_iterable(trainable)), dtype=torch.bool),
         group_index=tuple(groups),
+        images=_by_prompt(images, shared, group_of_response) if images else (),
     )
+
+
+def _by_prompt(
+    images: Mapping[int, Images], shared: Segments, group_of_response: Sequence[int]
+) -> tuple[Images | None, ...]:
+    """The images of each segment without a parent."""
+    found: list[Images | None] = [None] * len(shared.segments)
+    for segment, group in zip(shared.ends, group_of_response, strict=True):
+        while shared.parents[segment] >= 0:
+            segment = shared.parents[segment]
+        found[segment] = images.get(group)
+    return tuple(found)
 
 
 def sft_batch(rows: Sequence[Row]) -> TokenBatch:
@@ -79,19 +95,23 @@ def sft_batch(rows: Sequence[Row]) -> TokenBatch:
     each of its sequences that has a loss.
 
     Args:
-        rows: `input_ids`, `trainable`, and for packed rows `seq_lengths`.
+        rows: `input_ids`, `trainable`, and for packed rows `seq_lengths`; `image_inputs`, see `ImageReader.attach`.
     Raises:
         DataError: A row's first token is marked trainable, flags and tokens differ in length, or a row that is not
             packed has no token with a loss.
     """
     prompts, responses, flags = [], [], []
-    for token_ids, trainable in chain.from_iterable(_sequences(row, index) for index, row in enumerate(rows)):
+    images = {}
+    sequences = chain.from_iterable(_sequences(row, index) for index, row in enumerate(rows))
+    for number, (token_ids, trainable, of_sequence) in enumerate(sequences):
+        if of_sequence is not None:
+            images[number] = of_sequence
         first = trainable.index(True)
         stop = len(trainable) - trainable[::-1].index(True)
         prompts.append(token_ids[:first])
         responses.append(token_ids[first:stop])
         flags.append(trainable[first:stop])
-    return flat_batch(prompts, responses, trainable=flags)
+    return flat_batch(prompts, responses, trainable=flags, images=images)
 
 
 def preference_batch(rows: Sequence[Row]) -> LabeledBatch:
@@ -112,7 +132,7 @@ def preference_batch(rows: Sequence[Row]) -> LabeledBatch:
         for index, row in enumerate(rows)
         for side in sides
     ]
-    return _batch_with_sides(sequences, [1.0] * len(sequences))
+    return _batch_with_sides(sequences, [1.0] * len(sequences), _images(rows))
 
 
 def unpaired_batch(rows: Sequence[Row]) -> LabeledBatch:
@@ -142,7 +162,8 @@ def unpaired_batch(rows: Sequence[Row]) -> LabeledBatch:
         if row.get("KL_completion_ids"):
             sequences.append(_read(row, index, "KL_completion_ids", "ref_KL_logprobs" if has_ref else None, None))
     given = [1.0] * len(rows) if weights is None else weights
-    return _batch_with_sides(sequences, [0.0 if s.side is None else given[s.group] for s in sequences])
+    weights_of_sides = [0.0 if s.side is None else given[s.group] for s in sequences]
+    return _batch_with_sides(sequences, weights_of_sides, _images(rows))
 
 
 def reward_batch(rows: Sequence[Row], *, padding_id: int) -> MarginBatch:
@@ -173,7 +194,7 @@ def reward_batch(rows: Sequence[Row], *, padding_id: int) -> MarginBatch:
         groups += [index, index]
     flags = [[False] * (len(response) - 1) + [True] for response in responses]
     return MarginBatch.of(
-        flat_batch(prompts, responses, trainable=flags, groups=groups),
+        flat_batch(prompts, responses, trainable=flags, groups=groups, images=_images(rows)),
         is_preferred=(True, False) * len(rows),
         weights=(1.0,) * len(groups),
         margins=tuple(0.0 if margins is None else margins[group] for group in groups),
@@ -199,10 +220,20 @@ def _read(row: Row, index: int, column: str, ref_column: str | None, side: bool 
     )
 
 
-def _batch_with_sides(sequences: Sequence[_Sequence], weights: Sequence[float]) -> LabeledBatch:
+def _images(rows: Sequence[Row]) -> dict[int, Images]:
+    """The images of each dataset row that has some, see `ImageReader.attach`."""
+    return {index: images[0] for index, row in enumerate(rows) if (images := row.get("image_inputs"))}
+
+
+def _batch_with_sides(
+    sequences: Sequence[_Sequence], weights: Sequence[float], images: Mapping[int, Images]
+) -> LabeledBatch:
     """A `ReferencedBatch` if the sequences have the reference's log-probs."""
     rows = flat_batch(
-        [s.prompt for s in sequences], [s.response for s in sequences], groups=[s.group for s in sequences]
+        [s.prompt for s in sequences],
+        [s.response for s in sequences],
+        groups=[s.group for s in sequences],
+        images=images,
     )
     batch = LabeledBatch.of(rows, is_preferred=tuple(s.side for s in sequences), weights=tuple(weights))
     scores = [s.ref_logprobs for s in sequences if s.ref_logprobs is not None]
@@ -249,7 +280,8 @@ def _numbers(rows: Sequence[Row], column: str) -> list[float] | None:
     return [float(row[column]) for row in rows]
 
 
-def _sequences(row: Row, index: int) -> Iterator[tuple[list[int], list[bool]]]:
+def _sequences(row: Row, index: int) -> Iterator[tuple[list[int], list[bool], Images | None]]:
+    """The ids, flags and images of each sequence of a row that has a loss."""
     token_ids, trainable = list(row["input_ids"]), list(row["trainable"])
     lengths = row.get("seq_lengths") or [len(token_ids)]
     if len(token_ids) != len(trainable) or len(token_ids) != sum(lengths):
@@ -261,7 +293,8 @@ def _sequences(row: Row, index: int) -> Iterator[tuple[list[int], list[bool]]]:
     if not any(trainable):
         raise DataError(f"row {index} of the batch has no trainable token. Drop such rows before training")
     stop = 0
-    for length in lengths:
+    images = row.get("image_inputs") or [None] * len(lengths)
+    for length, of_sequence in zip(lengths, images, strict=True):
         start, stop = stop, stop + length
         if not any(trainable[start:stop]):
             continue
@@ -270,7 +303,7 @@ def _sequences(row: Row, index: int) -> Iterator[tuple[list[int], list[bool]]]:
                 f"row {index} of the batch: the first token of a sequence (position {start}) is marked trainable, "
                 "but nothing predicts it. Set its flag to False"
             )
-        yield token_ids[start:stop], trainable[start:stop]
+        yield token_ids[start:stop], trainable[start:stop], of_sequence
 
 
 def _check_rows(

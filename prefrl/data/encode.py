@@ -18,13 +18,34 @@ from prefrl.data.chat import (
     trim_after_end_token,
 )
 from prefrl.data.ends import last_written
-from prefrl.data.formats import AnyDataset, Format, Message, read_tools
+from prefrl.data.formats import AnyDataset, Format, Message, read_messages, read_tools
+from prefrl.data.images import (
+    IMAGE_FEATURES,
+    ImageReader,
+    ProcessingClass,
+    has_images,
+    image_column,
+    image_reader,
+    tokenizer_of,
+    with_stored_images,
+)
 from prefrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedPair", "RowEncoder", "Truncation", "check_limit", "kept", "of_environment", "row_encoder"]
+    from prefrl.data.rows import EncodeRow
+
+__all__ = [
+    "EncodedPair",
+    "RowEncoder",
+    "Truncation",
+    "check_limit",
+    "kept",
+    "of_environment",
+    "row_encoder",
+    "with_readable_images",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +67,7 @@ class EncodedPair:
 
     token_ids: list[int]
     start: int
+    image_stop: int = 0  # number of tokens up to the end of the last image
 
 
 @dataclass(frozen=True)
@@ -60,6 +82,8 @@ class RowEncoder:
     # Schemas of the tools of all rows, by the value of the column `environment`; None: they do not depend on it. If
     # there are none, the tools are those in the column `tools`.
     tools: Mapping[str | None, Sequence[Mapping[str, Any]]] | None = None
+    reader: ImageReader | None = None  # of a vision-language model
+    opening: tuple[str, ...] = ()  # columns whose messages open a conversation, where images may stand
     cache_version: int = _CACHE_VERSION
 
     def document(self, text: str, *, start: int = 0) -> EncodedText:
@@ -88,11 +112,11 @@ class RowEncoder:
         """
         text = template.render(conversation)
         span = Span(completion_start(template, prompt, conversation, text), len(text))
-        encoded = encode(text, [trim_after_end_token(span, text, self.special_tokens)], self.tokenizer)
+        encoded = template.encode(text, [trim_after_end_token(span, text, self.special_tokens)])
         if not any(encoded.in_span):
             raise DataError("the completion has no tokens once the chat template is applied")
         stop = len(encoded.in_span) - encoded.in_span[::-1].index(True)
-        return EncodedPair(encoded.token_ids[:stop], encoded.in_span.index(True))
+        return EncodedPair(encoded.token_ids[:stop], encoded.in_span.index(True), encoded.image_stop)
 
     def prefix(self, text: str) -> tuple[int, ...]:
         """The tokens that the tokenizer puts before this text."""
@@ -108,7 +132,41 @@ class RowEncoder:
         """
         own = row.get("chat_template_kwargs") or {}
         kwargs = {**self.chat_template_kwargs, **{name: value for name, value in own.items() if value is not None}}
-        return ChatTemplate(self.tokenizer, self.special_tokens, tools=self._tools(row), kwargs=kwargs)
+        return ChatTemplate(
+            self.tokenizer,
+            self.special_tokens,
+            tools=self._tools(row),
+            kwargs=kwargs,
+            reader=self.reader,
+            images=self.images(row),
+        )
+
+    def images(self, row: Mapping[str, Any]) -> list[Any]:
+        """The images of a row as they are stored."""
+        return [] if self.reader is None else self.reader.of_row(row, self.opening[0])
+
+    def messages(self, row: Mapping[str, Any], column: str, *, allow_empty: bool = False) -> list[Message]:
+        """The messages of a cell, see `read_messages`; those that open a conversation with placeholders for images.
+
+        Raises:
+            DataError: The messages cannot be used, or do not fit the images of the row.
+        """
+        messages = read_messages(row, column, allow_empty=allow_empty)
+        if self.reader is not None and column in self.opening:
+            return self.reader.with_placeholders(messages, len(self.images(row)), column)
+        if has_images(messages):
+            place = f"they may stand in column {self.opening[0]!r}" if self.reader else "the model reads text only"
+            raise DataError(f"column {column!r} holds images: {place}. Remove them, or drop the row")
+        return messages
+
+    def with_images(self, encode_row: EncodeRow) -> EncodeRow:
+        """`encode_row` with the images of the row as another column, if the model reads images."""
+        return encode_row if self.reader is None else _WithImages(self, encode_row)
+
+    @property
+    def image_features(self) -> Mapping[str, Any]:
+        """The column of images in prepared datasets."""
+        return {} if self.reader is None else IMAGE_FEATURES
 
     def _tools(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
         return read_tools(row) if self.tools is None else of_environment(row, self.tools)
@@ -168,6 +226,17 @@ class RowEncoder:
             )
 
 
+@dataclass(frozen=True)
+class _WithImages:
+    """Encodes a row and keeps its images."""
+
+    encoder: RowEncoder
+    encode_row: EncodeRow
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self.encode_row(row), "images": self.encoder.images(row)}
+
+
 def of_environment(row: Mapping[str, Any], found: Mapping[str | None, Found]) -> Found:
     """What belongs to the environment that a row names in its column `environment`; None: the only environment.
 
@@ -187,29 +256,60 @@ def of_environment(row: Mapping[str, Any], found: Mapping[str | None, Found]) ->
 
 def row_encoder(
     dataset_format: Format,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     chat_template_kwargs: Mapping[str, Any] | None,
     tools: Mapping[str | None, Sequence[Mapping[str, Any]]] | None = None,
 ) -> RowEncoder:
     """The encoder for rows of a format; see `RowEncoder` for the arguments.
 
     Raises:
-        DataError: The rows are conversations and the tokenizer has no chat template.
+        DataError: The rows are conversations and there is no chat template.
     """
     is_conversational = dataset_format.style == "conversational"
-    if is_conversational and tokenizer.chat_template is None:
+    tokenizer, kwargs = tokenizer_of(processing_class), dict(chat_template_kwargs or {})
+    own_template = getattr(processing_class, "chat_template", None)
+    if is_conversational and own_template is None and tokenizer.chat_template is None:
         raise DataError(
             f"tokenizer {str(tokenizer.name_or_path)!r} has no chat template, but columns "
             f"{list(dataset_format.columns)} hold messages. Set tokenizer.chat_template, or give plain text"
         )
+    reader = image_reader(processing_class)
+    if reader is not None and isinstance(own_template, str):
+        kwargs = {"chat_template": own_template, **kwargs}
+    columns = dataset_format.columns
     return RowEncoder(
         tokenizer=tokenizer,
         is_conversational=is_conversational,
         prefix_ids=_prefix_ids(tokenizer),
         special_tokens=special_tokens(tokenizer),
-        chat_template_kwargs=dict(chat_template_kwargs or {}),
+        chat_template_kwargs=kwargs,
         tools=tools,
+        reader=reader if is_conversational else None,
+        opening=columns[:2] if columns[0] == "chosen" else columns[:1],
     )
+
+
+def with_readable_images(dataset: AnyDataset, encoder: RowEncoder) -> AnyDataset:
+    """The dataset with its images as they are stored, see `with_stored_images`.
+
+    Raises:
+        DataError: It has images, and the encoder reads none.
+    """
+    if encoder.reader is not None:
+        return with_stored_images(dataset)
+    column = image_column(dataset)
+    if column is not None:
+        remedy = f"or remove the column: dataset.remove_columns({column!r})"
+        if encoder.is_conversational:
+            raise DataError(
+                f"column {column!r} holds images, but processing_class is a tokenizer, which reads text only. Give a "
+                f"vision-language model and its processor, {remedy}"
+            )
+        raise DataError(
+            f"column {column!r} holds images, which stand in messages, but the dataset holds text. Give lists of "
+            f'messages, such as [{{"role": "user", "content": "..."}}], {remedy}'
+        )
+    return dataset
 
 
 def check_limit(max_length: int | None) -> None:
@@ -222,14 +322,24 @@ def check_limit(max_length: int | None) -> None:
         raise ConfigError(f"a limit of {max_length} tokens: must be at least 1, or None for no limit")
 
 
-def kept(length: int, max_length: int | None, truncation: Truncation) -> slice:
+def kept(length: int, max_length: int | None, truncation: Truncation, image_stop: int = 0) -> slice:
     """The tokens of a row that truncation keeps.
 
+    Args:
+        length: Number of tokens.
+        max_length: The limit; None: there is none.
+        truncation: The side that is cut off.
+        image_stop: Number of tokens up to the end of the last image; none of them may be cut off.
     Raises:
         DataError: The row is longer than the limit, and may not be truncated.
     """
     if max_length is None or length <= max_length:
         return slice(0, length)
+    if image_stop > (max_length if truncation == "right" else 0):
+        raise DataError(
+            f"has {length} tokens, more than the {max_length} allowed, and images, which are never cut off. Raise the "
+            "limit, or make the images smaller in the processor"
+        )
     if truncation == "error":
         raise DataError(f"has {length} tokens, more than the {max_length} allowed, and truncation='error'")
     return slice(length - max_length, length) if truncation == "left" else slice(0, max_length)

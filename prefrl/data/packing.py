@@ -100,16 +100,26 @@ def pack_dataset(dataset: AnyDataset, *, max_length: int, strategy: PackingStrat
     if isinstance(dataset, datasets.IterableDataset):
         options = {"max_length": max_length, "strategy": strategy}
         return dataset.map(_pack_window, batched=True, batch_size=_WINDOW, fn_kwargs=options)
+    if "images" in dataset.column_names and strategy == "wrapped":
+        raise ConfigError(
+            "packing_strategy='wrapped' cuts sequences anywhere, also through images. Use packing_strategy='bfd'"
+        )
     packed = _pack(dataset.flatten_indices().with_format("arrow")[:], max_length, strategy)
     if packed.num_rows == 0:
         raise DataError(
             f"packing {strategy!r} at max_length={max_length} leaves no token to train on: nothing predicts the "
             "first token of a piece, and each piece has no other. Raise max_length, or use packing_strategy='bfd'"
         )
-    return datasets.Dataset(packed)
+    if "images" not in packed.column_names:
+        return datasets.Dataset(packed)
+    plain = datasets.Dataset(packed.drop_columns(["images"])).features
+    features = datasets.Features({**plain, "images": datasets.List(datasets.List(datasets.Image()))})
+    return datasets.Dataset(packed, info=datasets.DatasetInfo(features=features))
 
 
 def _pack_window(batch: dict[str, list[Any]], max_length: int, strategy: PackingStrategy) -> dict[str, list[Any]]:
+    if "images" in batch:
+        raise ConfigError("packing=True with a stream of rows that may have images: use a map-style dataset")
     columns = {name: pa.chunked_array([batch[name]]) for name in ("input_ids", "trainable")}
     packed: dict[str, list[Any]] = _pack(pa.table(columns), max_length, strategy).to_pydict()
     return packed
@@ -118,11 +128,18 @@ def _pack_window(batch: dict[str, list[Any]], max_length: int, strategy: Packing
 def _pack(table: pa.Table, max_length: int, strategy: PackingStrategy) -> pa.Table:
     token_ids, trainable = _flat(table["input_ids"]), _flat(table["trainable"])
     lengths = np.concatenate([chunk.value_lengths().to_numpy() for chunk in table["input_ids"].chunks])
-    return (_bfd_table if strategy == "bfd" else _wrapped_table)(token_ids, trainable, lengths, max_length)
-
-
-def _bfd_table(token_ids: _Array, trainable: _Array, lengths: _Array, max_length: int) -> pa.Table:
+    if strategy == "wrapped":
+        return _wrapped_table(token_ids, trainable, lengths, max_length)
     bins = pack_bfd(lengths.tolist(), max_length)
+    packed = _bfd_table(token_ids, trainable, lengths, bins)
+    if "images" not in table.column_names:
+        return packed
+    images = table["images"].combine_chunks().take(pa.array([index for numbers in bins for index in numbers]))
+    offsets = pa.array(np.cumsum([0, *(len(numbers) for numbers in bins)]).astype(np.int32))
+    return packed.append_column("images", pa.ListArray.from_arrays(offsets, images))
+
+
+def _bfd_table(token_ids: _Array, trainable: _Array, lengths: _Array, bins: Sequence[Sequence[int]]) -> pa.Table:
     order = np.array([index for numbers in bins for index in numbers])
     starts = np.cumsum(lengths) - lengths
     source = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in order])

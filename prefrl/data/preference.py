@@ -10,13 +10,20 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 
-from prefrl.data.chat import common_length, encode, join_prompt
+from prefrl.data.chat import common_length, join_prompt
 from prefrl.data.convert import common_prompt, extract_prompt, unpair_preference_dataset
-from prefrl.data.encode import EncodedPair, RowEncoder, Truncation, check_limit, row_encoder
+from prefrl.data.encode import (
+    EncodedPair,
+    RowEncoder,
+    Truncation,
+    check_limit,
+    row_encoder,
+    with_readable_images,
+)
 from prefrl.data.formats import (
     AnyDataset,
     check_answered,
@@ -25,15 +32,12 @@ from prefrl.data.formats import (
     convert_from_value,
     detect_format,
     has_columns,
-    read_messages,
     read_text,
 )
+from prefrl.data.images import ProcessingClass, tokenizer_of
 from prefrl.data.rows import REMEDY, EncodeRow, InvalidRows, map_rows
 from prefrl.data.tokenized import num_ids_of, plain, read_ids
 from prefrl.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["prepare_preference_dataset", "prepare_reward_dataset", "prepare_unpaired_dataset"]
 
@@ -50,7 +54,7 @@ _WINDOW = 1000  # rows within which a row looks for the completion of another pr
 
 def prepare_preference_dataset(
     dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_length: int | None,
     truncation: Truncation,
@@ -68,7 +72,8 @@ def prepare_preference_dataset(
 
     Args:
         dataset: Preference format; a stream is tokenized while it is read.
-        tokenizer: With an EOS token, and for conversations with a chat template.
+        processing_class: A tokenizer, or a processor if prompts may have images; with an EOS token, and for
+            conversations with a chat template.
         max_length: Tokens of prompt and completion; None: no limit.
         truncation: "right" cuts off the ends of completions, "left" the start of the prompt so that the longer side
             fits; with "error", longer rows cannot be used.
@@ -83,25 +88,33 @@ def prepare_preference_dataset(
     """
     check_limit(max_length)
     encode_row: EncodeRow
+    images: Mapping[str, Any] = {}
     if has_columns(dataset, tuple(_PREFERENCE)):
-        encode_row = _TokenizedPreferenceRow(num_ids_of(tokenizer), max_length, truncation)
+        encode_row = _TokenizedPreferenceRow(num_ids_of(tokenizer_of(processing_class)), max_length, truncation)
         dataset = plain(dataset)
     else:
         dataset_format = detect_format(dataset, ("preference",))
         check_not_reserved(dataset, tuple(_PREFERENCE))
         dataset = convert_from_value(dataset, dataset_format)
-        encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
-        encode_row = _PreferenceRow(encoder, "prompt" in dataset_format.columns, max_length, truncation)
+        encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs)
+        pair = _PreferenceRow(encoder, "prompt" in dataset_format.columns, max_length, truncation)
         encoder.check_end_of_text()
-        encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids)
+        dataset = with_readable_images(dataset, encoder)
+        encoder.warn_of_special_tokens(dataset, pair.chosen_ids)
+        encode_row, images = encoder.with_images(pair), encoder.image_features
     return map_rows(
-        dataset, encode_row, _PREFERENCE, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
+        dataset,
+        encode_row,
+        {**_PREFERENCE, **images},
+        invalid_rows=invalid_rows,
+        num_proc=num_proc,
+        desc="Tokenizing pairs",
     )
 
 
 def prepare_reward_dataset(
     dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_length: int | None,
     invalid_rows: InvalidRows,
@@ -115,7 +128,7 @@ def prepare_reward_dataset(
 
     Args:
         dataset: Preference format, with or without a column `margin`: by how much the chosen side is better.
-        tokenizer: As in `prepare_preference_dataset`.
+        processing_class: As in `prepare_preference_dataset`.
         max_length: Tokens of a sequence; None: no limit.
         invalid_rows: As in `prepare_preference_dataset`.
         chat_template_kwargs: As in `prepare_preference_dataset`.
@@ -129,26 +142,34 @@ def prepare_reward_dataset(
     check_limit(max_length)
     has_margin = "margin" in column_names(dataset)
     encode_row: EncodeRow
+    images: Mapping[str, Any] = {}
     if has_columns(dataset, tuple(_REWARD)):
-        encode_row = _TokenizedRewardRow(num_ids_of(tokenizer), max_length, has_margin)
+        encode_row = _TokenizedRewardRow(num_ids_of(tokenizer_of(processing_class)), max_length, has_margin)
         dataset = plain(dataset)
     else:
         dataset_format = detect_format(dataset, ("preference",))
         check_not_reserved(dataset, tuple(_REWARD))
         dataset = convert_from_value(dataset, dataset_format)
-        encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+        encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs)
         encoder.check_end_of_text()
-        encode_row = _RewardRow(encoder, "prompt" in dataset_format.columns, max_length, has_margin)
-        encoder.warn_of_special_tokens(dataset, encode_row.chosen_ids, learns_to_stop=False)
-    features = datasets.Features(_REWARD | ({"margin": datasets.Value("float64")} if has_margin else {}))
+        pair = _RewardRow(encoder, "prompt" in dataset_format.columns, max_length, has_margin)
+        dataset = with_readable_images(dataset, encoder)
+        encoder.warn_of_special_tokens(dataset, pair.chosen_ids, learns_to_stop=False)
+        encode_row, images = encoder.with_images(pair), encoder.image_features
+    margin = {"margin": datasets.Value("float64")} if has_margin else {}
     return map_rows(
-        dataset, encode_row, features, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing pairs"
+        dataset,
+        encode_row,
+        {**_REWARD, **margin, **images},
+        invalid_rows=invalid_rows,
+        num_proc=num_proc,
+        desc="Tokenizing pairs",
     )
 
 
 def prepare_unpaired_dataset(
     dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_length: int | None,
     truncation: Truncation,
@@ -163,7 +184,7 @@ def prepare_unpaired_dataset(
 
     Args:
         dataset: Unpaired format; or preference format, whose rows each become a desirable and an undesirable row.
-        tokenizer: As in `prepare_preference_dataset`.
+        processing_class: As in `prepare_preference_dataset`.
         max_length: As in `prepare_preference_dataset`.
         truncation: As in `prepare_preference_dataset`.
         invalid_rows: As in `prepare_preference_dataset`.
@@ -181,9 +202,10 @@ def prepare_unpaired_dataset(
     check_limit(max_length)
     remedy = REMEDY
     encode_row: EncodeRow
+    images: Mapping[str, Any] = {}
     if has_columns(dataset, tuple(_UNPAIRED)):
         check_not_reserved(dataset, (_MISMATCHED,))
-        encode_row = _TokenizedUnpairedRow(num_ids_of(tokenizer), max_length, truncation)
+        encode_row = _TokenizedUnpairedRow(num_ids_of(tokenizer_of(processing_class)), max_length, truncation)
         dataset = plain(dataset)
     else:
         dataset_format = detect_format(dataset, ("unpaired", "preference"))
@@ -193,14 +215,16 @@ def prepare_unpaired_dataset(
             remedy += ". Rows are numbered as in unpair_preference_dataset(dataset, batch_size=2)"
         check_not_reserved(dataset, ("prompt_ids", "completion_ids", _MISMATCHED))
         dataset = convert_from_value(dataset, dataset_format)
-        encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs)
+        encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs)
         encoder.check_end_of_text()
-        encode_row = _UnpairedRow(encoder, max_length, truncation)
-        encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
+        completion = _UnpairedRow(encoder, max_length, truncation)
+        dataset = with_readable_images(dataset, encoder)
+        encoder.warn_of_special_tokens(dataset, completion.token_ids)
+        encode_row, images = encoder.with_images(completion), encoder.image_features
     rows = map_rows(
         dataset,
         encode_row,
-        _UNPAIRED,
+        {**_UNPAIRED, **images},
         invalid_rows=invalid_rows,
         num_proc=num_proc,
         desc="Tokenizing completions",
@@ -228,6 +252,7 @@ class _PreferenceRow:
             [chosen.token_ids[start:], rejected.token_ids[start:]],
             self.max_length,
             self.truncation,
+            has_images=chosen.image_stop > 0,
         )
         _check_different(*completions)
         return {"prompt_ids": prompt, "chosen_ids": completions[0], "rejected_ids": completions[1]}
@@ -254,9 +279,9 @@ class _PreferenceRow:
 
     def _conversations(self, row: Mapping[str, Any]) -> tuple[EncodedPair, EncodedPair]:
         template = self.encoder.template(row)
-        chosen, rejected = (read_messages(row, column) for column in ("chosen", "rejected"))
+        chosen, rejected = (self.encoder.messages(row, column) for column in ("chosen", "rejected"))
         if self.has_prompt:
-            prompt = read_messages(row, "prompt")
+            prompt = self.encoder.messages(row, "prompt")
             chosen, rejected = join_prompt(prompt, chosen), join_prompt(prompt, rejected)
         else:
             prompt = common_prompt(chosen, rejected)
@@ -284,11 +309,12 @@ class _RewardRow:
         if not self.encoder.is_conversational:
             prompt = read_text(row, "prompt") if self.has_prompt else ""
             return self.encoder.document(prompt + read_text(row, side)).token_ids
-        messages = read_messages(row, side)
+        messages = self.encoder.messages(row, side)
         if self.has_prompt:
-            messages = join_prompt(read_messages(row, "prompt"), messages)
+            messages = join_prompt(self.encoder.messages(row, "prompt"), messages)
         check_answered(messages, side)
-        return encode(self.encoder.template(row).render(messages), [], self.encoder.tokenizer).token_ids
+        template = self.encoder.template(row)
+        return template.encode(template.render(messages), []).token_ids
 
 
 @dataclass(frozen=True)
@@ -301,7 +327,7 @@ class _TokenizedPreferenceRow:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         prompt, *completions = (read_ids(row, column, self.num_ids) for column in _PREFERENCE)
-        prompt, *completions = _fit(prompt, completions, self.max_length, self.truncation)
+        prompt, *completions = _fit(prompt, completions, self.max_length, self.truncation, has_images=False)
         _check_different(*completions)
         return dict(zip(_PREFERENCE, (prompt, *completions), strict=True))
 
@@ -329,7 +355,7 @@ class _TokenizedUnpairedRow:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         prompt, completion = (read_ids(row, column, self.num_ids) for column in ("prompt_ids", "completion_ids"))
-        prompt, completion = _fit(prompt, [completion], self.max_length, self.truncation)
+        prompt, completion = _fit(prompt, [completion], self.max_length, self.truncation, has_images=False)
         return {"prompt_ids": prompt, "completion_ids": completion, "label": _read_label(row)}
 
 
@@ -345,7 +371,11 @@ class _UnpairedRow:
         label = _read_label(row)
         pair = self._pair(row)
         prompt, completion = _fit(
-            pair.token_ids[: pair.start], [pair.token_ids[pair.start :]], self.max_length, self.truncation
+            pair.token_ids[: pair.start],
+            [pair.token_ids[pair.start :]],
+            self.max_length,
+            self.truncation,
+            has_images=pair.image_stop > 0,
         )
         return {"prompt_ids": prompt, "completion_ids": completion, "label": label}
 
@@ -356,7 +386,7 @@ class _UnpairedRow:
     def _pair(self, row: Mapping[str, Any]) -> EncodedPair:
         if not self.encoder.is_conversational:
             return self.encoder.text_pair(read_text(row, "prompt"), read_text(row, "completion"))
-        prompt, completion = (read_messages(row, column) for column in ("prompt", "completion"))
+        prompt, completion = (self.encoder.messages(row, column) for column in ("prompt", "completion"))
         return self.encoder.chat_pair(self.encoder.template(row), prompt, join_prompt(prompt, completion))
 
 
@@ -376,7 +406,12 @@ def _unpaired(dataset: AnyDataset, invalid_rows: InvalidRows, num_proc: int | No
 
 
 def _fit(
-    prompt: list[int], completions: Sequence[list[int]], max_length: int | None, truncation: Truncation
+    prompt: list[int],
+    completions: Sequence[list[int]],
+    max_length: int | None,
+    truncation: Truncation,
+    *,
+    has_images: bool,
 ) -> list[list[int]]:
     """Cut the prompt and the completions so that the prompt and any one completion are within the limit."""
     if not prompt:
@@ -395,6 +430,11 @@ def _fit(
         raise DataError(
             f"the {kept} has {max_length - room} tokens, which leaves none for the {cut} within "
             f"max_length={max_length}"
+        )
+    if truncation == "left" and has_images:
+        raise DataError(
+            f"has {length} tokens, more than the {max_length} allowed, and a prompt with images, which is never cut. "
+            "Raise max_length, make the images smaller in the processor, or cut completions instead"
         )
     if truncation == "left":
         return [prompt[-room:], *completions]
@@ -445,7 +485,8 @@ def _warn_of_one_label(labels: Sequence[bool]) -> None:
 
 
 def _with_mismatched(rows: AnyDataset, max_length: int | None) -> AnyDataset:
-    options = {"batched": True, "batch_size": _WINDOW, "fn_kwargs": {"max_length": max_length}}
+    arguments = {"max_length": max_length, "have_images": "images" in column_names(rows)}
+    options = {"batched": True, "batch_size": _WINDOW, "fn_kwargs": arguments}
     if isinstance(rows, datasets.IterableDataset):
         return rows.map(_mismatch, **options)
     features = datasets.Features({**rows.features, _MISMATCHED: _IDS})
@@ -459,8 +500,13 @@ def _with_mismatched(rows: AnyDataset, max_length: int | None) -> AnyDataset:
     return rows
 
 
-def _mismatch(rows: Mapping[str, Sequence[list[int]]], max_length: int | None) -> dict[str, list[list[int]]]:
-    prompts, completions = rows["prompt_ids"], rows["completion_ids"]
+def _mismatch(
+    rows: Mapping[str, Sequence[list[int]]], max_length: int | None, have_images: bool
+) -> dict[str, list[list[int]]]:
+    prompts: Sequence[Any] = rows["prompt_ids"]
+    completions = rows["completion_ids"]
+    if have_images:  # prompts of the same tokens differ by their images, which need not be read for this
+        prompts = [(prompt, row) for row, prompt in enumerate(prompts)]
     other: list[int | None] = [None] * len(prompts)
     for _ in range(2):  # the first round does not yet know the last rows, which the first rows follow
         for row in range(len(prompts)):
@@ -468,6 +514,6 @@ def _mismatch(rows: Mapping[str, Sequence[list[int]]], max_length: int | None) -
     return {
         _MISMATCHED: [
             [] if index is None else completions[index][: None if max_length is None else max_length - len(prompt)]
-            for prompt, index in zip(prompts, other, strict=True)
+            for prompt, index in zip(rows["prompt_ids"], other, strict=True)
         ]
     }

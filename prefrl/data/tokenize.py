@@ -23,7 +23,7 @@ from prefrl.data.chat import (
     prompt_text,
     trim_after_end_token,
 )
-from prefrl.data.encode import RowEncoder, Truncation, check_limit, kept, row_encoder
+from prefrl.data.encode import RowEncoder, Truncation, check_limit, kept, row_encoder, with_readable_images
 from prefrl.data.formats import (
     AnyDataset,
     Format,
@@ -34,9 +34,9 @@ from prefrl.data.formats import (
     convert_from_value,
     detect_format,
     has_columns,
-    read_messages,
     read_text,
 )
+from prefrl.data.images import ProcessingClass, image_column, tokenizer_of
 from prefrl.data.rows import EncodeRow, InvalidRows, drop_rows, map_rows
 from prefrl.data.tokenized import num_ids_of, plain, read_flags, read_ids, read_labels
 from prefrl.errors import ConfigError, DataError
@@ -63,7 +63,7 @@ class _SFTRow:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         encoded = self._encode(row)
-        return _trained_part(encoded.token_ids, encoded.in_span, self.max_length, self.truncation)
+        return _trained_part(encoded, self.max_length, self.truncation)
 
     def token_ids(self, row: Mapping[str, Any]) -> list[int]:
         """The row's tokens without truncation."""
@@ -77,13 +77,13 @@ class _SFTRow:
 
     def _encode_conversation(self, row: Mapping[str, Any]) -> EncodedText:
         template = self.encoder.template(row)
-        parts = [read_messages(row, column) for column in self.columns]
+        parts = [self.encoder.messages(row, column) for column in self.columns]
         prompt = parts[0] if len(parts) == 2 else None
         if prompt is None:
             check_answered(parts[0], self.columns[0])
         conversation = join_prompt(prompt, parts[1]) if prompt is not None else parts[0]
         text = template.render(conversation)
-        return encode(text, self._spans(template, prompt, conversation, text), self.encoder.tokenizer)
+        return template.encode(text, self._spans(template, prompt, conversation, text))
 
     def _spans(
         self, template: ChatTemplate, prompt: Sequence[Message] | None, conversation: Sequence[Message], text: str
@@ -116,15 +116,13 @@ class _TokenizedSFTRow:
             is_real = read_flags(row, "attention_mask", len(token_ids))
             token_ids = list(compress(token_ids, is_real))
             trainable = list(compress(trainable, is_real))
-        return _trained_part(token_ids, trainable, self.max_length, self.truncation)
+        return _trained_part(EncodedText(token_ids, trainable), self.max_length, self.truncation)
 
 
-def _trained_part(
-    token_ids: list[int], in_span: list[bool], max_length: int | None, truncation: Truncation
-) -> dict[str, Any]:
-    """The columns of a prepared row."""
-    part = kept(len(token_ids), max_length, truncation)
-    trainable = in_span[part]
+def _trained_part(encoded: EncodedText, max_length: int | None, truncation: Truncation) -> dict[str, Any]:
+    """The columns of a prepared row, from its tokens and those that are to have a loss."""
+    part = kept(len(encoded.token_ids), max_length, truncation, encoded.image_stop)
+    trainable = encoded.in_span[part]
     trainable[:1] = [False]  # nothing predicts a row's first token
     if not any(trainable):
         limit = f" within max_length={max_length}" if max_length is not None else ""
@@ -132,7 +130,7 @@ def _trained_part(
             f"no token to train on{limit}. Raise max_length, truncate the other side, or turn off "
             "completion_only_loss or assistant_only_loss"
         )
-    return {"input_ids": token_ids[part], "trainable": trainable}
+    return {"input_ids": encoded.token_ids[part], "trainable": trainable}
 
 
 @dataclass(frozen=True)
@@ -161,24 +159,29 @@ class _PromptRow:
     truncation: Truncation
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        token_ids = self.token_ids(row)
+        encoded = self._encode(row)
+        token_ids = encoded.token_ids
         if not token_ids:
             raise DataError(f"column {self.column!r}: the prompt {row[self.column]!r} has no tokens")
-        return {"prompt_ids": token_ids[kept(len(token_ids), self.max_length, self.truncation)]}
+        return {"prompt_ids": token_ids[kept(len(token_ids), self.max_length, self.truncation, encoded.image_stop)]}
 
     def token_ids(self, row: Mapping[str, Any]) -> list[int]:
         """The prompt's tokens without truncation."""
+        return self._encode(row).token_ids
+
+    def _encode(self, row: Mapping[str, Any]) -> EncodedText:
         if self.encoder.is_conversational:
-            messages = read_messages(row, self.column, allow_empty=self.encoder.tools is not None)
-            text = prompt_text(self.encoder.template(row), messages)
-            return encode(text, [], self.encoder.tokenizer).token_ids
+            messages = self.encoder.messages(row, self.column, allow_empty=self.encoder.tools is not None)
+            template = self.encoder.template(row)
+            return template.encode(prompt_text(template, messages), [])
         text = read_text(row, self.column)
-        return [*self.encoder.prefix(text), *encode(text, [], self.encoder.tokenizer).token_ids]
+        token_ids = encode(text, [], self.encoder.tokenizer).token_ids
+        return EncodedText([*self.encoder.prefix(text), *token_ids], [])
 
 
 def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTConfig that decides a row's tokens
     dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_length: int | None,
     truncation: Truncation,
@@ -201,7 +204,8 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
 
     Args:
         dataset: In one of these formats of `prefrl.data.formats`; a stream is tokenized while it is read.
-        tokenizer: With an EOS token, and for conversations with a chat template.
+        processing_class: A tokenizer, or a processor if rows may have images; with an EOS token, and for conversations
+            with a chat template.
         max_length: Tokens of a row; None: no limit.
         truncation: The side that is cut off; with "error", longer rows cannot be used.
         invalid_rows: What happens to rows that cannot be used, see `prefrl.data.rows.map_rows`.
@@ -218,37 +222,49 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
     """
     check_limit(max_length)
     encode_row: EncodeRow
+    images: Mapping[str, Any] = {}
     if has_columns(dataset, ("input_ids",)):
         check_not_reserved(dataset, ("trainable", "seq_lengths"))
         masks = _masks(column_names(dataset), completion_only_loss, assistant_only_loss)
-        limits = (max_length, truncation)
-        encode_row = _TokenizedSFTRow(num_ids_of(tokenizer), masks, "attention_mask" in column_names(dataset), *limits)
+        num_ids, has_padding = num_ids_of(tokenizer_of(processing_class)), "attention_mask" in column_names(dataset)
+        encode_row = _TokenizedSFTRow(num_ids, masks, has_padding, max_length, truncation)
         dataset = plain(dataset)
     else:
         dataset_format = detect_format(dataset, ("language_modeling", "prompt_completion"), text_field=text_field)
         check_not_reserved(dataset, SFT_COLUMNS)
         _check_loss_options(dataset_format, completion_only_loss, assistant_only_loss)
         is_paired = dataset_format.kind == "prompt_completion"
-        encode_row = _SFTRow(
-            row_encoder(dataset_format, tokenizer, chat_template_kwargs),
+        encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs)
+        row = _SFTRow(
+            encoder,
             dataset_format.columns,
             max_length,
             truncation,
             completion_only=is_paired if completion_only_loss is None else completion_only_loss,
             assistant_only=assistant_only_loss,
         )
-        encode_row.encoder.check_end_of_text()
-        dataset = convert_from_value(dataset, dataset_format)
-        encode_row.encoder.warn_of_special_tokens(dataset, encode_row.token_ids)
+        encoder.check_end_of_text()
+        dataset = with_readable_images(convert_from_value(dataset, dataset_format), encoder)
+        encoder.warn_of_special_tokens(dataset, row.token_ids)
+        encode_row, images = encoder.with_images(row), encoder.image_features
     features = datasets.Features(
-        input_ids=datasets.List(datasets.Value("int32")), trainable=datasets.List(datasets.Value("bool"))
+        input_ids=datasets.List(datasets.Value("int32")),
+        trainable=datasets.List(datasets.Value("bool")),
+        **images,
     )
-    return map_rows(dataset, encode_row, features, invalid_rows=invalid_rows, num_proc=num_proc, desc="Tokenizing")
+    return map_rows(
+        dataset,
+        encode_row,
+        features,
+        invalid_rows=invalid_rows,
+        num_proc=num_proc,
+        desc="Tokenizing",
+    )
 
 
 def prepare_prompt_dataset(
     dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     *,
     max_prompt_length: int | None,
     truncation: Truncation = "left",
@@ -267,7 +283,8 @@ def prepare_prompt_dataset(
 
     Args:
         dataset: With text or messages in `prompt`, and any other columns; a stream is tokenized while it is read.
-        tokenizer: For conversations with a chat template.
+        processing_class: A tokenizer, or a processor if prompts may have images; for conversations with a chat
+            template.
         max_prompt_length: Tokens of a prompt; None: no limit.
         truncation: The side of longer prompts that is cut off, or "error".
         filter_overlong: Drop longer prompts instead of truncating them: with a warning, or from a stream silently.
@@ -285,28 +302,31 @@ def prepare_prompt_dataset(
     check_limit(max_prompt_length)
     limits = (None if filter_overlong else max_prompt_length, truncation)
     encode_row: EncodeRow
+    images: Mapping[str, Any] = {}
     if column := _prompt_ids_column(dataset):
         if tools is not None:
             raise DataError(
                 f"column {column!r} holds token ids: with tools or environment_factory, prompts are lists of messages "
                 "in the column 'prompt'"
             )
+        tokenizer = tokenizer_of(processing_class)
         encode_row = _TokenizedPromptRow(tokenizer, column, num_ids_of(tokenizer), *limits)
         dataset = plain(dataset)
     else:
         dataset_format = detect_format(dataset, ("prompt_only",))
         if tools is not None:
             _check_episodes(dataset, dataset_format)
-        encoder = row_encoder(dataset_format, tokenizer, chat_template_kwargs, tools)
-        encode_row = _PromptRow(encoder, dataset_format.columns[0], *limits)
-        dataset = convert_from_value(dataset, dataset_format)
-        encoder.warn_of_special_tokens(dataset, encode_row.token_ids, learns_to_stop=False)
+        encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs, tools)
+        row = _PromptRow(encoder, dataset_format.columns[0], *limits)
+        dataset = with_readable_images(convert_from_value(dataset, dataset_format), encoder)
+        encoder.warn_of_special_tokens(dataset, row.token_ids, learns_to_stop=False)
+        encode_row, images = encoder.with_images(row), encoder.image_features
     ids = datasets.List(datasets.Value("int32"))
     text = {} if "prompt" in column_names(dataset) else {"prompt": datasets.Value("string")}
     rows = map_rows(
         dataset,
         encode_row,
-        {**(dataset.features or dict.fromkeys(column_names(dataset))), **text, "prompt_ids": ids},
+        {**(dataset.features or dict.fromkeys(column_names(dataset))), **text, **images, "prompt_ids": ids},
         invalid_rows="error",
         num_proc=num_proc,
         desc="Tokenizing prompts",
@@ -338,6 +358,12 @@ def _check_episodes(dataset: AnyDataset, dataset_format: Format) -> None:
         raise DataError(
             "column 'prompt' holds text: with tools or environment_factory, prompts are lists of messages, such as "
             '[{"role": "user", "content": "..."}]'
+        )
+    column = image_column(dataset)
+    if column is not None:
+        raise DataError(
+            f"column {column!r} holds images, which tools and environments do not take yet. Remove the column: "
+            f"dataset.remove_columns({column!r})"
         )
     if "tools" in column_names(dataset):
         raise DataError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from prefrl.types import Completion
+    from prefrl.types import Completion, Images
 
 __all__ = [
     "Conversations",
@@ -198,9 +198,17 @@ class Generator(Protocol):
     """Samples completions of prompts, in this process or on a server."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        images: Sequence[Images | None] | None = None,
     ) -> list[list[Completion]]:
-        """[P][G] completions. Sample g of prompt p depends only on (weights, prompts[p], sampling, seeds[p], g)."""
+        """[P][G] completions. Sample g of prompt p depends only on (weights, prompts[p], sampling, seeds[p], g).
+
+        With `images`, those of each prompt, it also depends on them. Placeholders of images are never sampled.
+        """
         ...
 
     @property
@@ -216,7 +224,12 @@ class Generator(Protocol):
         ...
 
     def start(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        images: Sequence[Images | None] | None = None,
     ) -> Pending[Completion]:
         """Like `generate`, but without waiting for the completions."""
         ...

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
-from prefrl.models.forward import choose_plan, verdict_of
-from prefrl.models.plans import Plan, lay_out, own_part
+from prefrl.models.forward import in_company, inputs_of, verdict_of
 from prefrl.models.scoring import inner_model, is_classifier, score_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from prefrl.models.plans import Plan
     from prefrl.models.routers import RouterRecord
     from prefrl.types import TokenBatch
 
@@ -45,6 +45,9 @@ def sequence_scores(
             f"model is a {type(inner_model(model)).__name__}, which does not classify sequences. Load it with "
             "AutoModelForSequenceClassification."
         )
-    verdict = verdict_of(model)
-    inputs = own_part(lay_out(batch, choose_plan(model, batch, plan, verdict)))
-    return score_sequences(model, batch, inputs, own_logits=verdict.own_logits, routers=routers).scores
+    verdict, rows = verdict_of(model), in_company(model, batch)
+    inputs = inputs_of(model, rows, plan, verdict)
+    scored = score_sequences(model, rows, inputs, own_logits=verdict.own_logits, routers=routers)
+    if routers is not None:
+        routers.keep(batch.num_responses)
+    return scored.scores[: batch.num_rows]

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.functional import pad
 
-from prefrl.distributed import is_main, team_size
+from prefrl.distributed import is_main, num_processes, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
+from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
-from prefrl.models.plans import ForwardPlan, Plan, Verdict, lay_out, own_part
-from prefrl.models.scoring import ScoredTokens, inner_model, is_classifier, prepare_for_scoring, score_tokens
+from prefrl.models.plans import ForwardPlan, ModelInputs, Plan, Verdict, lay_out, own_part
+from prefrl.models.scoring import (
+    ScoredTokens,
+    inner_model,
+    is_classifier,
+    prepare_for_scoring,
+    score_tokens,
+)
 from prefrl.models.selfcheck import check_plans, fingerprint
+from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.kl.full import ReferenceLogits
     from prefrl.models.routers import RouterRecord
-    from prefrl.types import TokenBatch
 
-__all__ = ["Plan", "WantName", "choose_plan", "prepare_for_scoring", "token_logprobs", "verdict_of"]
+__all__ = [
+    "Plan",
+    "WantName",
+    "choose_plan",
+    "in_company",
+    "inputs_of",
+    "prepare_like",
+    "prepare_for_scoring",
+    "set_image_example",
+    "token_logprobs",
+    "verdict_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +90,64 @@ def token_logprobs(
             f"model is a {type(inner_model(model)).__name__}, which scores sequences: log-probs need a language-model "
             "head. Load it with AutoModelForCausalLM."
         )
-    verdict = verdict_of(model)
+    verdict, rows = verdict_of(model), in_company(model, batch)
+    if reference is not None and rows is not batch:
+        more = rows.num_tokens - batch.num_tokens
+        reference = replace(reference, hidden=pad(reference.hidden, (0, 0, 0, more)))
     scored = score_tokens(
         model,
-        batch,
-        own_part(lay_out(batch, choose_plan(model, batch, plan, verdict))),
+        rows,
+        inputs_of(model, rows, plan, verdict),
         temperature=temperature,
         want=want,
         own_logits=verdict.own_logits,
         reference=reference,
         routers=routers,
     )
-    return _spread(scored, batch.num_tokens)
+    if routers is not None:
+        routers.keep(batch.num_responses)
+    scores = _spread(scored, rows.num_tokens)
+    return scores if rows is batch else scores.map(lambda values: values[: batch.num_tokens])
+
+
+def in_company(model: nn.Module, batch: TokenBatch) -> TokenBatch:
+    """The batch that a pass runs: one without images gets a row with an image, if other processes may have images.
+
+    All processes then run the vision tower equally often, as backends require. The scores of the row at the end are
+    not used, but connect the tower to the loss.
+    """
+    example = prepare_for_scoring(model).image_example
+    if example is None or batch.has_images or num_processes() == 1:
+        return batch
+    row = min((i for i in range(example.num_rows) if example.images_of(i)), key=lambda i: example.forward_tokens([i]))
+    idle = example.select([row]).to(batch.device)
+    return TokenBatch.concat([TokenBatch.of(batch), TokenBatch.of(idle)])
+
+
+def set_image_example(model: nn.Module, example: TokenBatch) -> None:
+    """Give the self-check rows with images, which it compares as it compares rows of text.
+
+    Args:
+        model: Prepared.
+        example: On any device; each row has one response.
+    """
+    state = prepare_for_scoring(model)
+    state.image_example, state.verdict = example, None
+
+
+def prepare_like(model: nn.Module, policy: nn.Module) -> None:
+    """Prepare another model, such as a reference, to score the batches of a prepared policy."""
+    prepare_for_scoring(model).image_example = prepare_for_scoring(policy).image_example
+
+
+def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ModelInputs:
+    """What this process feeds to the model, if `plan` is requested.
+
+    Raises:
+        ConfigError: See `choose_plan`.
+    """
+    rules = image_rules(inner_model(model)) if batch.has_images else None
+    return own_part(lay_out(batch, choose_plan(model, batch, plan, verdict), rules))
 
 
 def _spread(scored: ScoredTokens, num_tokens: int) -> TokenScores:
@@ -97,27 +163,33 @@ def verdict_of(model: nn.Module) -> Verdict:
     """The model's self-check verdict, computed at first use and again if its head, adapter or attention changed."""
     state = prepare_for_scoring(model)
     if state.verdict is None or state.verdict.fingerprint != fingerprint(model):
-        state.verdict = check_plans(model)
-        _report(model, state.verdict)
+        state.verdict = check_plans(model, state.image_example)
+        _report(model, state.verdict, has_images=state.image_example is not None)
     return state.verdict
 
 
-def _report(model: nn.Module, verdict: Verdict) -> None:
-    failed = [plan for plan in _PLANS if plan in verdict.reasons]
-    if failed and is_main():
-        logger.warning(
-            "%s: %s fall back from plan %s to %s: %s",
-            type(inner_model(model)).__name__,
-            "scores" if is_classifier(inner_model(model)) else "log-probs",
-            " and ".join(failed),
-            _working(failed[0], verdict),
-            verdict.reasons[failed[0]],
-        )
+def _report(model: nn.Module, verdict: Verdict, *, has_images: bool) -> None:
+    inner = inner_model(model)
+    what = "scores" if is_classifier(inner) else "log-probs"
+    checked = {what: verdict.reasons}
+    if has_images and verdict.image_reasons != verdict.reasons:
+        checked[f"{what} of rows with images"] = verdict.image_reasons
+    for name, reasons in checked.items():
+        failed = [plan for plan in _PLANS if plan in reasons]
+        if failed and is_main():
+            logger.warning(
+                "%s: %s fall back from plan %s to %s: %s",
+                type(inner).__name__,
+                name,
+                " and ".join(failed),
+                _working(failed[0], reasons),
+                reasons[failed[0]],
+            )
 
 
-def _working(plan: ForwardPlan, verdict: Verdict) -> ForwardPlan:
+def _working(plan: ForwardPlan, reasons: Mapping[ForwardPlan, str]) -> ForwardPlan:
     """`plan`, or the next one that works."""
-    return next(p for p in _PLANS[_PLANS.index(plan) :] if p not in verdict.reasons)
+    return next(p for p in _PLANS[_PLANS.index(plan) :] if p not in reasons)
 
 
 def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ForwardPlan:
@@ -127,9 +199,12 @@ def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdic
         ConfigError: The plan does not work for this model or does not exist, or processes share rows but the plan
             pads, so that its rows cannot be shared.
     """
-    chosen = _chosen(model, batch, plan, verdict)
+    reasons = verdict.image_reasons if batch.has_images else verdict.reasons
+    if batch.has_images and team_size() > 1:
+        raise ConfigError(f"sp_size={team_size()} with images: processes share only rows of text. Set sp_size=1.")
+    chosen = _chosen(model, batch, plan, reasons)
     if chosen == "padded" and team_size() > 1:
-        reason = verdict.reasons.get("packed", f'plan="{plan}" pads')
+        reason = reasons.get("packed", f'plan="{plan}" pads')
         raise ConfigError(
             f"sp_size={team_size()} does not work for {type(inner_model(model)).__name__}: processes can share only "
             f"flat rows, but {reason}. Set sp_size=1."
@@ -137,15 +212,15 @@ def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdic
     return chosen
 
 
-def _chosen(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ForwardPlan:
+def _chosen(model: nn.Module, batch: TokenBatch, plan: Plan, reasons: Mapping[ForwardPlan, str]) -> ForwardPlan:
     if plan == "auto":
         shares = batch.shares_prompts and not any(module.training for module, _ in dropout_rates(model))
-        return _working("shared_prefix" if shares else "packed", verdict)
+        return _working("shared_prefix" if shares else "packed", reasons)
     if plan not in _PLANS:
         raise ConfigError(f'plan="{plan}": allowed are "auto", {", ".join(map(repr, _PLANS))}.')
-    if plan in verdict.reasons:
+    if plan in reasons:
         raise ConfigError(
-            f'plan="{plan}" does not work for {type(inner_model(model)).__name__}: {verdict.reasons[plan]}. '
-            f'Use plan="auto" or "{_working(plan, verdict)}".'
+            f'plan="{plan}" does not work for {type(inner_model(model)).__name__}: {reasons[plan]}. '
+            f'Use plan="auto" or "{_working(plan, reasons)}".'
         )
     return plan

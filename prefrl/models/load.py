@@ -7,21 +7,25 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from prefrl.distributed import is_main, shape_of
-from prefrl.errors import ConfigError
+from prefrl.errors import CheckpointError, ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.seeding import seeded
 from prefrl.models.tokenizer_changes import TokenizerChanges
@@ -35,13 +39,17 @@ if TYPE_CHECKING:
 __all__ = [
     "arguments_for_other",
     "load_model",
+    "load_processing_class",
+    "load_renamed",
     "load_reward_model",
     "load_tokenizer",
     "num_embeddings",
+    "reads_images",
 ]
 
 logger = logging.getLogger(__name__)
 
+_VISION_CONFIGS = AutoModelForImageTextToText._model_mapping
 # What from_pretrained needs to find the same repository again.
 _REPOSITORY = (
     "cache_dir",
@@ -93,7 +101,7 @@ def load_model(
     seed: int | None = None,
     quantization_config: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
-    """The causal language model to train.
+    """The causal language model or vision-language model to train.
 
     Weights are float32 unless `model_init_kwargs` has a `dtype`. In a quantized model, the weights that are not
     quantized are always float32.
@@ -149,6 +157,56 @@ def load_reward_model(
     loaded = _loaded(_REWARD, model, model_init_kwargs, quantization_config, seed)
     _check_one_output(loaded)
     return _trainable(_REWARD, loaded, peft_config, freeze, seed)
+
+
+def load_processing_class(
+    model: PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    *,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    changes: TokenizerChanges = TokenizerChanges(),  # noqa: B008 - it is frozen
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """What turns rows into tokens: the model's processor if it reads images, otherwise its tokenizer.
+
+    A vision-language model that is given a tokenizer trains on text alone.
+
+    Args:
+        model: The loaded model.
+        processing_class: The tokenizer or processor, if there is one.
+        model_init_kwargs: See `load_tokenizer`.
+        changes: See `load_tokenizer`.
+
+    Raises:
+        ConfigError: See `load_tokenizer`, or a processor is given for a model of text.
+    """
+    if processing_class is None and reads_images(model):
+        name = model.config.name_or_path
+        if not name:
+            raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its processor.")
+        try:
+            processing_class = AutoProcessor.from_pretrained(name, **_tokenizer_arguments(model_init_kwargs))
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"processing_class=None: no processor can be loaded from {name!r}: {error}. Give the model's "
+                "processor, or its tokenizer to train on text alone."
+            ) from error
+    if not isinstance(processing_class, ProcessorMixin):
+        return load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs, changes=changes)
+    if not reads_images(model):
+        raise ConfigError(
+            f"processing_class={type(processing_class).__name__}: the model is a {type(model).__name__}, "
+            "which reads no images. Give its tokenizer, or a vision-language model."
+        )
+    template = processing_class.tokenizer.chat_template
+    tokenizer = load_tokenizer(model, processing_class.tokenizer, changes=changes)
+    if tokenizer.chat_template != template:
+        processing_class.chat_template = tokenizer.chat_template
+    return processing_class
+
+
+def reads_images(model: PreTrainedModel) -> bool:
+    """Whether the model has a vision tower."""
+    return getattr(model.config, "vision_config", None) is not None
 
 
 def load_tokenizer(
@@ -212,6 +270,20 @@ def _check_special_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> Non
                 f"{count} tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that has an "
                 "embedding, or call model.resize_token_embeddings(len(tokenizer))."
             )
+
+
+def load_renamed(model: PreTrainedModel, folder: Path) -> None:
+    """Load the weights of a checkpoint as `from_pretrained` does, which knows by what names they are saved.
+
+    Checkpoints of vision-language models and of mixtures of experts have other names, and experts one by one.
+
+    Raises:
+        CheckpointError: The checkpoint lacks weights.
+    """
+    loaded, found = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    if found["missing_keys"]:
+        raise CheckpointError(f"{folder} lacks weights of the model: {', '.join(sorted(found['missing_keys'])[:5])}")
+    model.load_state_dict(loaded.state_dict(), strict=False)
 
 
 def arguments_for_other(
@@ -285,12 +357,26 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     try:
         with seeded(seed):
-            return kind.auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
+            auto_class = _auto_class(kind, name, arguments)
+            return auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
     except (OSError, ValueError, RuntimeError) as error:
         if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
             raise _unknown_class(kind, name, arguments) from error
         hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
         raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}") from error
+
+
+def _auto_class(kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Any:
+    """The class that loads a model: for a policy that has a vision tower, one that keeps the tower."""
+    if kind is not _CAUSAL:
+        return kind.auto_class
+    given = {**_tokenizer_arguments(arguments), **{key: arguments[key] for key in ("subfolder",) if key in arguments}}
+    try:
+        config = AutoConfig.from_pretrained(name, **given)
+    except (OSError, ValueError):  # a folder with an adapter alone, or an error that loading the model reports
+        return kind.auto_class
+    has_images = getattr(config, "vision_config", None) is not None
+    return AutoModelForImageTextToText if has_images and type(config) in _VISION_CONFIGS else kind.auto_class
 
 
 def _unknown_class(kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> ConfigError:
@@ -343,9 +429,8 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     name = model.config.name_or_path
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
-    given = {key: arguments[key] for key in _REPOSITORY if key in arguments}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **given)
+        tokenizer = AutoTokenizer.from_pretrained(name, **_tokenizer_arguments(arguments))
     except (OSError, ValueError) as error:
         raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
     # For some architectures AutoTokenizer returns an empty tokenizer if there are no tokenizer files.
@@ -355,6 +440,10 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
             "model's tokenizer."
         )
     return tokenizer
+
+
+def _tokenizer_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (arguments or {}).items() if key in _REPOSITORY}
 
 
 def _freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:

@@ -59,6 +59,10 @@ class RouterRecord:
         (losses,) = self._losses
         return losses
 
+    def keep(self, count: int) -> None:
+        """Leave out the last pass's sequences after the first `count`, which only kept other processes company."""
+        self._losses[-1] = self._losses[-1][:count]
+
     def add(self, inputs: ModelInputs, model: PreTrainedModel, output: Any, num_positions: int) -> None:
         """Compute the losses of a pass.
 

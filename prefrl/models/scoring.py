@@ -110,11 +110,12 @@ class ScoringState:
 
     original_forward: Callable[..., Any]
     verdict: Verdict | None = None
+    image_example: TokenBatch | None = None  # rows with images, for the self-check
     is_inside: bool = False  # whether a task is running inside the model's call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A state whose forward is bound to the copied model."""
-        return type(self)(copy.deepcopy(self.original_forward, memo))
+        return type(self)(copy.deepcopy(self.original_forward, memo), image_example=self.image_example)
 
 
 def user_model(model: nn.Module) -> nn.Module:

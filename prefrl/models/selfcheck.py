@@ -14,6 +14,7 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
+from prefrl.models.images import image_rules
 from prefrl.models.liger import liger_options_of, without_liger
 from prefrl.models.modes import eval_mode
 from prefrl.models.plans import FlatInputs, Verdict, lay_out
@@ -31,7 +32,7 @@ from prefrl.models.scoring import (
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
     from transformers import PreTrainedModel
@@ -59,6 +60,8 @@ _SEQUENCE_TOLERANCES = {
     torch.bfloat16: (0.1, 0.5),
 }
 
+_NO_EXAMPLE = "the self-check had no row with images: see set_image_example"
+
 # The rows of the check are longer than windows up to this size. For longer windows we only check that attention
 # receives them.
 _LONGEST_TESTED_WINDOW = 128
@@ -71,7 +74,7 @@ def fingerprint(model: nn.Module) -> tuple[object, ...]:
     return head, _uses_prompt_learning(model), attention_name, liger_options_of(inner)
 
 
-def check_plans(model: nn.Module) -> Verdict:
+def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> Verdict:
     """Compare every plan with the model's plain forward; our attention stays installed if a flat plan passed.
 
     It runs without gradients, in eval mode, with token ids from a separate generator, so weights, modes and random
@@ -89,19 +92,37 @@ def check_plans(model: nn.Module) -> Verdict:
     with eval_mode(bare), torch.no_grad():
         attention.uninstall(inner)
         batch = _random_batch(inner)
+        example = None if image_example is None else image_example.to(inner.device)
         if liger_options_of(inner) is not None:
             _check_kernels(bare, batch)
         if foreign is not None:
-            reasons, own_logits = dict.fromkeys(_FLAT_PLANS, foreign), True
+            failures, own_logits = [dict.fromkeys(_FLAT_PLANS, foreign)] * 2, True
         else:
-            probe = _SequenceProbe(bare, batch) if is_classifier(inner) else _TokenProbe(bare, batch)
-            reasons, own_logits = _failures(probe, _known_limit(model)), False
-            if all(plan in reasons for plan in _FLAT_PLANS):
-                attention.uninstall(inner)
-                own_logits = _failure(probe, "padded") is not None
+            kind = _SequenceProbe if is_classifier(inner) else _TokenProbe
+            probes = [kind(bare, rows) for rows in (batch, example) if rows is not None]
+            failures, own_logits = _compared(inner, probes, _known_limit(model))
         if is_classifier(inner) and own_logits:
             _check_own_padding(bare, batch)
-    return Verdict(reasons, own_logits, fingerprint(model))
+    image_reasons = failures[1] if len(failures) > 1 else dict.fromkeys(_FLAT_PLANS, _NO_EXAMPLE)
+    return Verdict(failures[0], image_reasons, own_logits, fingerprint(model))
+
+
+def _compared(
+    model: PreTrainedModel, probes: Sequence[_Probe], limit: str | None
+) -> tuple[list[dict[ForwardPlan, str]], bool]:
+    """Why flat plans fail, for each probe; and whether padded rows need the model's own forward, head included.
+
+    If some rows need it, all get it.
+    """
+    failures = [_failures(probe, limit) for probe in probes]
+    without_plan = [probe for probe, failed in zip(probes, failures, strict=True) if len(failed) == len(_FLAT_PLANS)]
+    if len(without_plan) < len(probes):
+        reason = next((why for probe in without_plan if (why := _failure(probe, "padded")) is not None), None)
+        if reason is None:
+            return failures, False
+        failures = [dict.fromkeys(_FLAT_PLANS, reason) for _ in probes]
+    attention.uninstall(model)
+    return failures, any(_failure(probe, "padded") is not None for probe in probes)
 
 
 def _failures(probe: _Probe, limit: str | None) -> dict[ForwardPlan, str]:
@@ -121,8 +142,8 @@ def _failures(probe: _Probe, limit: str | None) -> dict[ForwardPlan, str]:
 
 def _failure(probe: _Probe, plan: ForwardPlan) -> str | None:
     """Why `plan` does not give the model's own results; None if it does."""
-    inputs = lay_out(probe.batch, plan)
     try:
+        inputs = lay_out(probe.batch, plan, image_rules(inner_model(probe.model)))
         mistake = probe.mistake(inputs)
     except Exception as error:  # whatever the cause, another plan will be used for this architecture
         return f"{type(error).__name__}: {error}"
@@ -229,11 +250,14 @@ class _TokenProbe:
 
     def __init__(self, model: nn.Module, batch: TokenBatch) -> None:
         self.model, self.batch = model, batch
+        self._logprobs = _with_images(model, batch) if batch.has_images else self._of_text(model, batch)  # [N]
+
+    def _of_text(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         logprobs = []
         for ids, length in _sequences(batch):
             log_softmax = model(input_ids=ids, use_cache=False).logits[0, -length - 1 : -1].float().log_softmax(-1)
             logprobs.append(log_softmax.gather(-1, ids[0, -length:, None]).squeeze(-1))
-        self._logprobs = torch.cat(logprobs)  # [N]
+        return torch.cat(logprobs)
 
     def mistake(self, inputs: ModelInputs) -> str | None:
         scored = score_tokens(self.model, self.batch, inputs, temperature=1.0, want=(), own_logits=False)
@@ -243,6 +267,17 @@ class _TokenProbe:
         if largest <= allowed_largest and mean <= allowed_mean:
             return None
         return f"its log-probs differ from the plain forward's by up to {largest:.2g} nats"
+
+
+def _with_images(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """[N] log-probs from a plain forward for each row, with the images and arguments of that row alone."""
+    rules, logprobs = image_rules(inner_model(model)), []
+    for row in range(batch.num_rows):
+        one = batch.select([row])
+        inputs = lay_out(one, "padded", rules)
+        log_softmax = model(**inputs.keywords, use_cache=False).logits.flatten(0, 1).float().log_softmax(-1)
+        logprobs.append(log_softmax[inputs.predictors].gather(-1, one.response_ids[:, None]).squeeze(-1))
+    return torch.cat(logprobs)
 
 
 class _SequenceProbe:

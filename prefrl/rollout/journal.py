@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefrl import distributed
+from prefrl.data.images import file_bytes
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.metrics import from_json, to_json
 from prefrl.rollout.collect import Collected
@@ -178,6 +179,7 @@ def _table(entry: Entry) -> pa.Table:
     abouts = []
     for part in entry.parts:
         own = [row for i, rollout in enumerate(part.rollouts) for row in _rows(entry.step, i, rollout, part)]
+        _add_images(own, part.rollouts)
         rows += own
         abouts.append(_about(part, len(own)))
     about = {"run": entry.run, "generation": entry.generation, "step": entry.step, "parts": abouts}
@@ -219,6 +221,15 @@ def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator
         }
 
 
+def _add_images(rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]) -> None:
+    """Add the images of each group's prompt, as the bytes of files, to the first row of the group."""
+    images = {rollout.group: rollout.row["images"] for rollout in rollouts if rollout.row.get("images")}
+    for row in rows:
+        of_group = images.pop(row["group"], None)
+        if of_group is not None:
+            row["images"] = [file_bytes(image) for image in of_group]
+
+
 def _of_episode(rollout: Rollout, turn: int) -> dict[str, Any]:
     """What a turn of an episode adds to the table."""
     episode = rollout.episode
@@ -249,9 +260,10 @@ def _about(part: Collected, num_rows: int) -> dict[str, Any]:
 def _collected(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> Collected:
     rollouts: list[Rollout] = []
     columns: dict[str, list[Any]] = {name: [] for name in about["logged_columns"]}
+    images = {row["group"]: [{"bytes": data} for data in row["images"]] for row in rows if row.get("images")}
     for _, turns in itertools.groupby(rows, key=lambda row: row["rollout"]):
         of_rollout = list(turns)
-        rollouts.append(_rollout(of_rollout, about["rewards"]))
+        rollouts.append(_rollout(of_rollout, about["rewards"], images.get(of_rollout[0]["group"], [])))
         for name, values in columns.items():
             values.append(of_rollout[0][name])
     return Collected(
@@ -263,7 +275,7 @@ def _collected(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> Collect
     )
 
 
-def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str]) -> Rollout:
+def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str], images: list[Any]) -> Rollout:
     first = rows[0]
     turns = [
         Turn(
@@ -290,7 +302,7 @@ def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str]) -> Rol
         )
     return Rollout(
         turns,
-        {"prompt": first["prompt"], "prompt_ids": first["prompt_ids"]},
+        {"prompt": first["prompt"], "prompt_ids": first["prompt_ids"], **({"images": images} if images else {})},
         first["group"],
         prompt=first["prompt"],
         text=first["completion"],

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from prefrl.data.collate import flat_batch
 from prefrl.metrics import Mean, Metric
-from prefrl.types import Completion, Rollout, SampledBatch, Turn
+from prefrl.types import Completion, Images, Rollout, SampledBatch, Turn
+
+if TYPE_CHECKING:
+    from prefrl.data.images import ImageReader
 
 __all__ = ["Response", "responses_of", "sampled_batch", "token_counts", "turn_index", "turn_rewards"]
 
@@ -70,13 +74,18 @@ def responses_of(rollout: Rollout) -> list[Response]:
     return responses
 
 
-def sampled_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> SampledBatch:
+def sampled_batch(
+    rollouts: Sequence[Rollout], *, mask_truncated: bool, reader: ImageReader | None = None
+) -> SampledBatch:
     """The flat batch of some rollouts: a row for each, with a shared prefix of a group's prompts once.
 
     Args:
         rollouts: Completed rollouts.
         mask_truncated: Whether to exclude rollouts that were cut off at a limit from the loss.
+        reader: Reads images of prompts that are not read yet, as those of rollouts from the journal are not.
     """
+    if reader is not None:
+        _add_images(rollouts, reader)
     responses = [(row, response) for row, rollout in enumerate(rollouts) for response in responses_of(rollout)]
     is_masked = [mask_truncated and rollout.finish_reason == "length" for rollout in rollouts]
     batch = flat_batch(
@@ -87,9 +96,19 @@ def sampled_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> Sampl
         ],
         groups=[rollout.group for rollout in rollouts],
         rows=[row for row, _ in responses],
+        images={rollout.group: rollout.images for rollout in rollouts if rollout.images is not None},
     )
     logprobs = [value for _, response in responses for value in response.logprobs]
     return SampledBatch.of(batch, sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32))
+
+
+def _add_images(rollouts: Sequence[Rollout], reader: ImageReader) -> None:
+    found: dict[int, Images | None] = {}
+    for rollout in rollouts:
+        if rollout.images is None and rollout.row.get("images"):
+            if rollout.group not in found:
+                found[rollout.group] = reader.of_prompt(rollout.row)
+            rollout.images = found[rollout.group]
 
 
 def token_counts(rollouts: Sequence[Rollout], batch: SampledBatch) -> dict[str, Metric]:

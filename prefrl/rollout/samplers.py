@@ -12,8 +12,9 @@ from prefrl.types import Rollout, Turn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from prefrl.data.images import ImageReader
     from prefrl.generation.base import Generator, Pending, SamplingParams
-    from prefrl.types import Completion
+    from prefrl.types import Completion, Images
 
 __all__ = ["CompletionSampler", "RolloutSampler"]
 
@@ -50,17 +51,24 @@ class CompletionSampler:
     Args:
         generator: Returns the current generator, which may change.
         tokenizer: Decodes the completions for the rewards.
+        reader: Reads the images of prompts; None: there are none.
     """
 
     generator: Callable[[], Generator]
     tokenizer: PreTrainedTokenizerBase
+    reader: ImageReader | None = None
 
     def start(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
     ) -> Pending[Rollout]:
         """See `RolloutSampler`."""
         prompts = [row["prompt_ids"] for row in rows]
-        return _Decoded(self.generator().start(prompts, sampling, seeds=seeds), rows, groups, self.tokenizer)
+        if self.reader is None or not any(row.get("images") for row in rows):
+            pending = self.generator().start(prompts, sampling, seeds=seeds)
+            return _Decoded(pending, rows, groups, self.tokenizer, [None] * len(rows))
+        images = [self.reader.of_prompt(row) for row in rows]
+        pending = self.generator().start(prompts, sampling, seeds=seeds, images=images)
+        return _Decoded(pending, rows, groups, self.tokenizer, images)
 
     def release(self, rollouts: Sequence[Rollout]) -> None:
         """No-op: they hold nothing."""
@@ -77,6 +85,7 @@ class _Decoded:
     rows: Sequence[Mapping[str, Any]]
     groups: Sequence[int]
     tokenizer: PreTrainedTokenizerBase
+    images: Sequence[Images | None]
 
     def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
         for number, completions in self.pending.as_completed():
@@ -87,7 +96,7 @@ class _Decoded:
         is_conversational = not isinstance(row["prompt"], str)
         text = completion_text(self.tokenizer, completion.token_ids, conversational=is_conversational)
         turn = Turn(row["prompt_ids"], completion)
-        return Rollout([turn], row, self.groups[number], prompt=row["prompt"], text=text)
+        return Rollout([turn], row, self.groups[number], prompt=row["prompt"], text=text, images=self.images[number])
 
     def cancel(self) -> None:
         self.pending.cancel()

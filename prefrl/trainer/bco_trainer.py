@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from prefrl.data.collate import unpaired_batch
+from prefrl.data.images import tokenizer_of
 from prefrl.errors import ConfigError
 from prefrl.losses.preference.unpaired import bco
 from prefrl.options.fields import check_no_effect
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.trainer.bco_config import BCOConfig
 
 __all__ = ["BCOTrainer"]
@@ -86,16 +88,16 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
                     remedy="Give embedding_func and embedding_tokenizer.",
                 )
 
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Tokenize; with `embedding_func`, weight the undesirable rows."""
-        rows = prepare_unpaired(dataset, tokenizer, self.args, with_mismatched=False)
+        rows = prepare_unpaired(dataset, processing_class, self.args, with_mismatched=False)
         if self._embed is None or self._embedding_tokenizer is None:
             return rows
         if self._density_ratio is None:  # the training dataset is prepared first
             self._density_ratio = DensityRatio(
                 self._embed,
                 embedding_tokenizer=self._embedding_tokenizer,
-                tokenizer=tokenizer,
+                tokenizer=tokenizer_of(processing_class),
                 lowest=self.args.min_density_ratio,
                 highest=self.args.max_density_ratio,
             )

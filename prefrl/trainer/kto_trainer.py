@@ -21,8 +21,9 @@ from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.trainer.kto_config import KTOConfig
 
 __all__ = ["KTOTrainer"]
@@ -78,9 +79,9 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     def _estimates_kl(self) -> bool:
         return self.args.loss_type == "kto"
 
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Tokenize, and add to each row the completion of another prompt for the KL estimate."""
-        return prepare_unpaired(dataset, tokenizer, self.args, with_mismatched=self._estimates_kl)
+        return prepare_unpaired(dataset, processing_class, self.args, with_mismatched=self._estimates_kl)
 
     def lay_out(self, rows: list[dict[str, Any]]) -> LabeledBatch:
         """See `data.collate.unpaired_batch`."""

@@ -19,8 +19,9 @@ from prefrl.types import LossOutput, MarginBatch, TokenBatch
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.trainer.reward_config import RewardConfig
 
 __all__ = ["RewardTrainer"]
@@ -58,17 +59,17 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
     ) -> None:
         super().__init__(model, args, *data, **arguments)
         # Sequence classifiers find the end of a text as the last token that is not the padding token.
-        self.policy.config.pad_token_id = self.processing_class.pad_token_id
+        self.policy.config.pad_token_id = self.tokenizer.pad_token_id
 
     def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
         """The reward model; see `models.load.load_reward_model`."""
         return load_reward_model(model, **options)
 
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Tokenize."""
         return prepare_reward_dataset(
             dataset,
-            tokenizer,
+            processing_class,
             max_length=self.args.max_length,
             invalid_rows=self.args.invalid_rows,
             chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
@@ -77,7 +78,7 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
 
     def lay_out(self, rows: list[dict[str, Any]]) -> MarginBatch:
         """See `data.collate.reward_batch`."""
-        return reward_batch(rows, padding_id=self.processing_class.pad_token_id)
+        return reward_batch(rows, padding_id=self.tokenizer.pad_token_id)
 
     def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """See `BaseTrainer`; does not count the extra token at the end of each row."""

@@ -24,8 +24,9 @@ from prefrl.types import LossOutput, TokenBatch
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.losses.scores import WantName
 
 __all__ = ["SFTTrainer"]
@@ -65,7 +66,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         self.formatting_func = given.pop("formatting_func", None)
         super().__init__(model, args, **given)
 
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Tokenize, mask, truncate and pack."""
         is_tokenized = has_columns(dataset, ("input_ids",))
         if is_tokenized and self.formatting_func is not None:
@@ -86,7 +87,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
             dataset = dataset.map(lambda row: {field: format_row(row)}, remove_columns=column_names(dataset))
         dataset = prepare_sft_dataset(
             dataset,
-            tokenizer,
+            processing_class,
             max_length=None if self.args.skips_preparation else self.args.max_length,
             truncation=TRUNCATION_SIDES[self.args.truncation_mode],
             completion_only_loss=self.args.completion_only_loss,

@@ -8,7 +8,7 @@ copies of their first token, which are masked out. Legend: P prompts, R rows tha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -23,9 +23,11 @@ from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
 from prefrl.generation.local.cache import keep_rows, rows_of_cache
 from prefrl.generation.local.packed_linear import packed_linears
+from prefrl.generation.local.prompts import Prompt, Row, batches_of, in_space
 from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
+from prefrl.models.images import RowPositions, image_rules, placeholder_ids
 from prefrl.models.modes import eval_mode
 from prefrl.models.positions import position_limit
 from prefrl.types import Completion
@@ -36,20 +38,12 @@ if TYPE_CHECKING:
 
     from prefrl.generation.base import Pending, SamplingParams, WeightSource
     from prefrl.generation.local.sampling import Draw
-    from prefrl.types import FinishReason
+    from prefrl.types import FinishReason, Images
 
 __all__ = ["LocalGenerator", "end_token_ids"]
 
 # Packing the weights takes about as long as five steps.
 _STEPS_THAT_PAY_FOR_PACKING = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Sample number `sample` of prompt number `request` in the call."""
-
-    request: int
-    sample: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +55,7 @@ class _Prefill:
     ids: Tensor  # [P, W] int64
     padding: Tensor  # [P] int64, number of padding tokens on the left
     has_padding: bool
+    places: Sequence[RowPositions | None]  # [P] positions of prompts whose images have positions in space
 
 
 class LocalGenerator:
@@ -106,6 +101,8 @@ class LocalGenerator:
         self._version = 0
         self._arguments = frozenset(inspect.signature(type(self._base).forward).parameters)
         limit = position_limit(self._base)
+        self._rules = image_rules(self._base)
+        self._never = placeholder_ids(self._base)
         self._num_positions = limit.count if limit is not None and limit.is_table else None
         self._check_architecture()
 
@@ -115,6 +112,7 @@ class LocalGenerator:
         sampling: SamplingParams,
         *,
         seeds: Sequence[int],
+        images: Sequence[Images | None] | None = None,
         limits: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Sample `sampling.num_samples` completions of each prompt.
@@ -126,6 +124,7 @@ class LocalGenerator:
             prompts: [P] token ids.
             sampling: The sampling parameters.
             seeds: [P] random seeds, one for each prompt.
+            images: [P] the images of each prompt; None: there are none.
             limits: [P] the most tokens of each prompt's completions; None: `sampling.max_tokens`.
 
         Returns:
@@ -139,7 +138,7 @@ class LocalGenerator:
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
         self._check_prompts(prompts, limits)
-        completions: dict[_Row, Completion] = {}
+        completions: dict[Row, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
         most_tokens = max(limits, default=0)
         pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
@@ -159,16 +158,16 @@ class LocalGenerator:
             eval_mode(self._model),
             packed_linears(self._base) if packs else nullcontext(),
         ):
-            for batch in _batches(prompts, sampling.num_samples, self._max_rows):
+            for batch in batches_of(prompts, images, sampling.num_samples, self._max_rows):
                 prefill = self._prefill(list(batch))
                 rows = [(number, row) for number, group in enumerate(batch.values()) for row in group]
                 for start in range(0, len(rows), self._max_rows):
                     live = rows[start : start + self._max_rows]
                     wave = _Wave(prefill, live, seeds, limits, offloads_cache=self._offloads_cache)
-                    self._decode(wave, TokenSampler(sampling), stop_ids)
+                    self._decode(wave, TokenSampler(sampling, never=self._never), stop_ids)
                     completions |= wave.completions(self._version)
         return [
-            [completions[_Row(request, sample)] for sample in range(sampling.num_samples)]
+            [completions[Row(request, sample)] for sample in range(sampling.num_samples)]
             for request in range(len(prompts))
         ]
 
@@ -182,10 +181,15 @@ class LocalGenerator:
         self._model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self._base.device), use_cache=False)
 
     def start(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        images: Sequence[Images | None] | None = None,
     ) -> Pending[Completion]:
         """See `generate`, which runs when the completions are read."""
-        return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
+        return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds, images=images))
 
     def turns(self, sampling: SamplingParams) -> LocalTurns:
         """See `prefrl.generation.base.Generator`."""
@@ -226,34 +230,54 @@ class LocalGenerator:
             tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[kept]
             logits = self._forward(tokens[:, None], wave.cache, wave.positions(step), wave.mask(step))
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> _Prefill:
-        width, device = max(map(len, prompts)), self._base.device
-        ids = [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    def _prefill(self, prompts: list[Prompt]) -> _Prefill:
+        width, device = max(len(prompt.ids) for prompt in prompts), self._base.device
+        ids = [[prompt.ids[0]] * (width - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
         input_ids = torch.tensor(ids, device=device)
-        padding = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-        has_padding = any(len(prompt) < width for prompt in prompts)
+        left = [width - len(prompt.ids) for prompt in prompts]
+        padding = torch.tensor(left, device=device)
+        has_padding = any(left)
         columns = torch.arange(width, device=device)
         positions = (columns - padding[:, None]).clamp(min=0)
         mask = (columns >= padding[:, None]).long() if has_padding else None
+        images = {}
+        places: list[RowPositions | None] = [None] * len(prompts)
+        found = [prompt.images for prompt in prompts if prompt.images is not None]
+        if found and self._rules is not None:
+            types = self._rules.types([prompt.images for prompt in prompts], width, starts=left).to(device)
+            images = {**self._rules.join(found, device), **dict.fromkeys(self._rules.type_names, types)}
+            if self._rules.rope_index is not None:
+                rules = self._rules
+                places = [None if p.images is None else rules.positions(p.images) for p in prompts]
+                positions = in_space(positions, places)
         cache = DynamicCache(config=self._base.config)
         try:
-            logits = self._forward(input_ids, cache, positions, mask)
+            logits = self._forward(input_ids, cache, positions, mask, images)
         except ValueError as error:  # some architectures accept only their own kind of cache
             raise _no_cache_error(self._base, str(error)) from error
-        return _Prefill(cache, logits, input_ids, padding, has_padding)
+        return _Prefill(cache, logits, input_ids, padding, has_padding, places)
 
-    def _forward(self, input_ids: Tensor, cache: Cache, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def _forward(
+        self,
+        input_ids: Tensor,
+        cache: Cache,
+        positions: Tensor,
+        mask: Tensor | None,
+        images: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """[R, V] float32 logits after the last token of `input_ids`, whose keys and values are added to `cache`.
 
         Args:
             input_ids: [R, .] int64.
             cache: The cache of all previous tokens.
-            positions: [R, .] int64, positions of `input_ids`.
+            positions: [R, .] int64, positions of `input_ids`; in space [R, 4, .], see `in_space`.
             mask: [R, .] int64, over all tokens so far, 0 for padding; None if there is no padding.
+            images: What the model reads besides tokens.
         """
         arguments = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        arguments |= images or {}
         if "position_ids" in self._arguments:
-            arguments["position_ids"] = positions
+            arguments["position_ids"] = positions if positions.dim() == 2 else positions.transpose(0, 1)
         if "logits_to_keep" in self._arguments:
             arguments["logits_to_keep"] = 1
         if "output_router_logits" in self._arguments:
@@ -290,7 +314,7 @@ class LocalGenerator:
                     "the prompts (max_prompt_length) or the completions (max_completion_length)."
                 )
 
-    def _logits_error(self, row: _Row, step: int) -> GenerationError:
+    def _logits_error(self, row: Row, step: int) -> GenerationError:
         return GenerationError(
             f"prompt {row.request}, sample {row.sample}, token {step}: the logits of weight version {self._version} "
             "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, "
@@ -304,7 +328,7 @@ class _Wave:
     def __init__(
         self,
         prefill: _Prefill,
-        rows: list[tuple[int, _Row]],
+        rows: list[tuple[int, Row]],
         seeds: Sequence[int],
         limits: Sequence[int],
         *,
@@ -329,13 +353,15 @@ class _Wave:
         self._history = pad(prefill.ids[prompts], (0, self.max_tokens))  # [R, W + T]
         columns = torch.arange(self._width + self.max_tokens, device=self._device)
         padding = prefill.padding[prompts, None]
-        self._positions = columns - padding  # [R, W + T]
+        self._positions = columns - padding  # [R, W + T], or [R, 4, W + T]
+        if any(place is not None for place in prefill.places):
+            self._positions = in_space(self._positions, [prefill.places[number] for number, _ in rows])
         self._mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
         self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
         self.first_logits = prefill.logits[prompts]
 
     @property
-    def live_rows(self) -> list[_Row]:
+    def live_rows(self) -> list[Row]:
         """The rows that are not finished."""
         return [self._rows[row] for row in self._live]
 
@@ -344,8 +370,8 @@ class _Wave:
         return self._uniforms[:, step]
 
     def positions(self, step: int) -> Tensor:
-        """[R, 1] position of the token that was drawn in this step."""
-        return self._positions[:, self._width + step, None]
+        """[R, 1] or [R, 4, 1] position of the token that was drawn in this step."""
+        return self._positions[..., self._width + step, None]
 
     def mask(self, step: int) -> Tensor | None:
         """[R, W + step + 1] attention mask of the token that was drawn in this step."""
@@ -385,7 +411,7 @@ class _Wave:
             keep_rows(self.cache, kept, self._device)
         return kept
 
-    def completions(self, version: int) -> dict[_Row, Completion]:
+    def completions(self, version: int) -> dict[Row, Completion]:
         """The completions of all rows, on the host."""
         tokens: list[list[int]] = [[] for _ in self._rows]
         logprobs: list[list[float]] = [[] for _ in self._rows]
@@ -424,24 +450,6 @@ def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:
     num_kept = len(is_gap) - sum(is_gap)
     movers = (place for place in range(len(is_gap) - 1, num_kept - 1, -1) if not is_gap[place])
     return [next(movers) if is_gap[place] else place for place in range(num_kept)]
-
-
-def _batches(
-    prompts: Sequence[Sequence[int]], num_samples: int, max_rows: int
-) -> list[dict[tuple[int, ...], list[_Row]]]:
-    """Distinct prompts with their rows, in batches of similar lengths with at most `max_rows` rows, or one prompt."""
-    rows: dict[tuple[int, ...], list[_Row]] = {}
-    for request, prompt in enumerate(prompts):
-        rows.setdefault(tuple(prompt), []).extend(_Row(request, sample) for sample in range(num_samples))
-    batches: list[dict[tuple[int, ...], list[_Row]]] = []
-    num_rows = max_rows
-    for prompt in sorted(rows, key=len):
-        if num_rows + len(rows[prompt]) > max_rows:
-            batches.append({})
-            num_rows = 0
-        batches[-1][prompt] = rows[prompt]
-        num_rows += len(rows[prompt])
-    return batches
 
 
 def _no_cache_error(model: PreTrainedModel, reason: str) -> GenerationError:

@@ -20,6 +20,8 @@ from transformers import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from transformers import LogitsProcessor
 
@@ -57,7 +59,9 @@ def uniform_numbers(seed: int, sample: int, count: int) -> Tensor:
 class TokenSampler:
     """Samples tokens by inverting the cumulative distribution, after the logits processors of transformers."""
 
-    def __init__(self, sampling: SamplingParams) -> None:
+    def __init__(self, sampling: SamplingParams, *, never: Sequence[int] = ()) -> None:
+        """Tokens in `never` are not drawn; log-probs do not count this, because their probability is about 0."""
+        self._never = list(never)
         self._is_greedy = sampling.temperature == 0
         self._wants_raw = sampling.logprobs == "raw"
         self.reads_history = sampling.repetition_penalty != 1.0
@@ -74,17 +78,26 @@ class TokenSampler:
         scores = logits
         for processor in self._processors:
             scores = processor(history, scores)
+        allowed = self._allowed(scores)
         if self._is_greedy:
-            tokens = scores.argmax(dim=-1)
+            tokens = allowed.argmax(dim=-1)
             logprobs = torch.zeros_like(scores[:, 0])
             is_valid = _at(scores, tokens).isfinite()
         else:
-            probabilities = scores.softmax(dim=-1)
+            probabilities = allowed.softmax(dim=-1)
             tokens, is_valid = _invert(probabilities, uniforms)
             logprobs = _at(probabilities, tokens).log()
+            if self._never:
+                logprobs = _at(scores, tokens) - scores.logsumexp(dim=-1)
         if self._wants_raw:
             logprobs = _at(logits, tokens) - logits.logsumexp(dim=-1)
         return Draw(tokens, logprobs, is_valid)
+
+    def _allowed(self, scores: Tensor) -> Tensor:
+        """[B, V] scores, -inf for tokens that are never drawn."""
+        if not self._never:
+            return scores
+        return scores.index_fill(1, torch.tensor(self._never, device=scores.device), float("-inf"))
 
 
 def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:

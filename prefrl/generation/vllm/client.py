@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefrl.generation.vllm.handshake import Requirements
     from prefrl.generation.weights.sync import WeightSync
     from prefrl.http import Http
-    from prefrl.types import Completion
+    from prefrl.types import Completion, Images
 
 __all__ = ["VLLMGenerator"]
 
@@ -91,18 +91,28 @@ class VLLMGenerator:
         )
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        images: Sequence[Images | None] | None = None,
     ) -> list[list[Completion]]:
         """Sample `sampling.num_samples` completions of each prompt; see `start`.
 
         Returns:
             [P][G] completions; a stop token is the last token of its completion.
         """
-        completions = dict(self.start(prompts, sampling, seeds=seeds).as_completed())
+        completions = dict(self.start(prompts, sampling, seeds=seeds, images=images).as_completed())
         return [completions[number] for number in range(len(prompts))]
 
     def start(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        images: Sequence[Images | None] | None = None,
     ) -> VLLMPending:
         """Request the completions of all prompts without waiting for them.
 
@@ -110,12 +120,15 @@ class VLLMGenerator:
             prompts: [P] token ids.
             sampling: Sampling parameters.
             seeds: [P], one for each prompt; sample g of a prompt uses the seed `seed + g`.
+            images: [P] the images of each prompt; None: there are none.
 
         Raises:
             ValueError: The numbers of prompts and seeds differ.
             ConfigError: The servers cannot sample with these parameters.
             GenerationError: No weights have been sent yet, or a prompt is empty or too long for the servers.
         """
+        if images is not None:
+            raise GenerationError("use_vllm=True with images: vLLM servers get no images yet. Set use_vllm=False.")
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         self._check(sampling)

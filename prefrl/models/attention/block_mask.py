@@ -84,6 +84,7 @@ class _Segments:
     position: Tensor  # [S] int64, of the first token
     parent: Tensor  # [S] int64; -1: none
     family_stop: Tensor  # [S] int64: one past the last token of the segment and its descendants
+    is_block: Tensor  # [S] bool: its tokens see all of it
 
     @classmethod
     def of(cls, layout: Layout, total: int) -> _Segments:
@@ -100,13 +101,15 @@ class _Segments:
             position=torch.tensor([*(s.position for s in segments), 0, 0]),
             parent=torch.tensor([*(parent for _, parent in layout.forest), -1, -1]),
             family_stop=torch.tensor([*family_stops, total, total]),
+            is_block=torch.tensor([*(i in layout.blocks for i in range(len(segments))), False, False]),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Sight:
-    """What tokens see: a query sees a key if key <= query < stop[key] and lost[query] < position[key]."""
+    """What tokens see: a query sees a key if key < reach[query], query < stop[key] and lost[query] < position[key]."""
 
+    reach: Tensor  # [T] int32: one past the last token that it sees: itself, or the end of its block
     stop: Tensor  # [T] int32: one past the last token of the key's segment and its descendants
     position: Tensor  # [T] int32: number of tokens before it in its segment and in the ancestors
     lost: Tensor  # [T] int32: the last position that the window has left behind; below 0: none
@@ -114,10 +117,15 @@ class _Sight:
     @classmethod
     def of(cls, segments: _Segments, window: int) -> _Sight:
         """On the host."""
-        columns = (segments.family_stop, segments.position - segments.start)
-        stop, shift = (x.repeat_interleave(segments.length) for x in columns)
-        position = torch.arange(len(shift)) + shift
-        return cls(stop.int(), position.int(), (position - window).int())
+        ends = torch.where(segments.is_block, segments.start + segments.length, 0)
+        # A window never hides a token of the query's own block.
+        firsts = torch.where(segments.is_block, segments.position - 1, torch.iinfo(torch.int32).max)
+        columns = (segments.family_stop, segments.position - segments.start, ends, firsts)
+        stop, shift, end, first = (x.repeat_interleave(segments.length) for x in columns)
+        token = torch.arange(len(shift))
+        position = token + shift
+        reach, lost = torch.maximum(token + 1, end), torch.minimum(position - window, first)
+        return cls(reach.int(), stop.int(), position.int(), lost.int())
 
 
 def block_mask(layout: Layout, window: int | None, device: torch.device) -> BlockMask:
@@ -126,16 +134,18 @@ def block_mask(layout: Layout, window: int | None, device: torch.device) -> Bloc
     It is built on the host with memory for (T / 128)^2 entries, and sent to the device without waiting.
     """
     total = bucket(sum(layout.lengths))
-    segments, reach = _Segments.of(layout, total), total if window is None else window
-    sight = _Sight.of(segments, reach)
-    touched, full = _touched(segments, total, reach), _full(sight)
+    segments, limit = _Segments.of(layout, total), total if window is None else window
+    sight = _Sight.of(segments, limit)
+    touched, full = _touched(segments, total, limit), _full(sight)
     partial = touched & ~full
     ordered = [_ordered(blocks) for blocks in (partial, full, partial.t(), full.t())]
     (kv, full_kv, q, full_q) = (tuple(x[None, None].to(device, non_blocking=True) for x in pair) for pair in ordered)
-    stop, position, lost = (x.to(device, non_blocking=True) for x in (sight.stop, sight.position, sight.lost))
+    reach, stop, position, lost = (
+        x.to(device, non_blocking=True) for x in (sight.reach, sight.stop, sight.position, sight.lost)
+    )
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < stop[key]) & (lost[query] < position[key])
+        return (key < reach[query]) & (query < stop[key]) & (lost[query] < position[key])
 
     return BlockMask(
         seq_lengths=(total, total),
@@ -164,10 +174,13 @@ def _touched(segments: _Segments, total: int, window: int) -> Tensor:
     segment = torch.searchsorted(segments.start, first, right=True) - 1
     shift = segments.position[segment] - segments.start[segment]
     seen = []  # row of blocks, first column, one past the last column
+    is_whole = segments.is_block[segment]  # whether the queries see all of the segment
     while (segment >= 0).any():
         start, length, position = segments.start[segment], segments.length[segment], segments.position[segment]
         begin = start + (first + shift - window + 1 - position).clamp(min=0).minimum(length)
         stop = start + (last + shift + 1 - position).clamp(min=0).minimum(length)
+        begin, stop = torch.where(is_whole, start, begin), torch.where(is_whole, start + length, stop)
+        is_whole = torch.zeros_like(is_whole)
         column = begin // BLOCK
         seen.append(torch.stack([first // BLOCK, column, torch.where(begin < stop, -(-stop // BLOCK), column)]))
         segment = segments.parent[segment]

@@ -109,7 +109,9 @@ def _copies_little(layout: Layout) -> bool:
 # In order of preference. The first needs no compilation but supports half precision only. The second is compiled at
 # first use. The last launches kernels for each segment; it works everywhere and is the reference for the others.
 KERNELS = (
-    Kernel("variable-length", varlen.attend, _is_for_varlen, _copies_little),
+    Kernel(
+        "variable-length", varlen.attend, _is_for_varlen, lambda layout: not layout.blocks and _copies_little(layout)
+    ),
     Kernel("block-mask", block_mask.attend, _is_for_blocks),
     Kernel("segment-by-segment", segments.attend, lambda inputs: True),
 )

@@ -198,10 +198,11 @@ def _rename(model: PreTrainedModel, new_name: Mapping[str, str]) -> None:
 
 
 def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
-    """Every config object that a module reads, once."""
+    """Every config object that a module reads, once, without those of a vision tower, which sees no flat rows."""
     seen: set[int] = set()
+    kinds = {model.config.model_type, model.config.get_text_config().model_type}
     for module in model.modules():
         config = vars(module).get("config")
-        if isinstance(config, PreTrainedConfig) and id(config) not in seen:
+        if isinstance(config, PreTrainedConfig) and id(config) not in seen and config.model_type in kinds:
             seen.add(id(config))
             yield config

@@ -1,9 +1,10 @@
 """The structure of a flat row: a forest of segments.
 
 A segment continues its parent, if it has one: its tokens see all tokens of its ancestors, and those of the segment up
-to themselves, never those of a sibling. A segment without parent and children is an ordinary sequence. Segments are
-laid end to end in depth-first order, so the descendants of a segment directly follow it. Everything that kernels need
-is computed from the layout on the host, once for all layers.
+to themselves, never those of a sibling. In a block, the tokens of an image that its model reads so, all see all of the
+segment. A segment without parent and children is an ordinary sequence. Segments are laid end to end in depth-first
+order, so the descendants of a segment directly follow it. Everything that kernels need is computed from the layout on
+the host, once for all layers.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Layout:
     # The length of each segment, and the number of its parent; -1: none. In depth-first order.
     forest: tuple[tuple[int, int], ...]
     num_parts: int = 1  # number of processes that each have an equal part of the tokens
+    # Numbers of the segments whose tokens see all tokens of the segment, also those after themselves: images.
+    blocks: frozenset[int] = frozenset()
     # Sliding windows that attention layers passed; the self-check reads them.
     windows: set[int | None] = field(default_factory=set)
     _made: dict[Hashable, Any] = field(default_factory=dict)

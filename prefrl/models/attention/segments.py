@@ -37,15 +37,17 @@ def attend(
     """
     lengths = layout.lengths
 
-    def attend_to(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        pieces = _visible(q, k, v, layout, window)
-        return [_sdpa(*piece, scale=scaling, dropout=dropout).transpose(1, 2) for piece in pieces]
+    def attend_to(q: Tensor, k: Tensor, v: Tensor, *, is_block: bool) -> list[Tensor]:
+        pieces = [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window)
+        outputs = [_sdpa(*piece, scale=scaling, dropout=dropout, is_block=is_block) for piece in pieces]
+        return [output.transpose(1, 2) for output in outputs]
 
     outputs: list[Tensor] = []
     queries, keys, values = (torch.split(x, lengths, dim=2) for x in (query, key, value))
     for number, segment in enumerate(layout.segments):
         seen = [*segment.ancestors, number]
-        outputs += attend_to(queries[number], _joined(keys, seen), _joined(values, seen))
+        is_block = number in layout.blocks
+        outputs += attend_to(queries[number], _joined(keys, seen), _joined(values, seen), is_block=is_block)
     return torch.cat(outputs, dim=1)
 
 
@@ -79,6 +81,18 @@ def _visible(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None
             first = last
 
 
+def _block(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> _Piece:
+    """The queries of a segment that sees all of itself, with all keys. A window ends before its own segment."""
+    num_queries, num_keys = q.size(2), k.size(2)
+    if window is None or window >= num_keys:
+        return q, k, v, None
+    key = torch.arange(num_keys, device=q.device)
+    query = key[-num_queries:, None]
+    is_hidden = (query - key >= window) & (key < num_keys - num_queries)
+    mask = torch.zeros(is_hidden.shape, dtype=q.dtype, device=q.device)
+    return q, k, v, mask.masked_fill_(is_hidden, float("-inf"))
+
+
 def _mask(layout: Layout, rows: int, keys: int, window: int | None, like: Tensor) -> Tensor:
     """[rows, keys] additive mask for the last `rows` of `keys` positions; a view of one mask for all segments."""
     before = layout.longest
@@ -95,7 +109,16 @@ def _mask(layout: Layout, rows: int, keys: int, window: int | None, like: Tensor
     return mask[:rows, before - (keys - rows) : before + rows]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float) -> Tensor:
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float | None,
+    dropout: float,
+    is_block: bool,
+) -> Tensor:
     if q.is_cuda and mask is not None and k.size(1) != q.size(1):
         # CUDA's fast kernels support a mask or grouped heads, but not both.
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
@@ -105,7 +128,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float 
         v,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask is None,
+        is_causal=mask is None and not is_block,
         scale=scale,
         enable_gqa=k.size(1) != q.size(1),
     )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import datasets
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -78,8 +78,8 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ref_model": (_is_model, "a name, a path, a model or None"),
     "reward_funcs": (_is_rewards, "a reward or a list of them: functions, and reward models or their names"),
     "processing_class": (
-        lambda value: isinstance(value, PreTrainedTokenizerBase),
-        "a tokenizer of transformers or None",
+        lambda value: isinstance(value, PreTrainedTokenizerBase | ProcessorMixin),
+        "a tokenizer or processor of transformers or None",
     ),
     "compute_metrics": (callable, "a function of an EvalPrediction, which returns numbers by name, or None"),
     "callbacks": (lambda value: isinstance(value, list | tuple), "a list of callbacks or None"),

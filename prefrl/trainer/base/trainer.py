@@ -14,6 +14,8 @@ import torch
 from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
+from prefrl.data.image_example import example_batch
+from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of, with_named_images
 from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
 from prefrl.data.overlap import warn_of_shared_rows
 from prefrl.data.positions import check_positions
@@ -21,8 +23,8 @@ from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
-from prefrl.models.forward import prepare_for_scoring, verdict_of
-from prefrl.models.load import load_model, load_tokenizer, num_embeddings
+from prefrl.models.forward import prepare_for_scoring, set_image_example, verdict_of
+from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
@@ -93,7 +95,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         *,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: ProcessingClass | None = None,
         compute_metrics: ComputeMetrics | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
@@ -124,15 +126,20 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.account = StepAccount(args.device)
         self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
         args.fit_context(self._position_limit)
-        tokenizer = load_tokenizer(model, processing_class, model_init_kwargs=kwargs, changes=args.tokenizer_changes)
+        processing_class = load_processing_class(
+            model, processing_class, model_init_kwargs=kwargs, changes=args.tokenizer_changes
+        )
+        self.images = image_reader(processing_class)
+        if self.images is not None:
+            set_image_example(model, example_batch(self.images))
         self.args = args
         super().__init__(
             model=model,
             args=args,
             data_collator=self.collate,
-            train_dataset=self._prepared(train_dataset, tokenizer, training=True),
-            eval_dataset=self._prepared(eval_dataset, tokenizer, training=False),
-            processing_class=tokenizer,
+            train_dataset=self._prepared(train_dataset, processing_class, training=True),
+            eval_dataset=self._prepared(eval_dataset, processing_class, training=False),
+            processing_class=processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -162,6 +169,11 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         return {**super()._build_accelerator_args(**arguments), "parallelism_config": self._parallelism}
 
     @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, also if `processing_class` is a processor."""
+        return tokenizer_of(self.processing_class)
+
+    @property
     def reference(self) -> Reference | None:
         """The reference that the policy stays close to, if one is kept."""
         return self.scorer.reference
@@ -182,7 +194,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         """[B] what each row counts among the items: `loss` sums over them, sum / (items of the step) is the loss."""
 
     @abstractmethod
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Check and tokenize a dataset."""
 
     @abstractmethod
@@ -263,7 +275,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
 
     def _idle_batch(self) -> IdleBatch:
         """One token without a loss; its forward and backward pass gives every parameter a zero gradient."""
-        return IdleBatch.of_token(self.processing_class.pad_token_id)
+        return IdleBatch.of_token(self.tokenizer.pad_token_id)
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
@@ -353,14 +365,15 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
 
     # Datasets.
 
-    def _prepared(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Any:
+    def _prepared(self, dataset: Any, processing_class: ProcessingClass, *, training: bool) -> Any:
         if dataset is None:
             return None
         check_dataset("train_dataset" if training else "eval_dataset", dataset, takes_several=not training)
         if isinstance(dataset, Mapping):
-            return {name: self._prepared(part, tokenizer, training=training) for name, part in dataset.items()}
-        prepared = self.prepare_dataset(dataset, tokenizer, training=training)
-        columns = self._id_columns
+            return {name: self._prepared(part, processing_class, training=training) for name, part in dataset.items()}
+        dataset = with_named_images(dataset, self.args.image_key)
+        prepared = self.prepare_dataset(dataset, processing_class, training=training)
+        columns, tokenizer = self._id_columns, tokenizer_of(processing_class)
         prepared = check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=columns)
         return check_positions(prepared, self._position_limit, self.args.length_bound, columns=columns)
 

@@ -20,8 +20,8 @@ from prefrl.trainer.base.config import TRUNCATION_SIDES
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.losses.scores import TokenScores
     from prefrl.trainer.offline.config import OfflineConfig
     from prefrl.types import LabeledBatch, TokenBatch
@@ -48,16 +48,16 @@ Loaded = TypeVar("Loaded", bound="TokenBatch")
 class RowKind(Generic[Loaded]):
     """How dataset rows become batches; trainers that learn from the same kind of rows share one."""
 
-    prepare: Callable[[Dataset, PreTrainedTokenizerBase, OfflineConfig], Dataset]
+    prepare: Callable[[Dataset, ProcessingClass, OfflineConfig], Dataset]
     lay_out: Callable[[Sequence[dict[str, Any]]], Loaded]
     row_items: Callable[[Loaded], Tensor]
 
 
-def _prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig) -> Dataset:
+def _prepare_pairs(dataset: Dataset, processing_class: ProcessingClass, args: OfflineConfig) -> Dataset:
     """See `data.preference.prepare_preference_dataset`."""
     return prepare_preference_dataset(
         dataset,
-        tokenizer,
+        processing_class,
         max_length=args.max_length,
         truncation=TRUNCATION_SIDES[args.truncation_mode],
         invalid_rows=args.invalid_rows,
@@ -75,12 +75,12 @@ PAIRS = RowKind(_prepare_pairs, preference_batch, half_pairs)
 
 
 def prepare_unpaired(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: OfflineConfig, *, with_mismatched: bool
+    dataset: Dataset, processing_class: ProcessingClass, args: OfflineConfig, *, with_mismatched: bool
 ) -> Dataset:
     """See `data.preference.prepare_unpaired_dataset`."""
     return prepare_unpaired_dataset(
         dataset,
-        tokenizer,
+        processing_class,
         max_length=args.max_length,
         truncation=TRUNCATION_SIDES[args.truncation_mode],
         invalid_rows=args.invalid_rows,

@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from peft import PeftConfig
     from torch import Tensor, nn
-    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.models.reference import Reference
     from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.offline.config import OfflineConfig
@@ -61,7 +62,7 @@ class TrainerArguments(TypedDict, total=False):
 
     train_dataset: Dataset | IterableDataset | None
     eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None  # one, or several by name
-    processing_class: PreTrainedTokenizerBase | None  # the tokenizer; None: the model's
+    processing_class: ProcessingClass | None  # the tokenizer or processor; None: the model's
     compute_metrics: ComputeMetrics | None  # further metrics of evaluations; see docs/concepts.md
     callbacks: list[TrainerCallback] | None
     optimizers: Optimizers  # optimizer and scheduler instead of those that `args` describes
@@ -117,8 +118,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         check_stream(given.get("train_dataset"), max_steps=args.max_steps)
         super().__init__(model, args, **given)
         if self.policy.can_generate():
-            end_ids = end_token_ids(self.policy, self.processing_class)
-            warn_of_unknown_end(self.train_dataset, self.processing_class, end_ids=end_ids)
+            end_ids = end_token_ids(self.policy, self.tokenizer)
+            warn_of_unknown_end(self.train_dataset, self.tokenizer, end_ids=end_ids)
         if isinstance(args, SampleOptions) and args.generate_during_eval:
             sampling = GenerationConfig(do_sample=True)
             self.add_callback(LogCompletionsCallback(self, sampling, num_prompts=args.per_device_eval_batch_size))
@@ -166,13 +167,13 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         super()._begin_training()
         self._policy_is_reference = False
 
-    def _prepared(self, dataset: Any, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Any:
+    def _prepared(self, dataset: Any, processing_class: ProcessingClass, *, training: bool) -> Any:
         """See `BaseTrainer`; a dataset given to `evaluate` is also scored with the reference, if that is needed.
 
         Raises:
             ConfigError: The reference is gone.
         """
-        prepared = super()._prepared(dataset, tokenizer, training=training)
+        prepared = super()._prepared(dataset, processing_class, training=training)
         if self._precomputed_from is None or isinstance(prepared, Mapping):
             return prepared
         if self._late_reference is None and not self._policy_is_reference:
@@ -198,7 +199,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             reference_logprobs=(
                 self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
             ),
-            collate=self.lay_out,
+            collate=self._read_and_lay_out,
             batch_size=options.precompute_ref_batch_size or self.args.per_device_train_batch_size,
             weights=cast("str", self._precomputed_from),
             dtype=self._scoring_dtype(),
@@ -243,9 +244,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     # Datasets.
 
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Check and tokenize a dataset."""
-        return self.row_kind.prepare(dataset, tokenizer, self.args)
+        return self.row_kind.prepare(dataset, processing_class, self.args)
 
     def lay_out(self, rows: list[dict[str, Any]]) -> Loaded:
         """The flat batch of some rows of a prepared dataset."""
@@ -257,7 +258,11 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     def collate(self, rows: list[dict[str, Any]]) -> Loaded | None:
         """The flat batch of some rows; None if there are none."""
-        return self.lay_out(rows) if rows else None
+        return self._read_and_lay_out(rows) if rows else None
+
+    def _read_and_lay_out(self, rows: list[dict[str, Any]]) -> Loaded:
+        """The flat batch of some rows, with their images."""
+        return self.lay_out(rows if self.images is None else [self.images.attach(row) for row in rows])
 
     def get_train_dataloader(self) -> EpochDataLoader | StreamLoader:
         """Micro-batches of this rank; see `StepBatchSampler`."""

@@ -10,6 +10,7 @@ import datasets
 from prefrl import distributed
 from prefrl.data.encode import row_encoder
 from prefrl.data.formats import Format, column_names
+from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of
 from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
 from prefrl.errors import ConfigError
 from prefrl.rewards.fingerprint import reward_fingerprint
@@ -120,16 +121,19 @@ class Episodes:
             return dataset.map(lambda row: {**row, "prompt": EMPTY_PROMPT})
         return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
 
-    def sampler(self, tokenizer: PreTrainedTokenizerBase, generator: Callable[[], Generator]) -> RolloutSampler:
+    def sampler(self, processing_class: ProcessingClass, generator: Callable[[], Generator]) -> RolloutSampler:
         """Samples rollouts as the arguments say.
 
         Raises:
             ConfigError: No format of tool calls fits the tokenizer's chat template.
         """
+        tokenizer = tokenizer_of(processing_class)
         if not self.exist:
-            return CompletionSampler(generator, tokenizer)
+            return CompletionSampler(generator, tokenizer, image_reader(processing_class))
         kwargs = cast("dict[str, Any] | None", self._args.chat_template_kwargs)
-        encoder = row_encoder(Format("prompt_only", ("prompt",), "conversational"), tokenizer, kwargs, self.schemas)
+        encoder = row_encoder(
+            Format("prompt_only", ("prompt",), "conversational"), processing_class, kwargs, self.schemas
+        )
         readers: dict[str | None, ToolCallReader | None] = {
             name: tool_call_reader(
                 encoder.template({"environment": name}), kind.schemas, tool_parser=self._args.tool_parser

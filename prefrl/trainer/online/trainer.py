@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
     from transformers.trainer_utils import EvalLoopOutput
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.generation.base import Generator
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
@@ -92,7 +93,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read; a stream is read
             in its order and needs `max_steps`.
         eval_dataset: One dataset, or several by name.
-        processing_class: Tokenizer; None: the model's.
+        processing_class: Tokenizer, or processor of a model that reads images; None: the model's.
         reward_processing_classes: Tokenizers of reward models; None: their own.
         callbacks: HuggingFace callbacks.
         optimizers: Optimizer and scheduler to use instead of those that `args` describes.
@@ -123,7 +124,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         args: PolicyGradientConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: ProcessingClass | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
@@ -172,7 +173,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.generator: Generator = make_generator(
             args,
             self.policy,
-            self.processing_class,
+            self.tokenizer,
             weights=self.weights,
             max_rows=most_completions(args),
             autocast=self.accelerator.autocast,
@@ -220,12 +221,12 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     # Datasets.
 
-    def prepare_dataset(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, training: bool) -> Dataset:
+    def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Check that the rewards find their columns, and add `prompt_ids`."""
         self.rewards.check_columns(column_names(dataset))
         return prepare_prompt_dataset(
             dataset,
-            tokenizer,
+            processing_class,
             max_prompt_length=self.args.max_prompt_length,
             truncation=TRUNCATION_SIDES[self.args.truncation_mode],
             filter_overlong=self.args.filter_overlong_prompts,
@@ -291,7 +292,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _learned(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         args = self.args
-        batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions)
+        batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions, reader=self.images)
         scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.rows_per_micro_batch)
         step = self.state.global_step
         learned = self.learner.advantages(
