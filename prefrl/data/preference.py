@@ -35,6 +35,7 @@ from prefrl.data.formats import (
     read_text,
 )
 from prefrl.data.images import ProcessingClass, tokenizer_of
+from prefrl.data.mismatch import MISMATCHED, with_mismatched_completions
 from prefrl.data.rows import REMEDY, EncodeRow, InvalidRows, map_rows
 from prefrl.data.tokenized import num_ids_of, plain, read_ids
 from prefrl.errors import DataError
@@ -47,9 +48,6 @@ _IDS = datasets.List(datasets.Value("int32"))
 _PREFERENCE = datasets.Features(prompt_ids=_IDS, chosen_ids=_IDS, rejected_ids=_IDS)
 _REWARD = datasets.Features(chosen_ids=_IDS, rejected_ids=_IDS)
 _UNPAIRED = datasets.Features(prompt_ids=_IDS, completion_ids=_IDS, label=datasets.Value("bool"))
-_MISMATCHED = "KL_completion_ids"
-
-_WINDOW = 1000  # rows within which a row looks for the completion of another prompt
 
 
 def prepare_preference_dataset(
@@ -204,7 +202,7 @@ def prepare_unpaired_dataset(
     encode_row: EncodeRow
     images: Mapping[str, Any] = {}
     if has_columns(dataset, tuple(_UNPAIRED)):
-        check_not_reserved(dataset, (_MISMATCHED,))
+        check_not_reserved(dataset, (MISMATCHED,))
         encode_row = _TokenizedUnpairedRow(num_ids_of(tokenizer_of(processing_class)), max_length, truncation)
         dataset = plain(dataset)
     else:
@@ -213,7 +211,7 @@ def prepare_unpaired_dataset(
             dataset = _unpaired(convert_from_value(dataset, dataset_format), invalid_rows, num_proc)
             dataset_format = detect_format(dataset, ("unpaired",))
             remedy += ". Rows are numbered as in unpair_preference_dataset(dataset, batch_size=2)"
-        check_not_reserved(dataset, ("prompt_ids", "completion_ids", _MISMATCHED))
+        check_not_reserved(dataset, ("prompt_ids", "completion_ids", MISMATCHED))
         dataset = convert_from_value(dataset, dataset_format)
         encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs)
         encoder.check_end_of_text()
@@ -232,7 +230,7 @@ def prepare_unpaired_dataset(
     )
     if isinstance(rows, datasets.Dataset):
         _warn_of_one_label(rows["label"][:])
-    return _with_mismatched(rows, max_length) if with_mismatched else rows
+    return with_mismatched_completions(rows, max_length) if with_mismatched else rows
 
 
 @dataclass(frozen=True)
@@ -482,38 +480,3 @@ def _warn_of_one_label(labels: Sequence[bool]) -> None:
             desirable,
             len(labels) - desirable,
         )
-
-
-def _with_mismatched(rows: AnyDataset, max_length: int | None) -> AnyDataset:
-    arguments = {"max_length": max_length, "have_images": "images" in column_names(rows)}
-    options = {"batched": True, "batch_size": _WINDOW, "fn_kwargs": arguments}
-    if isinstance(rows, datasets.IterableDataset):
-        return rows.map(_mismatch, **options)
-    features = datasets.Features({**rows.features, _MISMATCHED: _IDS})
-    # One process: the windows must not depend on how the rows are split over processes.
-    rows = rows.map(_mismatch, features=features, desc="Pairing with other prompts", **options)
-    if not any(rows[_MISMATCHED]):
-        raise DataError(
-            f"no two rows within {_WINDOW} have different prompts: KTO estimates its KL divergence from completions "
-            "of other prompts. Shuffle the dataset, or add rows with other prompts"
-        )
-    return rows
-
-
-def _mismatch(
-    rows: Mapping[str, Sequence[list[int]]], max_length: int | None, have_images: bool
-) -> dict[str, list[list[int]]]:
-    prompts: Sequence[Any] = rows["prompt_ids"]
-    completions = rows["completion_ids"]
-    if have_images:  # prompts of the same tokens differ by their images, which need not be read for this
-        prompts = [(prompt, row) for row, prompt in enumerate(prompts)]
-    other: list[int | None] = [None] * len(prompts)
-    for _ in range(2):  # the first round does not yet know the last rows, which the first rows follow
-        for row in range(len(prompts)):
-            other[row] = row - 1 if prompts[row] != prompts[row - 1] else other[row - 1]
-    return {
-        _MISMATCHED: [
-            [] if index is None else completions[index][: None if max_length is None else max_length - len(prompt)]
-            for prompt, index in zip(rows["prompt_ids"], other, strict=True)
-        ]
-    }

@@ -101,7 +101,7 @@ def _rows(trainer: Any, dumped: DumpedBatch) -> str:
             own = batch.select(rows)
             loss = float(_loss(trainer, own))
         if not math.isfinite(loss):
-            decode = trainer.processing_class.decode
+            decode = trainer.tokenizer.decode
             texts = [repr(decode(ids.tolist()))[:_SHOWN] for ids in (own.prompt_ids, own.response_ids)]
             return f"the loss of rows {rows} alone is {loss}: prompt {texts[0]}, response {texts[1]}"
     return "the loss of each group alone is finite."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,10 +46,6 @@ class GuardedTrainer(ResumableTrainer):
 
     def _new_guard(self) -> StepGuard:
         return StepGuard(self.args.nan_patience if self.args.on_nan == "skip" else 1)
-
-    @abstractmethod
-    def write_model(self, folder: Path) -> None:
-        """Write model, tokenizer and options to a folder. All processes must call it."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
         """HuggingFace's hook, called right before the update, with the norm before clipping or None."""

@@ -118,6 +118,9 @@ class ResumableTrainer(Trainer):
         """HuggingFace's hook: rows of a step, over all ranks."""
         return int(args.rows_per_micro_batch * args.gradient_accumulation_steps * distributed.world_size())
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Tokens are counted in `BaseTrainer.get_batch_samples`."""
+
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> NoReturn:
         """HuggingFace's method, which would return the logits of all tokens. Not supported: always raises."""
         raise ConfigError(
@@ -283,6 +286,26 @@ class ResumableTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         (folder / TRAINING_ARGS_NAME).unlink()
         (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save model, tokenizer and model card, so that `from_pretrained` can load them. All ranks must call it.
+
+        Partitioned weights are gathered one at a time, on the process that writes. During training they are left to
+        the backend's own checkpoint if its settings ask for partitioned checkpoints.
+        """
+        use_averaged_weights(self.optimizer)
+        is_checkpoint = _internal_call and output_dir is not None  # HuggingFace passes a folder only for checkpoints
+        folder = output_dir or self.args.output_dir
+        if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
+            self.write_model(Path(folder))
+        if self.args.should_save:
+            self._write_card(Path(folder))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    @abstractmethod
+    def write_model(self, folder: Path) -> None:
+        """Write model, tokenizer and options to a folder. All processes must call it."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

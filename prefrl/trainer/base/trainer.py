@@ -126,9 +126,8 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.account = StepAccount(args.device)
         self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
         args.fit_context(self._position_limit)
-        processing_class = load_processing_class(
-            model, processing_class, model_init_kwargs=kwargs, changes=args.tokenizer_changes
-        )
+        changes = args.tokenizer_changes
+        processing_class = load_processing_class(model, processing_class, model_init_kwargs=kwargs, changes=changes)
         self.images = image_reader(processing_class)
         if self.images is not None:
             set_image_example(model, example_batch(self.images))
@@ -356,9 +355,6 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             return batch.split(self.args.max_tokens_per_micro_batch)
         return batch.chunks(rows_per_micro_batch)
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Tokens are counted in `get_batch_samples`."""
-
     def floating_point_ops(self, inputs: Step) -> int:
         """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are really run."""
         return 6 * num_weights(self.policy) * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
@@ -497,24 +493,8 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         """Fingerprint of the weights of a reference that does not move; None if there is none. All ranks call it."""
         return None if self.reference is None or self._reference_moves else self.reference.fingerprint()
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model, tokenizer and model card, so that `from_pretrained` can load them. All ranks must call it.
-
-        Partitioned weights are gathered one at a time, on the process that writes. During training they are left to
-        the backend's own checkpoint if its settings ask for partitioned checkpoints.
-        """
-        use_averaged_weights(self.optimizer)
-        is_checkpoint = _internal_call and output_dir is not None  # HuggingFace passes a folder only for checkpoints
-        folder = output_dir or self.args.output_dir
-        if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
-            self.write_model(Path(folder))
-        if self.args.should_save:
-            self._write_card(Path(folder))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
     def write_model(self, folder: Path) -> None:
-        """See `GuardedTrainer`."""
+        """See `ResumableTrainer`."""
         state = whole_state(self.policy, keep=self.args.should_save)
         if self.args.should_save:
             self._save(str(folder), state)

@@ -98,7 +98,7 @@ class LogCompletionsCallback(TrainerCallback):
 
     def _sampled(self) -> list[tuple[str, str]]:
         """Prompts and completions, as texts, in the order of the dataset; each process samples its share."""
-        args, tokenizer = self.trainer.args, self.trainer.processing_class
+        args, tokenizer = self.trainer.args, self.trainer.tokenizer
         prompts = [_prompt_ids(row) for row in islice(self.trainer.eval_dataset, self.num_prompts)]
         mine = range(distributed.rank(), len(prompts), distributed.world_size())
         generator = LocalGenerator(
