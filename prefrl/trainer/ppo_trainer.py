@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.base.predictions import ComputeMetrics
     from prefrl.trainer.base.steps import Step
@@ -70,7 +71,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         args: PPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: ProcessingClass | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
@@ -85,11 +86,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         compute_metrics: ComputeMetrics | None = None,
     ) -> None:
         check_arguments(type(self), {"model": model, "ref_model": ref_model})
-        if reward_model is not None:
-            if reward_funcs is not None:
-                raise ConfigError("reward_model and reward_funcs: both name the rewards. Give all in reward_funcs.")
-            reward_funcs = reward_model
-        self._ref_model = ref_model
+        self._ref_model, reward_funcs = ref_model, _one_of(reward_funcs, reward_model)
         refuse_reward_model(value_model, reward_funcs)
         if optimizers != (None, None):
             raise ConfigError("optimizers: PPO's optimizer also trains the critic. Leave it to the trainer.")
@@ -198,3 +195,11 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
     def _is_critic_left_out(self) -> bool:
         """Whether the backend does not load the critic: HuggingFace does not know it, FSDP2 may save only adapters."""
         return is_peft_model(self.policy) if self.is_fsdp_enabled else not self.is_deepspeed_enabled
+
+
+def _one_of(
+    reward_funcs: RewardSource | list[RewardSource] | None, reward_model: RewardSource | None
+) -> RewardSource | list[RewardSource] | None:
+    if reward_funcs is not None and reward_model is not None:
+        raise ConfigError("reward_model and reward_funcs: both name the rewards. Give all in reward_funcs.")
+    return reward_model if reward_funcs is None else reward_funcs

@@ -32,7 +32,7 @@ def reward(completions: list[str], **columns: object) -> list[float]:
 
 dataset = Dataset.from_list([{"prompt": "a"}])
 config = prefrl.GRPOConfig(output_dir="x", learning_rate=1e-5, num_generations=4)
-length: int = config.max_completion_length
+length: int | None = config.max_completion_length
 rate: float = config.learning_rate
 trainer = GRPOTrainer("model", [reward, prefrl.rewards.accuracy_reward], config, dataset)
 trainer.train()

@@ -14,8 +14,7 @@ import torch
 from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
-from prefrl.data.image_example import example_batch
-from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of, with_named_images
+from prefrl.data.images import ProcessingClass, tokenizer_of, with_named_images
 from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
 from prefrl.data.overlap import warn_of_shared_rows
 from prefrl.data.positions import check_positions
@@ -23,7 +22,7 @@ from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
-from prefrl.models.forward import prepare_for_scoring, set_image_example, verdict_of
+from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
@@ -31,6 +30,7 @@ from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.guarded import GuardedTrainer
+from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
 from prefrl.trainer.base.new_training import NewTraining
@@ -109,10 +109,9 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self._parallelism = distributed.set_up_parallelism(
             args.parallelism_config, trainer=name, splits_rows=self._splits_rows, longest_wait=args.ddp_timeout
         )
-        kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)
         model = self.load_policy(
             model,
-            model_init_kwargs=kwargs,
+            model_init_kwargs=cast("dict[str, Any] | None", args.model_init_kwargs),
             peft_config=peft_config,
             freeze=args.freeze or (),
             seed=args.seed,
@@ -126,12 +125,8 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.account = StepAccount(args.device)
         self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
         args.fit_context(self._position_limit)
-        changes = args.tokenizer_changes
-        processing_class = load_processing_class(model, processing_class, model_init_kwargs=kwargs, changes=changes)
-        self.images = image_reader(processing_class)
-        if self.images is not None:
-            set_image_example(model, example_batch(self.images))
         self.args = args
+        processing_class = self._loaded_processing_class(model, processing_class)
         super().__init__(
             model=model,
             args=args,
@@ -151,6 +146,12 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
         if args.log_flops:
             self._count_flops()
+
+    def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:
+        kwargs = cast("dict[str, Any] | None", self.args.model_init_kwargs)
+        loaded = load_processing_class(model, given, model_init_kwargs=kwargs, changes=self.args.tokenizer_changes)
+        self.images = reader_for(model, loaded)
+        return loaded
 
     def _check_backend(self, model: nn.Module) -> None:
         distributed.check_backend(self.args, os.environ, self.accelerator)
