@@ -7,7 +7,7 @@ features for the image. Datasets are tokenized with these tokens; pixels are com
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,6 +16,7 @@ import datasets
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.optional import require
 from prefrl.types import Images
 
 if TYPE_CHECKING:
@@ -161,9 +162,15 @@ class ImageReader:
         return {**rest, "image_inputs": inputs}
 
     def of_prompt(self, row: Mapping[str, Any]) -> Images | None:
-        """What the model reads of the images of a row with `images` and `prompt_ids`; None without images."""
+        """What a model and servers read of the images of a row with `images` and `prompt_ids`; None without images."""
         stored = row.get("images")
-        return self.read(stored, row["prompt_ids"]) if stored else None
+        if not stored:
+            return None
+        return replace(
+            self.read(stored, row["prompt_ids"]),
+            pictures=tuple(_opened(image) for image in stored),
+            unexpanded_ids=tuple(row.get("unexpanded_ids", ())),  # rollouts of the journal have been sampled
+        )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -236,7 +243,7 @@ def file_bytes(image: Any) -> bytes:
 
 
 def _opened(image: Any) -> Any:
-    """The image of a cell: as it is, or read from a file or from bytes.
+    """The image of a cell in RGB: as it is, or read from a file or from bytes.
 
     Raises:
         DataError: It cannot be read.
@@ -244,14 +251,26 @@ def _opened(image: Any) -> Any:
     if isinstance(image, str):
         image = {"path": image, "bytes": None}
     if not isinstance(image, dict):
-        return image
+        return _in_rgb(image)
     try:
-        return datasets.Image().decode_example({"path": image.get("path"), "bytes": image.get("bytes")})
+        return _in_rgb(datasets.Image().decode_example({"path": image.get("path"), "bytes": image.get("bytes")}))
     except Exception as error:
         raise DataError(
             f"an image cannot be read: {type(error).__name__}: {error}. Give PIL images, paths of files, or "
             '{"bytes": ...}'
         ) from error
+
+
+def _in_rgb(image: Any) -> Any:
+    """A PIL image in RGB, over white where it is transparent; processors differ in what they make of other images."""
+    if getattr(image, "mode", "RGB") == "RGB":
+        return image
+    if "A" not in image.getbands() and "transparency" not in image.info:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = require("PIL.Image", extra="images", feature="a vision-language model").new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A"))
+    return white
 
 
 def as_blocks(content: Any) -> list[dict[str, Any]]:

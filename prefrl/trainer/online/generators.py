@@ -20,6 +20,7 @@ from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
 from prefrl.metrics import Max, Mean, Metric, Sum
 from prefrl.models.adapters import is_peft_model
+from prefrl.models.images import placeholder_ids
 from prefrl.rollout.summary import staleness
 from prefrl.trainer.base.memory import GENERATION, explained
 
@@ -84,6 +85,7 @@ def make_generator(
         weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout),
         requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
         stop_ids=end_token_ids(base, tokenizer),
+        never=placeholder_ids(base),
         server_timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_params.request_timeout,
         guided=_guided(args),
