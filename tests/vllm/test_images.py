@@ -53,7 +53,11 @@ def processor(server: Server) -> Any:
 
 @pytest.fixture
 def model(server: Server) -> PreTrainedModel:
-    return moved(AutoModelForImageTextToText.from_pretrained(server.model_dir, dtype=torch.float32), "", seed=1)
+    model: Any = AutoModelForImageTextToText.from_pretrained(server.model_dir, dtype=torch.float32)
+    moved(model, "", seed=1)
+    with torch.no_grad():  # as improbable as in a trained model
+        model.get_output_embeddings().weight[placeholder_ids(model)] = 0.0
+    return model
 
 
 @pytest.fixture
@@ -193,7 +197,7 @@ def test_grpo_samples_with_the_images_of_each_prompt_and_the_weights_of_each_ste
         num_generations=2,
         max_completion_length=6,
         max_steps=3,
-        learning_rate=1e-2,
+        learning_rate=1e-3,
         logging_steps=1,
         report_to="none",
         save_strategy="no",
@@ -206,7 +210,7 @@ def test_grpo_samples_with_the_images_of_each_prompt_and_the_weights_of_each_ste
     history = trainer.state.log_history
     differences = [entry[name] for entry in history if (name := "sampling/sampling_logp_difference/max") in entry]
     assert len(differences) == 3
-    assert max(differences) < 0.05, "more than the probability of the placeholders, which are not sampled"
+    assert max(differences) < 0.01, "more than the probability of placeholders, which are not sampled"
     assert not torch.equal(tower, before), "the images taught the model nothing"
     trainer.generator.close()
 
