@@ -190,6 +190,10 @@ class TokenBatch(Forest):
         """Whether some prompt has images."""
         return any(images is not None for images in self.images)
 
+    def images_of(self, response: int) -> Images | None:
+        """The images before and in a response."""
+        return self.images[self.context(response)[0]] if self.images else None
+
     @property
     def device(self) -> torch.device:
         """Where the tensors live."""

@@ -302,8 +302,8 @@ def with_readable_images(dataset: AnyDataset, encoder: RowEncoder) -> AnyDataset
         remedy = f"or remove the column: dataset.remove_columns({column!r})"
         if encoder.is_conversational:
             raise DataError(
-                f"column {column!r} holds images, but {type(encoder.tokenizer).__name__} reads text only. Give a "
-                f"vision-language model and its processor as processing_class, {remedy}"
+                f"column {column!r} holds images, but processing_class is a tokenizer, which reads text only. Give a "
+                f"vision-language model and its processor, {remedy}"
             )
         raise DataError(
             f"column {column!r} holds images, which stand in messages, but the dataset holds text. Give lists of "

@@ -57,14 +57,21 @@ def warn_of_shared_rows(training: Any, evaluation: Any, *, columns: Sequence[str
 
 
 def _sequences(dataset: datasets.Dataset, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Row number and a hash of the tokens of each row, or of each sequence of a packed row."""
+    """Row number and a hash of the tokens and images of each row, or of each sequence of a packed row."""
     names = [name for name in columns if name in dataset.column_names and name != _NOT_OF_THE_ROW]
-    has_sequences = is_packed(dataset, columns)
-    selected = dataset.select_columns([*names, *(["seq_lengths"] if has_sequences else [])]).with_format("arrow")
+    has_sequences, has_images = is_packed(dataset, columns), "images" in dataset.column_names
+    if has_sequences and has_images:
+        return  # images are not compared by sequence
+    others = [*(["seq_lengths"] if has_sequences else []), *(["images"] if has_images else [])]
+    selected = dataset.select_columns([*names, *others]).with_format("arrow")
     first = 0
     for table in selected.iter(_ROWS_AT_ONCE):
         tokens = zip(*(_lists(table[name]) for name in names), strict=True)
-        if has_sequences:
+        if has_images:
+            images = ([one["bytes"] or one["path"] for one in row or ()] for row in table["images"].to_pylist())
+            for row, (lists, own) in enumerate(zip(tokens, images, strict=True), first):
+                yield row, hash((*(ids.tobytes() for ids in lists), *own))
+        elif has_sequences:
             for row, ((packed,), lengths) in enumerate(zip(tokens, _lists(table["seq_lengths"]), strict=True), first):
                 yield from ((row, hash((ids.tobytes(),))) for ids in np.split(packed, np.cumsum(lengths)[:-1]))
         else:

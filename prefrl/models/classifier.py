@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
-from prefrl.models.forward import inputs_of, verdict_of
+from prefrl.models.forward import in_company, inputs_of, verdict_of
 from prefrl.models.scoring import inner_model, is_classifier, score_sequences
 
 if TYPE_CHECKING:
@@ -41,6 +41,6 @@ def sequence_scores(model: nn.Module, batch: TokenBatch, *, plan: Plan = "auto")
             f"model is a {type(inner_model(model)).__name__}, which does not classify sequences. Load it with "
             "AutoModelForSequenceClassification."
         )
-    verdict = verdict_of(model)
-    inputs = inputs_of(model, batch, plan, verdict)
-    return score_sequences(model, batch, inputs, own_logits=verdict.own_logits).scores
+    verdict, rows = verdict_of(model), in_company(model, batch)
+    inputs = inputs_of(model, rows, plan, verdict)
+    return score_sequences(model, rows, inputs, own_logits=verdict.own_logits).scores[: batch.num_rows]

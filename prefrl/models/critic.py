@@ -24,7 +24,7 @@ from transformers.utils import find_adapter_config_file
 from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
-from prefrl.models.forward import inputs_of, verdict_of
+from prefrl.models.forward import in_company, inputs_of, prepare_like, verdict_of
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import in_pieces
 from prefrl.models.plans import Plan
@@ -32,7 +32,6 @@ from prefrl.models.scoring import (
     inner_model,
     is_classifier,
     predicting,
-    prepare_for_scoring,
     read_out,
 )
 from prefrl.models.seeding import seeded
@@ -239,7 +238,7 @@ def value_model(
     else:
         model = _copy_with_head(policy) if given is None else given
     _check(model, policy)
-    prepare_for_scoring(model)
+    prepare_like(model, policy)
     return model.to(inner_model(policy).device).train()
 
 
@@ -271,10 +270,11 @@ def _scored(model: PreTrainedModel, batch: TokenBatch, plan: Plan, head: nn.Line
     def readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         return {"values": _head_values(head, predicting(output, request))}
 
-    inputs = inputs_of(model, batch, plan, verdict)
-    positions = batch.trainable_positions
+    rows = in_company(model, batch)
+    inputs = inputs_of(model, rows, plan, verdict)
+    positions = rows.trainable_positions
     values: Tensor = read_out(model, inputs, inputs.predictors[positions], readout, own_logits=False)["values"]
-    return values.new_zeros(batch.num_tokens).index_copy(0, positions, values)
+    return values.new_zeros(rows.num_tokens).index_copy(0, positions, values)[: batch.num_tokens]
 
 
 def _copy_with_head(policy: PreTrainedModel) -> PreTrainedModel:

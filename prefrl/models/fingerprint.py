@@ -71,7 +71,7 @@ def rows_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:
 
     Args:
         dataset: Map-style.
-        columns: Lists of numbers or flags, without None in a list.
+        columns: Lists of numbers or flags, without None in a list; or of images, as files or their bytes.
     """
     values = {column: xxhash.xxh3_128() for column in columns}
     lengths = {column: xxhash.xxh3_128() for column in columns}
@@ -79,7 +79,12 @@ def rows_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:
         for column in columns:
             rows = table[column].combine_chunks()
             lengths[column].update(_bytes_of(pc.list_value_length(rows).fill_null(-1).cast(pa.int64())))
-            values[column].update(_bytes_of(rows.flatten()))
+            flat = rows.flatten()
+            if pa.types.is_struct(flat.type):
+                for image in flat.to_pylist():
+                    values[column].update(image["bytes"] or str(image["path"]).encode())
+            else:
+                values[column].update(_bytes_of(flat))
     return combined([[column, lengths[column].hexdigest(), values[column].hexdigest()] for column in columns])
 
 

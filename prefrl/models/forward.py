@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.functional import pad
 
-from prefrl.distributed import is_main, team_size
+from prefrl.distributed import is_main, num_processes, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.images import image_rules
@@ -20,21 +22,22 @@ from prefrl.models.scoring import (
     is_classifier,
     prepare_for_scoring,
     score_tokens,
-    set_image_example,
 )
 from prefrl.models.selfcheck import check_plans, fingerprint
+from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.kl.full import ReferenceLogits
-    from prefrl.types import TokenBatch
 
 __all__ = [
     "Plan",
     "WantName",
     "choose_plan",
+    "in_company",
     "inputs_of",
+    "prepare_like",
     "prepare_for_scoring",
     "set_image_example",
     "token_logprobs",
@@ -84,17 +87,51 @@ def token_logprobs(
             f"model is a {type(inner_model(model)).__name__}, which scores sequences: log-probs need a language-model "
             "head. Load it with AutoModelForCausalLM."
         )
-    verdict = verdict_of(model)
+    verdict, rows = verdict_of(model), in_company(model, batch)
+    if reference is not None and rows is not batch:
+        more = rows.num_tokens - batch.num_tokens
+        reference = replace(reference, hidden=pad(reference.hidden, (0, 0, 0, more)))
     scored = score_tokens(
         model,
-        batch,
-        inputs_of(model, batch, plan, verdict),
+        rows,
+        inputs_of(model, rows, plan, verdict),
         temperature=temperature,
         want=want,
         own_logits=verdict.own_logits,
         reference=reference,
     )
-    return _spread(scored, batch.num_tokens)
+    scores = _spread(scored, rows.num_tokens)
+    return scores if rows is batch else scores.map(lambda values: values[: batch.num_tokens])
+
+
+def in_company(model: nn.Module, batch: TokenBatch) -> TokenBatch:
+    """The batch that a pass runs: one without images gets a row with an image, if other processes may have images.
+
+    All processes then run the vision tower equally often, as backends require. The scores of the row at the end are
+    not used, but connect the tower to the loss.
+    """
+    example = prepare_for_scoring(model).image_example
+    if example is None or batch.has_images or num_processes() == 1:
+        return batch
+    row = min((i for i in range(example.num_rows) if example.images_of(i)), key=lambda i: example.forward_tokens([i]))
+    idle = example.select([row]).to(batch.device)
+    return TokenBatch.concat([TokenBatch.of(batch), TokenBatch.of(idle)])
+
+
+def set_image_example(model: nn.Module, example: TokenBatch) -> None:
+    """Give the self-check rows with images, which it compares as it compares rows of text.
+
+    Args:
+        model: Prepared.
+        example: On any device; each row has one response.
+    """
+    state = prepare_for_scoring(model)
+    state.image_example, state.verdict = example, None
+
+
+def prepare_like(model: nn.Module, policy: nn.Module) -> None:
+    """Prepare another model, such as a reference, to score the batches of a prepared policy."""
+    prepare_for_scoring(model).image_example = prepare_for_scoring(policy).image_example
 
 
 def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ModelInputs:
@@ -157,6 +194,8 @@ def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdic
             pads, so that its rows cannot be shared.
     """
     reasons = verdict.image_reasons if batch.has_images else verdict.reasons
+    if batch.has_images and team_size() > 1:
+        raise ConfigError(f"sp_size={team_size()} with images: processes share only rows of text. Set sp_size=1.")
     chosen = _chosen(model, batch, plan, reasons)
     if chosen == "padded" and team_size() > 1:
         reason = reasons.get("packed", f'plan="{plan}" pads')

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers import (
 )
 
 from prefrl.distributed import is_main, shape_of
-from prefrl.errors import ConfigError
+from prefrl.errors import CheckpointError, ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.seeding import seeded
 from prefrl.options.remote_code import unpinned_code
@@ -38,6 +39,7 @@ __all__ = [
     "check_router_loss",
     "load_model",
     "load_processing_class",
+    "load_renamed",
     "load_reward_model",
     "load_tokenizer",
     "num_embeddings",
@@ -271,6 +273,20 @@ def check_router_loss(model: PreTrainedModel) -> None:
             "compute the loss of the routers, only that of the trainer. Set model.config.output_router_logits = "
             f'False; for a model given by name, set model_init_kwargs={{"output_router_logits": False}}.'
         )
+
+
+def load_renamed(model: PreTrainedModel, folder: Path) -> None:
+    """Load the weights of a checkpoint as `from_pretrained` does, which knows by what names they are saved.
+
+    Checkpoints of vision-language models and of mixtures of experts have other names, and experts one by one.
+
+    Raises:
+        CheckpointError: The checkpoint lacks weights.
+    """
+    loaded, found = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    if found["missing_keys"]:
+        raise CheckpointError(f"{folder} lacks weights of the model: {', '.join(sorted(found['missing_keys'])[:5])}")
+    model.load_state_dict(loaded.state_dict(), strict=False)
 
 
 def arguments_for_other(

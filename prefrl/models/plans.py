@@ -109,7 +109,7 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan, rules: ImageRules | None = Non
         prompts = [source.prompt(prompt) for prompt in range(batch.num_prompts)]
         return _flat(source, [*prompts, *responses], [*batch.prompt_parent, *batch.prompt_index], batch.images)
     contexts = [source.context(i) for i in range(batch.num_responses)]
-    images = [source.images(i) for i in range(batch.num_responses)]
+    images = [batch.images_of(i) for i in range(batch.num_responses)]
     return _flat(source, [*contexts, *responses], [*[-1] * len(contexts), *range(len(contexts))], images)
 
 
@@ -164,10 +164,6 @@ class _Source:
     def response(self, response: int) -> Tensor:
         """Positions of all tokens of a response but the last."""
         return _range(self.response_starts[response], self.batch.response_lengths[response] - 1)
-
-    def images(self, response: int) -> Images | None:
-        """The images of the context of a response, and of the response."""
-        return self.batch.images[self.batch.context(response)[0]] if self.batch.images else None
 
     def take(self, index: Tensor, *, padding: bool = False) -> Tensor:
         """The tokens at `index`; with padding, the index one past the end is token 0."""
@@ -328,7 +324,7 @@ def _padded(batch: TokenBatch, rules: ImageRules | None) -> PaddedInputs:
         input_ids=source.take(index, padding=True),
         attention_mask=(index != padding).long().to(batch.device, non_blocking=True),
         predictors=torch.cat(predictors).to(batch.device, non_blocking=True),
-        images=_padded_images([source.images(i) for i in responses], width, rules, batch.device),
+        images=_padded_images([batch.images_of(i) for i in responses], width, rules, batch.device),
     )
 
 

@@ -20,7 +20,7 @@ from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
-from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.forward import prepare_like, token_logprobs
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import joined, score_pieces
 from prefrl.models.scoring import head_logits, inner_model, needed_head
@@ -109,7 +109,7 @@ def make_reference(
     """
     if given is not None:
         _check_given(model, given, beta=beta, moves=moves)
-        prepare_for_scoring(given)
+        prepare_like(given, model)
         return _Separate(_copy(given) if moves else given, plan)
     if beta == 0:
         return None

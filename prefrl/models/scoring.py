@@ -56,7 +56,6 @@ __all__ = [
     "read_out",
     "score_sequences",
     "score_tokens",
-    "set_image_example",
     "unpacked",
     "user_model",
 ]
@@ -206,17 +205,6 @@ def prepare_for_scoring(model: nn.Module) -> ScoringState:
         setattr(head, HEAD_FORWARD, head.forward)
         head.forward = MethodType(_reading_forward, head)
     return state
-
-
-def set_image_example(model: nn.Module, example: TokenBatch) -> None:
-    """Give the self-check rows with images, which it compares as it compares rows of text.
-
-    Args:
-        model: Prepared.
-        example: On any device; each row has one response.
-    """
-    state = prepare_for_scoring(model)
-    state.image_example, state.verdict = example, None
 
 
 def _reading_forward(

@@ -22,6 +22,7 @@ from prefrl.types import Completion
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract import episodes
 from tests.launch import run
+from tests.vlms import image, tiny_vlm
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +38,25 @@ def ragged_reward(completions: list[str], **_: Any) -> list[float]:
 def dataset_of(algorithm: str, num_rows: int = 24) -> Dataset:
     """Rows of different lengths, in the form that the algorithm learns from."""
     return Dataset.from_list([_ROWS[algorithm](i) for i in range(num_rows)])
+
+
+def reward_of_text(completions: list[Any], **_: Any) -> list[float]:
+    """`ragged_reward` of messages."""
+    return ragged_reward([messages[0]["content"] for messages in completions])
+
+
+def with_pictures(rows: Dataset) -> Dataset:
+    """Rows as conversations: two of three have images, one or two of different sizes."""
+    return Dataset.from_list([_with_pictures(row, i) for i, row in enumerate(rows)])
+
+
+def _with_pictures(row: dict[str, Any], i: int) -> dict[str, Any]:
+    pictures = [image(seed=i), image(seed=i + 1, size=(40, 70))][: i % 3]
+    roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected"), "assistant")}
+    return {
+        **{name: [{"role": roles[name], "content": text}] if name in roles else text for name, text in row.items()},
+        "images": pictures,
+    }
 
 
 def _prompt(i: int) -> str:
@@ -133,6 +153,15 @@ def make_trainer(
         options.setdefault("train_dataset", Dataset.from_list(episodes.prompts(rows)))
         options.setdefault("environment", episodes.Talk)
         reward = None
+    pictures = options.pop("pictures", None)  # family of a vision-language model, which gets rows with images
+    if pictures is not None:
+        model, processor = tiny_vlm(pictures)
+        options = {
+            "processing_class": processor,
+            "train_dataset": with_pictures(dataset_of(algorithm, rows)),
+        } | options
+        options = {"max_prompt_length": None} | options if algorithm in ONLINE else {"max_length": None} | options
+        reward = reward_of_text if reward is ragged_reward else reward
     environment = options.pop("environment", None)
     extra = {key: options.pop(key) for key in ARGUMENTS if key in options}
     config = row.load_config()(

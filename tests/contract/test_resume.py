@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.seal import manifest_of, seal
+from tests.assets import tiny_model
 from tests.contract.cases import make_trainer, model_of, ragged_reward, weights_of
 
 SAVED_AT = 3
@@ -64,6 +65,17 @@ def test_resumed_run_is_bit_exact(name: str, options: dict[str, Any], tmp_path: 
     assert any(not torch.equal(start[key], expected[key]) for key in start)
     for key, value in expected.items():
         assert torch.equal(value, actual[key]), key
+
+
+def test_experts_that_are_saved_one_by_one_are_resumed(tmp_path: Path) -> None:
+    settings = {**ADAM, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    whole = make_trainer("sft", tmp_path, model=tiny_model("qwen3_moe", **experts), **settings)
+    whole.train()
+    resumed = make_trainer("sft", tmp_path, model=tiny_model("qwen3_moe", **experts), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
 def test_resumed_run_with_dropout_and_packing_is_bit_exact(tmp_path: Path) -> None:

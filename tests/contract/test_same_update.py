@@ -29,7 +29,13 @@ CUTS: list[dict[str, Any]] = [
 ]
 STEPS = {"max_steps": 3}
 REDUCTIONS: dict[str, list[dict[str, Any]]] = {
-    "sft": [{"loss_type": "nll"}, {"loss_type": "dft"}, {"packing": True, "max_length": 48}],
+    "sft": [
+        {"loss_type": "nll"},
+        {"loss_type": "dft"},
+        {"packing": True, "max_length": 48},
+        {"pictures": "qwen2_5_vl", "max_steps": 2},
+        {"pictures": "llava", "packing": True, "max_length": 150},
+    ],
     "dpo": [
         {"loss_type": ["sigmoid"], "max_steps": 2},
         {"loss_type": ["sft", "hinge", "bco_pair"], "loss_weights": [0.1, 1.0, 0.5], "rpo_alpha": 0.5, "max_steps": 3},
@@ -37,11 +43,13 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"loss_type": ["aot_unpaired"], "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2},
         {"loss_type": ["ipo"], "ld_alpha": 0.5, "use_weighting": True, "f_divergence_type": "js_divergence"},
         {"loss_type": ["sigmoid"], "precompute_ref_log_probs": True, "max_steps": 2},
+        {"pictures": "idefics3", "precompute_ref_log_probs": True, "max_steps": 2, "learning_rate": 0.1},
     ],
     "kto": [
         {"max_steps": 3, "undesirable_weight": 0.5},
         {"loss_type": "apo_zero_unpaired", "max_steps": 2},
         {"precompute_ref_log_probs": True, "max_steps": 2},
+        {"pictures": "llava"},
     ],
     "orpo": [{"max_steps": 2}],
     "cpo": [
@@ -92,6 +100,7 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         # Episodes: a row has several responses where the template changes what was said, otherwise one.
         {"talks": "forgetful", "turn_credit": "return", "max_steps": 2},
         {"talks": "faithful", "loss_type": "dr_grpo", "mask_truncated_completions": True},
+        {"pictures": "gemma3", "updates": 2, "num_iterations": 2, "max_steps": 4},
     ],
     "rloo": [
         {},
@@ -107,6 +116,7 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"lam": 0.9, "updates": 2, "num_iterations": 2, "max_steps": 4},
         {"talks": "forgetful", "turn_credit": "return", "max_steps": 2},
         {"critic": "model", "critic_warmup": 1, "max_steps": 3, "normalize_advantages": False},
+        {"pictures": "llava"},
     ],
     "online_dpo": [
         {"max_steps": 2},

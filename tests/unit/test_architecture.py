@@ -47,6 +47,7 @@ HOOKS = {
     "_finish_current_push": [],
     "_issue_warnings_after_load": ["load_result"],
     "_load_best_model": [],
+    "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_get_grad_norm": ["model", "grad_norm"],
     "_get_output_dir": ["trial"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
@@ -94,6 +95,7 @@ OPTIONAL = {
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/texts.py",),
     "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),
+    "PIL": ("prefrl/data/image_example.py",),
     "matplotlib": ("prefrl/scripts/",),
 }
 

@@ -23,6 +23,7 @@ from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
 from prefrl.generation.local.cache import keep_rows, rows_of_cache
 from prefrl.generation.local.packed_linear import packed_linears
+from prefrl.generation.local.prompts import Prompt, Row, batches_of, in_space
 from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
@@ -43,22 +44,6 @@ __all__ = ["LocalGenerator", "end_token_ids"]
 
 # Packing the weights takes about as long as five steps.
 _STEPS_THAT_PAY_FOR_PACKING = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A prompt; equal ones, with the same images, are computed once."""
-
-    ids: tuple[int, ...]
-    images: Images | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Sample number `sample` of prompt number `request` in the call."""
-
-    request: int
-    sample: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +138,7 @@ class LocalGenerator:
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
         self._check_prompts(prompts, limits)
-        completions: dict[_Row, Completion] = {}
+        completions: dict[Row, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
         most_tokens = max(limits, default=0)
         pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
@@ -173,7 +158,7 @@ class LocalGenerator:
             eval_mode(self._model),
             packed_linears(self._base) if packs else nullcontext(),
         ):
-            for batch in _batches(prompts, images, sampling.num_samples, self._max_rows):
+            for batch in batches_of(prompts, images, sampling.num_samples, self._max_rows):
                 prefill = self._prefill(list(batch))
                 rows = [(number, row) for number, group in enumerate(batch.values()) for row in group]
                 for start in range(0, len(rows), self._max_rows):
@@ -182,7 +167,7 @@ class LocalGenerator:
                     self._decode(wave, TokenSampler(sampling, never=self._never), stop_ids)
                     completions |= wave.completions(self._version)
         return [
-            [completions[_Row(request, sample)] for sample in range(sampling.num_samples)]
+            [completions[Row(request, sample)] for sample in range(sampling.num_samples)]
             for request in range(len(prompts))
         ]
 
@@ -245,7 +230,7 @@ class LocalGenerator:
             tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[kept]
             logits = self._forward(tokens[:, None], wave.cache, wave.positions(step), wave.mask(step))
 
-    def _prefill(self, prompts: list[_Prompt]) -> _Prefill:
+    def _prefill(self, prompts: list[Prompt]) -> _Prefill:
         width, device = max(len(prompt.ids) for prompt in prompts), self._base.device
         ids = [[prompt.ids[0]] * (width - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
         input_ids = torch.tensor(ids, device=device)
@@ -264,7 +249,7 @@ class LocalGenerator:
             if self._rules.rope_index is not None:
                 rules = self._rules
                 places = [None if p.images is None else rules.positions(p.images) for p in prompts]
-                positions = _in_space(positions, places)
+                positions = in_space(positions, places)
         cache = DynamicCache(config=self._base.config)
         try:
             logits = self._forward(input_ids, cache, positions, mask, images)
@@ -285,7 +270,7 @@ class LocalGenerator:
         Args:
             input_ids: [R, .] int64.
             cache: The cache of all previous tokens.
-            positions: [R, .] int64, positions of `input_ids`; in space [R, 4, .], see `_in_space`.
+            positions: [R, .] int64, positions of `input_ids`; in space [R, 4, .], see `in_space`.
             mask: [R, .] int64, over all tokens so far, 0 for padding; None if there is no padding.
             images: What the model reads besides tokens.
         """
@@ -326,7 +311,7 @@ class LocalGenerator:
                     "the prompts (max_prompt_length) or the completions (max_completion_length)."
                 )
 
-    def _logits_error(self, row: _Row, step: int) -> GenerationError:
+    def _logits_error(self, row: Row, step: int) -> GenerationError:
         return GenerationError(
             f"prompt {row.request}, sample {row.sample}, token {step}: the logits of weight version {self._version} "
             "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, "
@@ -340,7 +325,7 @@ class _Wave:
     def __init__(
         self,
         prefill: _Prefill,
-        rows: list[tuple[int, _Row]],
+        rows: list[tuple[int, Row]],
         seeds: Sequence[int],
         limits: Sequence[int],
         *,
@@ -367,13 +352,13 @@ class _Wave:
         padding = prefill.padding[prompts, None]
         self._positions = columns - padding  # [R, W + T], or [R, 4, W + T]
         if any(place is not None for place in prefill.places):
-            self._positions = _in_space(self._positions, [prefill.places[number] for number, _ in rows])
+            self._positions = in_space(self._positions, [prefill.places[number] for number, _ in rows])
         self._mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
         self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
         self.first_logits = prefill.logits[prompts]
 
     @property
-    def live_rows(self) -> list[_Row]:
+    def live_rows(self) -> list[Row]:
         """The rows that are not finished."""
         return [self._rows[row] for row in self._live]
 
@@ -423,7 +408,7 @@ class _Wave:
             keep_rows(self.cache, kept, self._device)
         return kept
 
-    def completions(self, version: int) -> dict[_Row, Completion]:
+    def completions(self, version: int) -> dict[Row, Completion]:
         """The completions of all rows, on the host."""
         tokens: list[list[int]] = [[] for _ in self._rows]
         logprobs: list[list[float]] = [[] for _ in self._rows]
@@ -462,37 +447,6 @@ def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:
     num_kept = len(is_gap) - sum(is_gap)
     movers = (place for place in range(len(is_gap) - 1, num_kept - 1, -1) if not is_gap[place])
     return [next(movers) if is_gap[place] else place for place in range(num_kept)]
-
-
-def _batches(
-    prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, num_samples: int, max_rows: int
-) -> list[dict[_Prompt, list[_Row]]]:
-    """Distinct prompts with their rows, in batches of similar lengths with at most `max_rows` rows, or one prompt."""
-    rows: dict[_Prompt, list[_Row]] = {}
-    for request, prompt in enumerate(prompts):
-        one = _Prompt(tuple(prompt), None if images is None else images[request])
-        rows.setdefault(one, []).extend(_Row(request, sample) for sample in range(num_samples))
-    batches: list[dict[_Prompt, list[_Row]]] = []
-    num_rows = max_rows
-    for one in sorted(rows, key=lambda one: len(one.ids)):
-        if num_rows + len(rows[one]) > max_rows:
-            batches.append({})
-            num_rows = 0
-        batches[-1][one] = rows[one]
-        num_rows += len(rows[one])
-    return batches
-
-
-def _in_space(positions: Tensor, places: Sequence[RowPositions | None]) -> Tensor:
-    """[R, 4, W] the positions [R, W] of rows, and those in time, height and width below."""
-    length = positions.size(1)
-    columns = []
-    for row, place in zip(positions, places, strict=True):
-        if place is None:
-            columns.append(row.expand(3, -1))
-        else:
-            columns.append(place.of(0, length).to(row.device)[:, row.clamp(min=0)])
-    return torch.cat([positions[:, None], torch.stack(columns)], 1)
 
 
 def _no_cache_error(model: PreTrainedModel, reason: str) -> GenerationError:

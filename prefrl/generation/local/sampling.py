@@ -78,23 +78,26 @@ class TokenSampler:
         scores = logits
         for processor in self._processors:
             scores = processor(history, scores)
+        allowed = self._allowed(scores)
         if self._is_greedy:
-            tokens = self._without(scores, float("-inf")).argmax(dim=-1)
+            tokens = allowed.argmax(dim=-1)
             logprobs = torch.zeros_like(scores[:, 0])
             is_valid = _at(scores, tokens).isfinite()
         else:
-            probabilities = scores.softmax(dim=-1)
-            tokens, is_valid = _invert(self._without(probabilities, 0.0), uniforms)
+            probabilities = allowed.softmax(dim=-1)
+            tokens, is_valid = _invert(probabilities, uniforms)
             logprobs = _at(probabilities, tokens).log()
+            if self._never:
+                logprobs = _at(scores, tokens) - scores.logsumexp(dim=-1)
         if self._wants_raw:
             logprobs = _at(logits, tokens) - logits.logsumexp(dim=-1)
         return Draw(tokens, logprobs, is_valid)
 
-    def _without(self, values: Tensor, nothing: float) -> Tensor:
-        """[B, V] values without those of the tokens that are never drawn."""
+    def _allowed(self, scores: Tensor) -> Tensor:
+        """[B, V] scores, -inf for tokens that are never drawn."""
         if not self._never:
-            return values
-        return values.index_fill(1, torch.tensor(self._never, device=values.device), nothing)
+            return scores
+        return scores.index_fill(1, torch.tensor(self._never, device=scores.device), float("-inf"))
 
 
 def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:

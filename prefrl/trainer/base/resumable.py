@@ -19,6 +19,7 @@ from transformers.trainer_utils import HubStrategy
 from prefrl import distributed
 from prefrl.errors import ConfigError, HubError, OutOfMemoryError, RewardError
 from prefrl.models.adapters import is_peft_model
+from prefrl.models.load import load_renamed
 from prefrl.printable import reason_of
 from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
 from prefrl.run.identity import Identity, write_identity
@@ -69,6 +70,7 @@ class ResumableTrainer(Trainer):
         self._stop_code = 0
         self._is_saving = False
         self._last_saved = -1  # step of the last checkpoint
+        self._lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
         self._changed: tuple[str, ...] = ()  # what may differ from the checkpoint and does
 
     @abstractmethod
@@ -171,15 +173,31 @@ class ResumableTrainer(Trainer):
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """HuggingFace's hook. It finds no weights whose names in checkpoints are not those in the model."""
+        self._lacks_weights = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._lacks_weights:
+            load_renamed(self.model, Path(resume_from_checkpoint))
+
     def _load_best_model(self) -> None:
-        with distributed.only_data(Path(str(self.state.best_model_checkpoint))):
+        self._lacks_weights = False
+        folder = Path(str(self.state.best_model_checkpoint))
+        with distributed.only_data(folder):
             super()._load_best_model()
+            if self._lacks_weights:
+                load_renamed(self.model, folder)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """HuggingFace's hook. A weight is not missing if it is tied to one that is there."""
-        tied = getattr(self.model, "all_tied_weights_keys", {})
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+        """HuggingFace's hook. A weight is not missing if it is tied to one that is there, or kept elsewhere."""
+        elsewhere = {
+            *getattr(self.model, "all_tied_weights_keys", {}),
+            *(getattr(self.model, "_keys_to_ignore_on_save", None) or ()),
+        }
+        missing = [name for name in load_result.missing_keys if name not in elsewhere]
+        self._lacks_weights = bool(missing)
+        if not missing:
+            super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called after the step and all its callbacks."""

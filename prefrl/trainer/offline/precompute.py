@@ -85,7 +85,8 @@ def precompute_reference(
             "which needs a dataset of known length. Give a datasets.Dataset, or set precompute_ref_log_probs=False."
         )
     tokens = {column: list_lengths(dataset, column) for column in REFERENCE_COLUMNS if column in dataset.column_names}
-    rows = rows_fingerprint(dataset, ["prompt_ids", *tokens])
+    images = [name for name in ("images",) if name in dataset.column_names]
+    rows = rows_fingerprint(dataset, ["prompt_ids", *tokens, *images])
     fingerprint = combined([_FILE_VERSION, weights, rows, str(dtype), temperature])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "prefrl_reference" if cache_dir is None else cache_dir
     path = folder / f"{fingerprint}.parquet"

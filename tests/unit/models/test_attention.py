@@ -47,8 +47,11 @@ def with_siblings_in_sight(segments):
     return tuple(changed)
 
 
-def visible_positions(segments, window=None):
-    """[T, T] bool, from the definition: own segment up to oneself, and all of those that it continues."""
+def visible_positions(segments, window=None, blocks=()):
+    """[T, T] bool, from the definition: own segment up to oneself, and all of those that it continues.
+
+    In blocks, the own segment is all of it, whatever the window.
+    """
     paths = []
     for number, (_, parent) in enumerate(segments):
         paths.append([*(paths[parent] if parent >= 0 else []), number])
@@ -58,7 +61,10 @@ def visible_positions(segments, window=None):
     position = torch.tensor([before[s] + p for s, (length, _) in enumerate(segments) for p in range(length)])
     distance = position[:, None] - position
     seen = continues[number][:, number] & (distance >= 0)
-    return seen if window is None else seen & (distance < window)
+    if window is not None:
+        seen &= distance < window
+    own = torch.tensor([s if s in blocks else -1 - i for i, s in enumerate(number)])
+    return seen | (own[:, None] == own)
 
 
 def random_qkv(total, *, dtype=torch.float64, seed=0):
@@ -89,6 +95,16 @@ def test_every_token_sees_its_own_segment_and_its_ancestors_only(trees, window, 
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
     expected_grads = torch.autograd.grad((expected * weights).sum(), tensors)
     torch.testing.assert_close(torch.autograd.grad((output * weights).sum(), tensors), expected_grads)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+@pytest.mark.parametrize(("trees", "blocks"), [(RAGGED, {0, 2, 4, 8}), (DEEP, {1, 2, 6, 12})], ids=["ragged", "deep"])
+def test_tokens_of_a_block_also_see_those_after_themselves(trees, blocks, window):
+    tensors = random_qkv(total_length(trees))
+    expected = written_out(*tensors, visible_positions(trees, window, blocks), scaling=0.3)
+    layout = Layout(trees, blocks=frozenset(blocks))
+    output = flat_attention(*tensors, layout, scaling=0.3, dropout=0.0, window=window)
+    torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.parametrize("window", [None, 5, 40])

@@ -111,6 +111,8 @@ def test_the_kernel_that_copies_histories_is_not_taken_for_long_episodes():
     assert first.suits(episode(12))
     assert not first.suits(episode(40))
     assert second.suits(episode(40))
+    assert not first.suits(Layout(group.forest, blocks=frozenset({0}))), "its mask is causal"
+    assert second.suits(Layout(group.forest, blocks=frozenset({0})))
     works, passed_over = kernel(right), replace(kernel(right), suits=lambda layout: False)
     assert choose_kernel(INPUTS, LAYOUT, (passed_over, works, LAST)) is works
 

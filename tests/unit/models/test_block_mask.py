@@ -100,6 +100,27 @@ def test_blocks_are_kept_if_and_only_if_something_in_them_is_visible(trees, wind
     assert torch.equal(listed(mask.full_q_num_blocks, mask.full_q_indices).t(), full)
 
 
+BLOCKS = [
+    pytest.param(RAGGED, {0, 2, 4, 8}, id="small"),
+    pytest.param(TREES, {1, 4}, id="trees"),
+    pytest.param(SPINE, {0, 5, 8, 11}, id="spine"),
+    pytest.param(forest((140, (200, 300))), {1}, id="long"),
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("trees", "images"), BLOCKS)
+def test_segments_that_see_all_of_themselves(trees, images, window):
+    total = total_length(trees)
+    mask = block_mask.block_mask(Layout(trees, blocks=frozenset(images)), window, CPU)
+    assert torch.equal(dense(mask)[:total, :total], visible_positions(trees, window, images))
+    pairs = in_blocks(dense(mask))
+    partial = listed(mask.kv_num_blocks, mask.kv_indices)
+    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert torch.equal(partial | full, pairs.any(-1))
+    assert pairs.all(-1)[full].all()
+
+
 def test_two_branches_of_a_block_each_leave_out_their_sibling():
     mask = block_mask.block_mask(Layout(forest((256, 128, 128), 100)), None, CPU)
     assert mask.seq_lengths == (640, 640)

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from prefrl.data.collate import flat_batch
 from prefrl.errors import ConfigError
-from prefrl.models import classifier, plans, selfcheck
+from prefrl.models import forward, plans, selfcheck
 from prefrl.models.attention import interface as attention
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
@@ -157,11 +157,11 @@ def test_row_order_changes_nothing():
 def test_auto_shares_prompts_where_rows_share_them_and_no_dropout_is_active(monkeypatch):
     used = []
 
-    def lay_out(batch, plan):
+    def lay_out(batch, plan, rules=None):
         used.append(plan)
-        return plans.lay_out(batch, plan)
+        return plans.lay_out(batch, plan, rules)
 
-    monkeypatch.setattr(classifier, "lay_out", lay_out)
+    monkeypatch.setattr(forward, "lay_out", lay_out)
     model, batch = tiny_classifier(attention_dropout=0.1), ragged_pairs()
     sequence_scores(model, batch)
     sequence_scores(model, batch.select([3, 1]))

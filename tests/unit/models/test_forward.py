@@ -203,9 +203,9 @@ def test_auto_shares_no_prompts_while_dropout_is_active(dropout, monkeypatch):
 def record_plans(monkeypatch):
     used = []
 
-    def lay_out(batch, plan):
+    def lay_out(batch, plan, rules=None):
         used.append(plan)
-        return plans.lay_out(batch, plan)
+        return plans.lay_out(batch, plan, rules)
 
     monkeypatch.setattr(forward, "lay_out", lay_out)
     return used
@@ -396,8 +396,8 @@ class TestSelfCheckCatches:
         assert "sliding_window=400" in reasons["shared_prefix"]
 
     def test_positions_off_by_one(self, monkeypatch):
-        def shifted(batch, plan):
-            inputs = plans.lay_out(batch, plan)
+        def shifted(batch, plan, rules=None):
+            inputs = plans.lay_out(batch, plan, rules)
             if plan == "shared_prefix":
                 starts = (inputs.position_ids.diff(prepend=inputs.position_ids[:, :1]) < 0).cumsum(1) > 0
                 inputs.position_ids.add_(starts.long())
@@ -442,9 +442,9 @@ def test_the_check_runs_once_and_again_when_the_attention_is_exchanged(monkeypat
     model, batch = tiny_model("llama"), ragged_batch()
     runs = []
 
-    def counted(checked):
+    def counted(checked, image_example):
         runs.append(checked)
-        return selfcheck.check_plans(checked)
+        return selfcheck.check_plans(checked, image_example)
 
     monkeypatch.setattr(forward, "check_plans", counted)
     expected = token_logprobs(model, batch).logprobs
