@@ -16,7 +16,6 @@ import datasets
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.optional import require
 from prefrl.types import Images
 
 if TYPE_CHECKING:
@@ -268,9 +267,9 @@ def _in_rgb(image: Any) -> Any:
     if "A" not in image.getbands() and "transparency" not in image.info:
         return image.convert("RGB")
     image = image.convert("RGBA")
-    white = require("PIL.Image", extra="images", feature="a vision-language model").new("RGB", image.size, "white")
-    white.paste(image, mask=image.getchannel("A"))
-    return white
+    opaque = image.convert("RGB")
+    opaque.paste((255, 255, 255), mask=image.getchannel("A").point(lambda alpha: 255 - alpha))
+    return opaque
 
 
 def as_blocks(content: Any) -> list[dict[str, Any]]:
