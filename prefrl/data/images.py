@@ -33,6 +33,7 @@ __all__ = [
     "image_reader",
     "in_blocks",
     "tokenizer_of",
+    "with_named_images",
     "with_stored_images",
 ]
 
@@ -221,6 +222,24 @@ def image_column(dataset: AnyDataset) -> str | None:
     if len(found) > 1:
         raise DataError(f"columns {found}: images stand in one of them. Remove the other: dataset.remove_columns(...)")
     return found[0] if found else None
+
+
+def with_named_images(dataset: AnyDataset, key: str | None) -> AnyDataset:
+    """The dataset with the column `key` as its column of images; None: as it is.
+
+    Raises:
+        DataError: There is no such column, or there are other images.
+    """
+    if key is None or key == "images":
+        return dataset
+    names = dataset.column_names or []
+    if key not in names:
+        raise DataError(
+            f"image_key={key!r}: the dataset has no such column, but {names}. Name the one with the images"
+        )
+    if "images" in names:
+        raise DataError(f"image_key={key!r}: the dataset also has a column 'images'. Remove or rename one of the two")
+    return dataset.rename_column(key, "images")
 
 
 def with_stored_images(dataset: AnyDataset) -> AnyDataset:

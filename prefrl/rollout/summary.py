@@ -107,7 +107,10 @@ def _said(message: Mapping[str, Any]) -> str:
     """The content of a message and its tool calls."""
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     calls = (f"{f.get('name')}({json.dumps(f.get('arguments'), ensure_ascii=False)})" for f in functions)
-    return " ".join([*([str(message["content"])] if message["content"] or not functions else []), *calls])
+    content = message["content"]
+    if isinstance(content, list):  # blocks
+        content = "".join(str(block.get("text") or f"[{block.get('type')}]") for block in content)
+    return " ".join([*([str(content)] if content or not functions else []), *calls])
 
 
 def messages_of_turn(messages: Sequence[Mapping[str, Any]], turn: int) -> list[Mapping[str, Any]]:
@@ -151,9 +154,11 @@ def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, co
     for rollout in rollouts[:limit]:
         values = [rollout.rewards[name] for name in names]
         shown = ["-" if value is None else f"{value:.2f}" for value in values]
+        count = len(rollout.row.get("images") or ())
+        prompt = f"[{count} image{'s'[: count > 1]}]\n" * (count > 0) + as_text(rollout.prompt)
         texts = [
-            Text(printable(as_text(value), max_characters=_CELL_CHARACTERS, max_lines=_CELL_LINES))
-            for value in (rollout.prompt, rollout.text)
+            Text(printable(value, max_characters=_CELL_CHARACTERS, max_lines=_CELL_LINES))
+            for value in (prompt, as_text(rollout.text))
         ]
         table.add_row(*texts, *shown, f"{rollout.advantage:.2f}")
     console.print(table)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, NonFiniteError
@@ -25,7 +25,7 @@ from prefrl.rollout.summary import print_table
 from prefrl.run.checkpoints import find_last
 from prefrl.run.identity import Identity, read_identity
 from prefrl.scripts.replay_dump import replay_dump
-from prefrl.scripts.replay_setup import config_of, never
+from prefrl.scripts.replay_setup import config_of, never, processing_class_of
 
 __all__ = ["main"]
 
@@ -179,7 +179,7 @@ class _Replay:
             args=self.config,
             reward_funcs=rewards,
             train_dataset=Dataset.from_list([{"prompt": "-"}] * self.identity.decisive["data"]["rows"]),
-            processing_class=AutoTokenizer.from_pretrained(self.checkpoint),
+            processing_class=processing_class_of(self.checkpoint),
             **self._model(),
         )
         trainer.run_folder.run = self.identity.run

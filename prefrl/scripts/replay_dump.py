@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from prefrl import distributed
 from prefrl.registry import REGISTRY
-from prefrl.scripts.replay_setup import config_of, never
+from prefrl.scripts.replay_setup import config_of, never, processing_class_of
 from prefrl.trainer.base.step_dump import DumpedBatch, read_dump
 
 if TYPE_CHECKING:
@@ -65,8 +64,8 @@ def _trainer(folder: Path, identity: Identity, scratch: str) -> Any:
     config = config_of(folder, algorithm.name, scratch)
     rewards = identity.decisive.get("rewards")
     extra = {} if rewards is None else {"reward_funcs": [never(name) for name in rewards]}
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    trainer = algorithm.load_trainer()(model=str(folder), args=config, processing_class=tokenizer, **extra)
+    processing_class = processing_class_of(folder)
+    trainer = algorithm.load_trainer()(model=str(folder), args=config, processing_class=processing_class, **extra)
     if (folder / "critic").is_dir():
         trainer.critic.load(folder / "critic")
     return trainer

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from transformers import AutoProcessor, AutoTokenizer
+
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 
-__all__ = ["config_of", "never"]
+__all__ = ["config_of", "never", "processing_class_of"]
 
 # What a replay does in another way than the run: it writes nothing, asks nobody, runs in one process, and goes on
 # where the run would have stopped. None of it decides the updates.
@@ -48,6 +50,12 @@ def config_of(folder: Path, algorithm: str, scratch: str) -> Any:
     names = {field.name for field in dataclasses.fields(config_class) if field.init}
     values |= {**_OTHERWISE, "output_dir": scratch}
     return config_class(**{name: value for name, value in values.items() if name in names})
+
+
+def processing_class_of(folder: Path) -> Any:
+    """The tokenizer that is saved in a folder, or the processor."""
+    has_processor = any((folder / name).exists() for name in ("processor_config.json", "preprocessor_config.json"))
+    return (AutoProcessor if has_processor else AutoTokenizer).from_pretrained(folder)
 
 
 def never(name: str) -> Callable[..., NoReturn]:

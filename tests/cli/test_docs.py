@@ -163,3 +163,8 @@ def test_examples_of_episodes_train(
     model = None if is_tiny else str(model_folder)
     rewards = module(ROOT / "examples" / script).main(model, "out", max_steps=1)
     assert len(rewards) == 1
+
+
+def test_the_example_with_images_trains(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    assert len(module(ROOT / "examples/grpo_images.py").main(None, "out", max_steps=1)) == 1

@@ -134,6 +134,10 @@ class BaseConfig(TrainingArguments):
         'Liger kernels to switch on or off, such as {"rope": false}; None: Liger\'s defaults for the model. JSON on '
         "the command line. Liger's losses are never used.",
     )
+    image_key: str | None = opt(
+        None,
+        "Column that holds the images of a row, one or a list; None: the column images or image, if there is one.",
+    )
     dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Number of processes that tokenize the dataset.")
     log_flops: bool = opt(
         False,

@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
 from prefrl.data.image_example import example_batch
-from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of
+from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of, with_named_images
 from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
 from prefrl.data.overlap import warn_of_shared_rows
 from prefrl.data.positions import check_positions
@@ -348,6 +348,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         check_dataset("train_dataset" if training else "eval_dataset", dataset, takes_several=not training)
         if isinstance(dataset, Mapping):
             return {name: self._prepared(part, processing_class, training=training) for name, part in dataset.items()}
+        dataset = with_named_images(dataset, self.args.image_key)
         prepared = self.prepare_dataset(dataset, processing_class, training=training)
         columns, tokenizer = self._id_columns, tokenizer_of(processing_class)
         prepared = check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=columns)

@@ -10,7 +10,7 @@ import torch
 
 from prefrl.data.batch_file import batch_of, parts_of
 from prefrl.data.collate import preference_batch, reward_batch, sft_batch, unpaired_batch
-from prefrl.data.images import ImageReader, file_bytes
+from prefrl.data.images import ImageReader, file_bytes, with_named_images
 from prefrl.data.packing import pack_dataset
 from prefrl.data.preference import prepare_preference_dataset, prepare_reward_dataset, prepare_unpaired_dataset
 from prefrl.data.tokenize import prepare_prompt_dataset, prepare_sft_dataset
@@ -124,6 +124,18 @@ def test_a_tokenizer_refuses_columns_and_blocks_of_images():
         prompt_ids(tiny_tokenizer(), {"prompt": [USER], "image": "any image"})
     with pytest.raises(DataError, match="column 'prompt' holds images: the model reads text only"):
         prompt_ids(tiny_tokenizer(), {"prompt": [{"role": "user", "content": [IMAGE, text("?")]}]})
+
+
+def test_a_column_of_another_name_holds_the_images():
+    dataset = rows({"prompt": [USER], "photo": image()})
+    assert with_named_images(dataset, "photo").column_names == ["prompt", "images"]
+    assert with_named_images(dataset, None) is dataset
+    with pytest.raises(
+        DataError, match=r"image_key='photos': the dataset has no such column, but \['prompt', 'photo'\]"
+    ):
+        with_named_images(dataset, "photos")
+    with pytest.raises(DataError, match="image_key='photo': the dataset also has a column 'images'"):
+        with_named_images(rows({"photo": image(), "images": [image()]}), "photo")
 
 
 def test_two_columns_of_images_are_one_too_many(llava):
