@@ -23,6 +23,7 @@ from prefrl.trainer.grpo_trainer import GRPOTrainer
 from prefrl.types import Completion, Images
 from tests.vllm.client import MakeGenerator, generators
 from tests.vllm.conftest import StartServer
+from tests.vllm.faults import GENERATE, drop, proxy_of, vanish
 from tests.vllm.server import Server, save_tiny_vlm
 from tests.vlms import image
 
@@ -63,7 +64,7 @@ def model(server: Server) -> PreTrainedModel:
 @pytest.fixture
 def make(server: Server, model: PreTrainedModel, processor: Any, tmp_path: Path) -> Iterator[MakeGenerator]:
     with generators(model, tmp_path, key=server.key, tokenizer=processor.tokenizer) as make:
-        yield lambda **options: make([server.url], **{"stop_ids": [2], "never": placeholder_ids(model)} | options)
+        yield lambda url=server.url: make([url], stop_ids=[2], never=placeholder_ids(model))
 
 
 @pytest.fixture
@@ -172,6 +173,20 @@ def test_greedy_completions_are_those_of_local_generation_and_have_no_placeholde
     found = generate(generator, prompts, how)
     assert found == generate(local, prompts, how)
     assert found[0][0].token_ids[0] == likely
+
+
+def test_lost_prompts_are_requested_again_with_their_images(
+    server: Server, model: PreTrainedModel, make: MakeGenerator, prompts: Any
+) -> None:
+    with proxy_of(server.url) as proxy:
+        generator = make(proxy.url)
+        generator.sync(PolicyWeights(model), version=1)
+        expected = generate(generator, prompts, sampling())
+        requests = proxy.requests[GENERATE]
+        proxy.fail(GENERATE, drop, times=len(prompts))
+        vanish(proxy)
+        assert generate(generator, prompts, sampling()) == expected
+        assert proxy.requests[GENERATE] >= 3 * requests, "no request was lost"
 
 
 def test_images_that_the_server_expands_otherwise_are_refused(
