@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from prefrl.data.images import ImageReader
@@ -200,8 +201,16 @@ def test_images_that_the_server_expands_otherwise_are_refused(
         generate(generator, prompts_of(processor)[:1], sampling())
 
 
+@pytest.mark.parametrize(
+    "adapted", [[], ["q_proj", "v_proj"]], ids=["whole model", "adapter on the vision tower, too"]
+)
 def test_grpo_samples_with_the_images_of_each_prompt_and_the_weights_of_each_step(
-    tmp_path: Path, server: Server, model: PreTrainedModel, processor: Any, monkeypatch: pytest.MonkeyPatch
+    adapted: list[str],
+    tmp_path: Path,
+    server: Server,
+    model: PreTrainedModel,
+    processor: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", server.key)
     args = GRPOConfig(
@@ -218,15 +227,16 @@ def test_grpo_samples_with_the_images_of_each_prompt_and_the_weights_of_each_ste
         save_strategy="no",
         use_cpu=True,
     )
-    tower = next(weight for name, weight in model.named_parameters() if "vision_model" in name)
-    before = tower.detach().clone()
-    trainer = GRPOTrainer(model, length_reward, args, rows(), processing_class=processor)
+    adapter = LoraConfig(r=4, target_modules=adapted) if adapted else None
+    trainer = GRPOTrainer(model, length_reward, args, rows(), processing_class=processor, peft_config=adapter)
+    towers = {n: p for n, p in trainer.policy.named_parameters() if "vision_model" in n and p.requires_grad}
+    before = {name: weight.detach().clone() for name, weight in towers.items()}
     trainer.train()
     history = trainer.state.log_history
     differences = [entry[name] for entry in history if (name := "sampling/sampling_logp_difference/max") in entry]
     assert len(differences) == 3
     assert max(differences) < 0.01, "more than the probability of placeholders, which are not sampled"
-    assert not torch.equal(tower, before), "the images taught the model nothing"
+    assert any(not torch.equal(towers[name], before[name]) for name in before), "the images taught the model nothing"
     trainer.generator.close()
 
 
