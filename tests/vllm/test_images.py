@@ -213,31 +213,33 @@ def test_grpo_samples_with_the_images_of_each_prompt_and_the_weights_of_each_ste
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", server.key)
-    args = GRPOConfig(
-        output_dir=str(tmp_path),
-        use_vllm=True,
-        vllm_server_base_url=server.url,
-        per_device_train_batch_size=4,
-        num_generations=2,
-        max_completion_length=6,
-        max_steps=3,
-        learning_rate=1e-3,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-    )
-    adapter = LoraConfig(r=4, target_modules=adapted) if adapted else None
-    trainer = GRPOTrainer(model, length_reward, args, rows(), processing_class=processor, peft_config=adapter)
-    towers = {n: p for n, p in trainer.policy.named_parameters() if "vision_model" in n and p.requires_grad}
-    before = {name: weight.detach().clone() for name, weight in towers.items()}
-    trainer.train()
+    with proxy_of(server.url) as proxy:
+        args = GRPOConfig(
+            output_dir=str(tmp_path),
+            use_vllm=True,
+            vllm_server_base_url=proxy.url,
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=6,
+            max_steps=3,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+        )
+        adapter = LoraConfig(r=4, target_modules=adapted) if adapted else None
+        trainer = GRPOTrainer(model, length_reward, args, rows(), processing_class=processor, peft_config=adapter)
+        towers = {n: p for n, p in trainer.policy.named_parameters() if "vision_model" in n and p.requires_grad}
+        before = {name: weight.detach().clone() for name, weight in towers.items()}
+        trainer.train()
+        trainer.generator.close()
+    assert proxy.last_body[GENERATE]["sampling_params"]["logit_bias"].keys() == {*map(str, placeholder_ids(model))}
     history = trainer.state.log_history
     differences = [entry[name] for entry in history if (name := "sampling/sampling_logp_difference/max") in entry]
     assert len(differences) == 3
     assert max(differences) < 0.01, "more than the probability of placeholders, which are not sampled"
     assert any(not torch.equal(towers[name], before[name]) for name in before), "the images taught the model nothing"
-    trainer.generator.close()
 
 
 def length_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:

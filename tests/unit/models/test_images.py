@@ -188,4 +188,6 @@ def test_adapters_of_the_language_model_are_told_apart(family, reads_images):
 
 
 def test_an_adapter_of_a_text_model_reads_no_images():
-    assert not adapts_images(get_peft_model(tiny_model("qwen2"), LoraConfig(r=2, target_modules=["q_proj"])))
+    model = tiny_model("qwen2")
+    model.beside = torch.nn.Linear(2, 2)
+    assert not adapts_images(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "beside"])))
