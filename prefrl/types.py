@@ -148,6 +148,10 @@ class Images:
     inputs: Mapping[str, Tensor]  # keyword arguments of the model's forward, such as `pixel_values`
     # Start and stop of each run of placeholder tokens, counted from the first token of the sequence, in order.
     runs: tuple[tuple[int, int], ...]
+    # For servers, which read images with processors of their own: PIL images in RGB, and the tokens of the sequence
+    # with a single placeholder for each image. Only prompts that are sampled from have them.
+    pictures: tuple[Any, ...] = ()
+    unexpanded_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -5,7 +5,7 @@ Only pillow is needed: the image processors are those of transformers that work 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,15 @@ def image(
     return Image.fromarray(pixels)
 
 
-def tiny_vlm(family: str, *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """A random model in float32 and eval mode, and its processor."""
+def tiny_vlm(family: str, *, seed: int = 0, text: Mapping[str, Any] | None = None) -> tuple[PreTrainedModel, Any]:
+    """A random model in float32 and eval mode, and its processor; `text` changes the config of the language model."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model, processor = FAMILIES[family]()
+        if text is not None:
+            model.config.text_config.update(text)
+            model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings
+            model = type(model)(model.config)
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:  # larger than usual, so that outputs differ clearly between tokens and images
                 parameter.data.normal_(0.0, 0.1 if "vis" in name or "proj" in name else 0.2)

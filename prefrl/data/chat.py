@@ -8,7 +8,7 @@ it drops earlier thinking), the text of the turn is replaced by a marker instead
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefrl.data.formats import REASONING_FIELDS
@@ -58,6 +58,7 @@ class EncodedText:
     token_ids: list[int]
     in_span: list[bool]
     image_stop: int = 0  # number of tokens up to the end of the last image
+    unexpanded_ids: list[int] = field(default_factory=list)  # one placeholder for each image; empty without images
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class ChatTemplate:
         tokens = list(zip(expanded.stops, expanded.is_image, strict=True))
         in_span = [not is_image and any(start < stop <= end for start, end in borders) for stop, is_image in tokens]
         last = max((i for i, is_image in enumerate(expanded.is_image) if is_image), default=-1)
-        return EncodedText(expanded.token_ids, in_span, last + 1)
+        unexpanded = encode(text, [], self.tokenizer).token_ids
+        return EncodedText(expanded.token_ids, in_span, last + 1, unexpanded)
 
     def render(
         self,

@@ -7,7 +7,8 @@ features for the image. Datasets are tokenized with these tokens; pixels are com
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -162,9 +163,15 @@ class ImageReader:
         return {**rest, "image_inputs": inputs}
 
     def of_prompt(self, row: Mapping[str, Any]) -> Images | None:
-        """What the model reads of the images of a row with `images` and `prompt_ids`; None without images."""
+        """What a model and servers read of the images of a row with `images` and `prompt_ids`; None without images."""
         stored = row.get("images")
-        return self.read(stored, row["prompt_ids"]) if stored else None
+        if not stored:
+            return None
+        return replace(
+            self.read(stored, row["prompt_ids"]),
+            pictures=tuple(_opened(image) for image in stored),
+            unexpanded_ids=tuple(row.get("unexpanded_ids", ())),  # rollouts of the journal have been sampled
+        )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -248,14 +255,18 @@ def with_stored_images(dataset: AnyDataset) -> AnyDataset:
 
 
 def file_bytes(image: Any) -> bytes:
-    """An image, as it is stored or opened, as the bytes of an image file."""
+    """An image, as it is stored or opened, as the bytes of an image file from which the same pixels are read."""
+    if hasattr(image, "getbands"):  # PIL's own formats may lose: an image that was read from a JPEG is one, too
+        file = BytesIO()
+        _in_rgb(image).save(file, format="PNG")
+        return file.getvalue()
     stored = datasets.Image().encode_example(image)
     data: bytes | None = stored["bytes"]
     return Path(stored["path"]).read_bytes() if data is None else data
 
 
 def _opened(image: Any) -> Any:
-    """The image of a cell: as it is, or read from a file or from bytes.
+    """The image of a cell in RGB: as it is, or read from a file or from bytes.
 
     Raises:
         DataError: It cannot be read.
@@ -263,14 +274,26 @@ def _opened(image: Any) -> Any:
     if isinstance(image, str):
         image = {"path": image, "bytes": None}
     if not isinstance(image, dict):
-        return image
+        return _in_rgb(image)
     try:
-        return datasets.Image().decode_example({"path": image.get("path"), "bytes": image.get("bytes")})
+        return _in_rgb(datasets.Image().decode_example({"path": image.get("path"), "bytes": image.get("bytes")}))
     except Exception as error:
         raise DataError(
             f"an image cannot be read: {type(error).__name__}: {error}. Give PIL images, paths of files, or "
             '{"bytes": ...}'
         ) from error
+
+
+def _in_rgb(image: Any) -> Any:
+    """A PIL image in RGB, over white where it is transparent; processors differ in what they make of other images."""
+    if getattr(image, "mode", "RGB") == "RGB":
+        return image
+    if "A" not in image.getbands() and "transparency" not in image.info:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    opaque = image.convert("RGB")
+    opaque.paste((255, 255, 255), mask=image.getchannel("A").point(lambda alpha: 255 - alpha))
+    return opaque
 
 
 def as_blocks(content: Any) -> list[dict[str, Any]]:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["SFT_COLUMNS", "Truncation", "completion_text", "prepare_prompt_dataset", "prepare_sft_dataset"]
 
 SFT_COLUMNS = ("input_ids", "trainable", "seq_lengths")
-PROMPT_COLUMNS = ("prompt_ids",)
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,12 @@ class _PromptRow:
         token_ids = encoded.token_ids
         if not token_ids:
             raise DataError(f"column {self.column!r}: the prompt {row[self.column]!r} has no tokens")
-        return {"prompt_ids": token_ids[kept(len(token_ids), self.max_length, self.truncation, encoded.image_stop)]}
+        part = kept(len(token_ids), self.max_length, self.truncation, encoded.image_stop)
+        if self.encoder.reader is None:
+            return {"prompt_ids": token_ids[part]}
+        num_cut = len(token_ids) - part.stop  # of a prompt with images, only the end is cut off
+        unexpanded = encoded.unexpanded_ids[: len(encoded.unexpanded_ids) - num_cut]
+        return {"prompt_ids": token_ids[part], "unexpanded_ids": unexpanded}
 
     def token_ids(self, row: Mapping[str, Any]) -> list[int]:
         """The prompt's tokens without truncation."""
@@ -292,7 +296,8 @@ def prepare_prompt_dataset(
         tools: Schemas of the tools that the model may call, see `RowEncoder`; None: there are no episodes.
         num_proc: Number of processes that tokenize; None for a stream.
     Returns:
-        All columns, and `prompt_ids: list[int]`.
+        All columns, and `prompt_ids: list[int]`. With a processor also `images`, as they are stored, and
+        `unexpanded_ids: list[int]`, the prompt with one placeholder for each image; empty without images.
     Raises:
         ConfigError: `filter_overlong` without a limit, or `num_proc` for a stream.
         DataError: Rows cannot be used, or no row is left.
@@ -321,6 +326,9 @@ def prepare_prompt_dataset(
         dataset = with_readable_images(convert_from_value(dataset, dataset_format), encoder)
         encoder.warn_of_special_tokens(dataset, row.token_ids, learns_to_stop=False)
         encode_row, images = encoder.with_images(row), encoder.image_features
+        if encoder.reader is not None:  # for servers that expand placeholders themselves
+            check_not_reserved(dataset, ("unexpanded_ids",))
+            images = {**images, "unexpanded_ids": datasets.List(datasets.Value("int32"))}
     ids = datasets.List(datasets.Value("int32"))
     text = {} if "prompt" in column_names(dataset) else {"prompt": datasets.Value("string")}
     rows = map_rows(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import Images
 
-__all__ = ["ImageRules", "RowPositions", "image_rules", "placeholder_ids"]
+__all__ = ["ImageRules", "RowPositions", "adapts_images", "image_rules", "placeholder_ids"]
 
 # Models whose processors put the images of a sequence along the second dimension, after that of the sequences.
 _NESTED = ("idefics2", "idefics3", "smolvlm")
@@ -99,6 +99,20 @@ def placeholder_ids(model: PreTrainedModel) -> list[int]:
     ids = {getattr(model.config, name, None) for name in names}
     vocab_size = model.config.get_text_config().vocab_size
     return sorted(token for token in ids if token is not None and token < vocab_size)
+
+
+def adapts_images(model: PreTrainedModel) -> bool:
+    """Whether an adapter on frozen weights changes how images are read.
+
+    Args:
+        model: A PeftModel.
+    """
+    base: Any = model.get_base_model()
+    if image_rules(base) is None:
+        return False
+    parts = (base.get_decoder(), base.get_output_embeddings())
+    language = {id(parameter) for part in parts for parameter in part.parameters()}
+    return any(parameter.requires_grad and id(parameter) not in language for parameter in model.parameters())
 
 
 def image_rules(model: PreTrainedModel) -> ImageRules | None:

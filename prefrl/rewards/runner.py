@@ -42,7 +42,7 @@ _MOST_FAILURES = 10
 _STANDARD = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 _ENVIRONMENTS = "environments"
 # Columns that rewards get under another name, or not at all.
-_HIDDEN = ("prompt", "prompt_ids")
+_HIDDEN = ("prompt", "prompt_ids", "unexpanded_ids")
 
 
 @dataclass(frozen=True, slots=True)

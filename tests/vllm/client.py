@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from prefrl.generation.vllm import asker, handshake
 from prefrl.generation.vllm.client import VLLMGenerator
@@ -44,15 +44,18 @@ MakeGenerator = Callable[..., VLLMGenerator]
 
 
 @contextmanager
-def generators(model: PreTrainedModel, folder: Path, *, key: str | None) -> Iterator[MakeGenerator]:
+def generators(
+    model: PreTrainedModel, folder: Path, *, key: str | None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Iterator[MakeGenerator]:
     """`make(urls, **options)`, closed at the end of the block."""
     made: list[VLLMGenerator] = []
+    own = tokenizer or tiny_tokenizer()
 
     def make(urls: Sequence[str], **options: Any) -> VLLMGenerator:
         http = Http(key=options.pop("key", key))
         weight_sync = WeightSync(http, method="shm", folder=folder, timeout=PATIENCE)
         changes = options.pop("requirements", {})
-        requirements = Requirements.of(model, tiny_tokenizer(), has_adapters=changes.pop("has_adapters", False))
+        requirements = Requirements.of(model, own, has_adapters=changes.pop("has_adapters", False))
         defaults: dict[str, Any] = {"stop_ids": STOP_IDS, "server_timeout": PATIENCE, "request_timeout": PATIENCE}
         generator = VLLMGenerator(
             urls, http=http, weight_sync=weight_sync, requirements=requirements, **defaults | options

@@ -17,6 +17,7 @@ from prefrl.generation.vllm.key import KEY_VARIABLE
 from prefrl.http import Http, HttpError
 from prefrl.scripts.vllm_serve import CPU_FLAGS, ServeArguments, serve_command, serve_environment
 from tests.assets import tiny_model, tiny_tokenizer
+from tests.vlms import tiny_vlm
 
 ROOT = Path(__file__).parents[2]
 # `bin/python` of an environment is a link, which must stay one: it tells Python where its packages are.
@@ -38,6 +39,14 @@ def save_tiny_model(folder: Path, **overrides: Any) -> Path:
     """A tiny Qwen2 and its tokenizer on disk; its head is tied unless told otherwise."""
     tiny_model("qwen2", **(SIZES | {"tie_word_embeddings": True} | overrides)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_tiny_vlm(folder: Path) -> Path:
+    """A tiny Idefics3 and its processor on disk: a family whose code in vLLM does not need torchvision."""
+    model, processor = tiny_vlm("idefics3", text=SIZES | {"tie_word_embeddings": False})
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
     return folder
 
 

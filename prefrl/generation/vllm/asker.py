@@ -53,6 +53,7 @@ class ServerAsker:
         stop_ids: Tokens that end a completion, in addition to those of a prompt's sampling parameters.
         request_timeout: Time limit of one request, in seconds; a prompt is given up after about twice that.
         guided: Constraint on every completion; None: no constraint.
+        never: Tokens that must not be sampled: placeholders of images.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class ServerAsker:
         stop_ids: Sequence[int],
         request_timeout: float,
         guided: Guided | None,
+        never: Sequence[int] = (),
     ) -> None:
         self._fleet = fleet
         self._balance = balance
         self._http = http
         self._vocab_size = vocab_size
         self._stop_ids = frozenset(stop_ids)
+        self._never = tuple(never)
         self._request_timeout = request_timeout
         self._guided = guided
 
@@ -196,6 +199,7 @@ class ServerAsker:
             vocab_size=self._vocab_size,
             stop_ids=self._stop_ids.union(prompt.sampling.stop_token_ids),
             is_guided=self._guided is not None,
+            never=self._never,
         )
         body = request_body(
             prompt,

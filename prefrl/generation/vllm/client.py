@@ -43,6 +43,7 @@ class VLLMGenerator:
             tried at most three times, and a prompt is given up after about twice this time.
         guided: Constraint on every completion; None: no constraint.
         max_concurrency: The most requests that this process has running at each server.
+        never: Tokens that must not be sampled: placeholders of images.
 
     Raises:
         ConfigError: A value is outside its range, or `urls` is empty, or contains an invalid or a repeated URL.
@@ -60,6 +61,7 @@ class VLLMGenerator:
         request_timeout: float,
         guided: Guided | None = None,
         max_concurrency: int = 64,
+        never: Sequence[int] = (),
     ) -> None:
         positive = {
             "server_timeout": server_timeout,
@@ -88,6 +90,7 @@ class VLLMGenerator:
             stop_ids=stop_ids,
             request_timeout=request_timeout,
             guided=guided,
+            never=never,
         )
 
     def generate(
@@ -127,15 +130,15 @@ class VLLMGenerator:
             ConfigError: The servers cannot sample with these parameters.
             GenerationError: No weights have been sent yet, or a prompt is empty or too long for the servers.
         """
-        if images is not None:
-            raise GenerationError("use_vllm=True with images: vLLM servers get no images yet. Set use_vllm=False.")
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         self._check(sampling)
         check_prompts(prompts, sampling.max_tokens, self.context_limit)
         asked = [
-            Prompt(number, prompt, seed, sampling, self.fleet.step)
-            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            Prompt(number, prompt, seed, sampling, self.fleet.step, images=of_prompt)
+            for number, (prompt, seed, of_prompt) in enumerate(
+                zip(prompts, seeds, images or [None] * len(prompts), strict=True)
+            )
         ]
         return VLLMPending(self._asker, asked)
 

@@ -1,11 +1,14 @@
 """Requests in vLLM's format, and checked completions from its answers. Nothing here waits or sends.
 
 One request is for all samples of one prompt. It contains token ids; the answer contains token ids, log-probs and
-weight versions.
+weight versions. Images are sent as files, with one placeholder for each in the token ids; the server expands them with
+its own processor, and returns the token ids of the prompt, which must be those of the trainer's processor.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +20,7 @@ from prefrl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from prefrl.generation.base import Home, SamplingParams
+    from prefrl.types import Images
 
 __all__ = ["Aborted", "BadAnswer", "Expected", "Guided", "OtherWeights", "Prompt", "completions_of", "request_body"]
 __all__ += ["answer_limit", "check_prompts", "check_sampling", "version_name"]
@@ -29,6 +33,8 @@ _LOWEST_TEMPERATURE = 0.01
 _NO_LOGPROB = -9999.0
 # A log-prob can exceed 0 by rounding, and by no more than that.
 _HIGHEST_LOGPROB = 1e-3
+# Added to the logit of a token that must not be sampled: the least that vLLM's other routes accept.
+_FORBIDDEN = -100.0
 # Bytes of an answer: what it has in any case, for each prompt token, and for each token that was requested.
 _BASE_BYTES, _PROMPT_TOKEN_BYTES, _TOKEN_BYTES = 2**16, 32, 1024
 _ID_PREFIX = "generate-tokens-"
@@ -93,6 +99,7 @@ class Prompt:
     sampling: SamplingParams
     step: int  # optimizer step of the weights that the servers had at the call
     home: Home | None = None  # of the conversation that it belongs to; None: of none
+    images: Images | None = None  # None: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ class Expected:
     vocab_size: int
     stop_ids: frozenset[int]
     is_guided: bool  # a completion may then also end where the constraint allows no further token
+    never: tuple[int, ...] = ()  # tokens that must not be sampled: placeholders of images
 
 
 def version_name(run: str, step: int) -> str:
@@ -183,6 +191,8 @@ def request_body(
         "ignore_eos": True,
         "detokenize": guided is not None,
     }
+    if expected.never:
+        parameters["logit_bias"] = dict.fromkeys(map(str, expected.never), _FORBIDDEN)
     if guided is not None:
         parameters["structured_outputs"] = guided.to_json()
     return {
@@ -191,7 +201,23 @@ def request_body(
         "model": model,
         "cache_salt": salt,
         "sampling_params": parameters,
+        **({} if prompt.images is None else _with_images(prompt.images)),
     }
+
+
+def _with_images(images: Images) -> dict[str, Any]:
+    """The fields of a request for a prompt with images."""
+    return {
+        "token_ids": list(images.unexpanded_ids),
+        "content_parts": [{"type": "image_url", "url": _data_url(picture)} for picture in images.pictures],
+        "return_token_ids": True,
+    }
+
+
+def _data_url(picture: Any) -> str:
+    file = io.BytesIO()
+    picture.save(file, "PNG", compress_level=1)  # without loss; higher levels take several times as long
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def answer_limit(prompt: Prompt) -> int:
@@ -217,6 +243,8 @@ def completions_of(answer: Any, prompt: Prompt, expected: Expected, *, newest_st
             `prompt.step..newest_step`.
     """
     try:
+        if prompt.images is not None:
+            _check_expansion(answer["prompt_token_ids"], prompt.token_ids)
         completions = _completions(answer, prompt.sampling, expected)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadAnswer(f"a field is missing or has another form ({error!r}): {answer!r:.300}") from error
@@ -227,6 +255,18 @@ def completions_of(answer: Any, prompt: Prompt, expected: Expected, *, newest_st
             f"sampled with weights of the steps {other[:5]}, but the servers had those of {prompt.step}..{newest_step}"
         )
     return completions
+
+
+def _check_expansion(found: Sequence[int], ours: Sequence[int]) -> None:
+    if list(found) == list(ours):
+        return
+    first = next((i for i, (one, other) in enumerate(zip(found, ours, strict=False)) if one != other), None)
+    place = min(len(found), len(ours)) if first is None else first
+    raise BadAnswer(
+        f"with its images, the prompt has {len(found)} tokens on the server and {len(ours)} in the trainer, which "
+        f"differ from token {place} on. Both must expand images alike: serve the files of the trainer's processor "
+        "(processing_class) with the model, and give vLLM no --mm-processor-kwargs that the trainer does not have"
+    )
 
 
 def _completions(answer: Any, sampling: SamplingParams, expected: Expected) -> list[Completion]:
@@ -267,6 +307,8 @@ def _check_tokens(tokens: list[int], reason: str, sampling: SamplingParams, expe
     strange = [token for token in tokens if type(token) is not int or not 0 <= token < expected.vocab_size]
     if strange:
         raise BadAnswer(f"token ids {strange[:5]} are outside the vocabulary, 0..{expected.vocab_size - 1}")
+    if not set(expected.never).isdisjoint(tokens):
+        raise BadAnswer(f"a completion has placeholders of images, one of {list(expected.never)}")
     has_stopped = tokens[-1] in expected.stop_ids
     if expected.stop_ids.intersection(tokens[:-1]):
         raise BadAnswer(f"further tokens follow a stop token (one of {sorted(expected.stop_ids)})")

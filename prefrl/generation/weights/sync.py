@@ -142,6 +142,7 @@ def _transport(method: SyncMethod, folder: PrivateFolder | None) -> Transport:
 
 async def _pause(transfer: Transfer, server: Server) -> None:
     try:
+        # This also clears the features of images, which /reset_prefix_cache leaves.
         await transfer.post(server, "/pause?mode=keep&clear_cache=true")
     except Unreachable:
         raise

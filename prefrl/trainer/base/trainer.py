@@ -63,9 +63,7 @@ if TYPE_CHECKING:
 __all__ = ["BaseTrainer"]
 
 Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
-
-# The stage of the batches that a trainer's loss reads.
-Ready = TypeVar("Ready", bound=TokenBatch)
+Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a trainer's loss reads
 
 
 class BaseTrainer(GuardedTrainer, Generic[Ready]):

@@ -20,6 +20,7 @@ from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
 from prefrl.metrics import Max, Mean, Metric, Sum
 from prefrl.models.adapters import is_peft_model
+from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.rollout.summary import staleness
 from prefrl.trainer.base.memory import GENERATION, explained
 
@@ -67,7 +68,8 @@ def make_generator(
             autocast=autocast,
             memory=partial(explained, args=args, options=GENERATION),
         )
-    method = sync_method(args, has_adapter=weights.has_adapter)
+    has_adapter = weights.has_adapter
+    method = sync_method(args, has_adapter=has_adapter, reads_images=has_adapter and adapts_images(model))
     if weights.is_quantized and method != "adapter":
         raise ConfigError(
             f"weight_sync={method!r}: the model is quantized, and only its adapter can be sent. Set "
@@ -84,26 +86,39 @@ def make_generator(
         weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout),
         requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
         stop_ids=end_token_ids(base, tokenizer),
+        never=placeholder_ids(base),
         server_timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_params.request_timeout,
         guided=_guided(args),
     )
 
 
-def sync_method(args: VLLMOptions, *, has_adapter: bool) -> SyncMethod:
+def sync_method(args: VLLMOptions, *, has_adapter: bool, reads_images: bool = False) -> SyncMethod:
     """The effective value of `weight_sync`.
 
+    Args:
+        args: Options.
+        has_adapter: Whether there is an adapter and nothing else is trained.
+        reads_images: Whether the adapter is also in layers that read images; vLLM drops these parts of an adapter.
+
     Raises:
-        ConfigError: `weight_sync` is "adapter", but the adapter is not all that is trained, or there is none.
+        ConfigError: `weight_sync` is "adapter", but the adapter is not all that is trained, or there is none, or vLLM
+            would drop a part of it.
     """
     if args.weight_sync == "adapter" and not has_adapter:
         raise ConfigError(
             "weight_sync='adapter': the model has no adapter, or more than the adapter is trained. Give peft_config "
             "(use_peft on the command line), or leave weight_sync None."
         )
+    if args.weight_sync == "adapter" and reads_images:
+        raise ConfigError(
+            "weight_sync='adapter': the adapter is also in layers that read images, where vLLM ignores it. Restrict "
+            "target_modules (lora_target_modules) to the language model, or leave weight_sync None: the adapter is "
+            "then merged into the weights that are sent."
+        )
     if args.weight_sync is not None:
         return args.weight_sync
-    if has_adapter and args.shared_folder is not None:
+    if has_adapter and not reads_images and args.shared_folder is not None:
         return "adapter"
     device: Any = args  # a config is also TrainingArguments
     return "nccl" if device.device.type == "cuda" else "gloo"

@@ -7,6 +7,7 @@ import io
 import datasets
 import pytest
 import torch
+from PIL import Image
 
 from prefrl.data.batch_file import batch_of, parts_of
 from prefrl.data.collate import preference_batch, reward_batch, sft_batch, unpaired_batch
@@ -278,3 +279,12 @@ def test_an_image_as_the_bytes_of_a_file(tmp_path):
         assert (
             datasets.Image().decode_example({"bytes": file_bytes(form), "path": None}).tobytes() == picture.tobytes()
         )
+
+
+def test_an_image_that_was_read_from_a_jpeg_is_written_without_loss():
+    file = io.BytesIO()
+    Image.effect_noise((16, 16), 60).convert("RGB").save(file, format="JPEG", quality=20)
+    picture = Image.open(io.BytesIO(file.getvalue()))
+    assert picture.format == "JPEG"
+    again = datasets.Image().decode_example({"bytes": file_bytes(picture), "path": None})
+    assert again.tobytes() == picture.tobytes()

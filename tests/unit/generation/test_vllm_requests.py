@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import SamplingParams
@@ -25,7 +29,7 @@ from prefrl.generation.vllm.requests import (
     request_body,
     version_name,
 )
-from prefrl.types import Completion
+from prefrl.types import Completion, Images
 
 EXPECTED = Expected(request_id="r7", run="run", vocab_size=10, stop_ids=frozenset({1, 2}), is_guided=False)
 
@@ -81,6 +85,40 @@ def test_the_request_says_everything_that_decides_a_sample() -> None:
             "detokenize": False,
         },
     }
+
+
+def with_image() -> Prompt:
+    """Token 5 stands for an image, and becomes three tokens."""
+    picture = Image.new("RGB", (2, 1), (250, 10, 20))
+    images = Images({}, ((0, 3),), pictures=(picture,), unexpanded_ids=(5, 6))
+    return Prompt(0, [5, 5, 5, 6], 40, SamplingParams(num_samples=2, max_tokens=3), 6, images=images)
+
+
+def test_images_are_sent_without_loss_with_one_placeholder_for_each() -> None:
+    sent = body(with_image())
+    assert sent["token_ids"] == [5, 6]
+    (part,) = sent["content_parts"]
+    header, _, data = part["url"].partition(",")
+    assert (part["type"], header) == ("image_url", "data:image/png;base64")
+    assert list(Image.open(io.BytesIO(base64.b64decode(data))).getdata()) == [(250, 10, 20)] * 2
+
+
+def test_the_prompt_that_comes_back_must_be_the_trainers() -> None:
+    echo = {"prompt_token_ids": [5, 5, 5, 6]}
+    assert answered(answer() | echo, with_image(), EXPECTED) == answered(answer(), prompt(), EXPECTED)
+    for wrong, words in (([5, 5, 6], "3 tokens on the server and 4 .* token 2 on"), ([5, 5, 5], "token 3 on")):
+        with pytest.raises(BadAnswer, match=words):
+            answered(answer() | {"prompt_token_ids": wrong}, with_image(), EXPECTED)
+    with pytest.raises(BadAnswer, match="a field is missing"):
+        answered(answer(), with_image(), EXPECTED)
+
+
+def test_forbidden_tokens_are_made_improbable_and_not_believed() -> None:
+    expected = replace(EXPECTED, never=(4,))
+    sent = request_body(prompt(), expected, model="tiny", salt="run:6", guided=None)
+    assert sent["sampling_params"]["logit_bias"] == {"4": -100.0}
+    with pytest.raises(BadAnswer, match=r"placeholders of images, one of \[4\]"):
+        answered(answer(), prompt(), expected)
 
 
 def test_what_is_switched_off_is_0_and_greedy_samples_are_asked_for_once() -> None:

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from prefrl.data.image_example import example_batch
 from prefrl.data.images import ImageReader
 from prefrl.models import forward, selfcheck
 from prefrl.models.forward import set_image_example, token_logprobs, verdict_of
-from prefrl.models.images import RowPositions, image_rules, placeholder_ids
+from prefrl.models.images import RowPositions, adapts_images, image_rules, placeholder_ids
 from prefrl.models.plans import lay_out
 from prefrl.types import Images, TokenBatch
 from tests.assets import ragged_batch, tiny_model
@@ -175,3 +176,18 @@ def test_images_move_with_their_prompts():
     assert TokenBatch.concat([ragged_batch(), ragged_batch()]).images == ()
     assert batch.images_of(3) is batch.images[2]
     assert ragged_batch().images_of(3) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("reads_images", [False, True])
+def test_adapters_of_the_language_model_are_told_apart(family, reads_images):
+    model, _ = tiny_vlm(family)
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    chosen = [name for name in layers if any(part in name for part in VISION) == reads_images]
+    assert adapts_images(get_peft_model(model, LoraConfig(r=2, target_modules=chosen))) == reads_images
+
+
+def test_an_adapter_of_a_text_model_reads_no_images():
+    model = tiny_model("qwen2")
+    model.beside = torch.nn.Linear(2, 2)
+    assert not adapts_images(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "beside"])))

@@ -161,6 +161,12 @@ def test_weights_go_the_way_that_fits(tmp_path: Path) -> None:
         sync_method(config(tmp_path, use_vllm=True, weight_sync="adapter"), has_adapter=False)
 
 
+def test_an_adapter_that_servers_would_cut_is_merged(tmp_path: Path) -> None:
+    assert sync_method(config(tmp_path, use_vllm=True), has_adapter=True, reads_images=True) == "gloo"
+    with pytest.raises(ConfigError, match=r"layers that read images, where vLLM ignores it\. Restrict"):
+        sync_method(config(tmp_path, use_vllm=True, weight_sync="adapter"), has_adapter=True, reads_images=True)
+
+
 def test_modes_of_the_correction_are_the_keys_of_its_table() -> None:
     hints = get_type_hints(VLLMOptions)
     assert set(get_args(hints["vllm_importance_sampling_mode"])) == set(OFF_POLICY_CORRECTIONS)
