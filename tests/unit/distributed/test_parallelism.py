@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
@@ -139,5 +140,6 @@ def test_trainers_refuse_before_a_model_is_loaded(name: str, tmp_path: Path) -> 
     args = row.load_config()(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     args.parallelism_config = ParallelismConfig(cp_size=2)
     arguments = {"reward_funcs": ragged_reward} if name == "grpo" else {}
+    dataset = datasets.Dataset.from_dict({"prompt": ["2+2="], "completion": ["4"]})
     with pytest.raises(ConfigError, match=r"cp_size=2"):
-        row.load_trainer()(str(tmp_path / "no model"), args=args, **arguments)
+        row.load_trainer()(str(tmp_path / "no model"), args=args, train_dataset=dataset, **arguments)
