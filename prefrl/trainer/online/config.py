@@ -151,7 +151,9 @@ class OnlineConfig(
         None, "Completions of a generation batch, over all processes; None: follows from steps_per_generation."
     )
     steps_per_generation: Annotated[int, Ge(1)] | None = opt(
-        None, "Micro-batches per generation batch and process; None: gradient_accumulation_steps."
+        None,
+        "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps; None, or a number "
+        "that divides it: one generation batch for each optimizer step, during which the weights stay the same.",
     )
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for the chat template; JSON on the command line."
@@ -228,8 +230,8 @@ class OnlineConfig(
             fewer = steps // accumulation * accumulation
             fitting = f"{fewer} or {fewer + accumulation}" if fewer else f"{accumulation}"
             raise ConfigError(
-                f"steps_per_generation={steps}: must be a multiple of gradient_accumulation_steps={accumulation}, so "
-                f"that an optimizer step learns from one generation. Set {fitting}."
+                f"steps_per_generation={steps}: must be a multiple of gradient_accumulation_steps={accumulation}, or "
+                f"divide it, so that an optimizer step learns from one generation. Set {fitting}."
             )
 
     @property
@@ -258,10 +260,11 @@ class OnlineConfig(
 
     @property
     def micro_batches_per_generation(self) -> int:
-        """The effective value of `steps_per_generation`."""
+        """The effective value of `steps_per_generation`: at least that of an optimizer step."""
+        steps, accumulation = self.steps_per_generation, int(self.gradient_accumulation_steps)
         if self.generation_batch_size is not None:
-            return self.generation_batch_size // int(self.rows_per_micro_batch * self.world_size)
-        return self.steps_per_generation or int(self.gradient_accumulation_steps)
+            steps = self.generation_batch_size // int(self.rows_per_micro_batch * self.world_size)
+        return accumulation if steps is None or accumulation % steps == 0 else steps
 
     @property
     def updates_per_generation(self) -> int:
