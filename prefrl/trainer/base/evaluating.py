@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from datasets import IterableDataset
 from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
@@ -47,18 +48,42 @@ class EvaluatingTrainer(GuardedTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Metrics on the evaluation dataset, or on raw data given here."""
+        """Metrics on the evaluation dataset, and on the training dataset if that is on; or on raw data given here."""
         use_averaged_weights(self.optimizer)
+        prepared: Any = eval_dataset
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepared(eval_dataset, self.processing_class, training=False)
+            prepared = self._prepared(eval_dataset, self.processing_class, training=False)
         elif eval_dataset is None and self.eval_dataset is None:
             raise ConfigError("eval_dataset=None: evaluation needs a dataset, here or in the constructor")
-        if isinstance(eval_dataset, Mapping):
-            metrics: dict[str, float] = {}
-            for name, part in eval_dataset.items():
-                metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
-            return metrics
-        return cast("dict[str, float]", super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
+        parts = (
+            {f"_{name}": part for name, part in prepared.items()} if isinstance(prepared, Mapping) else {"": prepared}
+        )
+        if eval_dataset is None and self.args.evaluate_training_set:
+            parts["_train"] = self._training_rows()
+        metrics: dict[str, float] = {}
+        for name, part in parts.items():
+            metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}{name}")
+        return metrics
+
+    def _training_rows(self) -> Any:
+        """The prepared rows of the training dataset that are evaluated."""
+        if self.train_dataset is None:
+            raise ConfigError("evaluate_training_set=True: there is no train_dataset. Set it to False.")
+        if isinstance(self.eval_dataset, Mapping) and "train" in self.eval_dataset:
+            raise ConfigError(
+                "evaluate_training_set=True with an eval_dataset that is called 'train': both are eval_train_... in "
+                "the logs. Give it another name, or set evaluate_training_set=False."
+            )
+        if isinstance(self.train_dataset, IterableDataset) and self.args.max_eval_samples is None:
+            raise ConfigError("evaluate_training_set=True with a stream: it may have no end. Set max_eval_samples.")
+        return self._first_rows(self.train_dataset)
+
+    def _first_rows(self, dataset: Any) -> Any:
+        """The first `max_eval_samples` rows."""
+        limit = self.args.max_eval_samples
+        if limit is None:
+            return dataset
+        return dataset.take(limit if isinstance(dataset, IterableDataset) else min(limit, len(dataset)))
 
     def evaluation_loop(
         self,
@@ -76,7 +101,7 @@ class EvaluatingTrainer(GuardedTrainer):
             for item in dataloader:
                 merge(self.metrics["eval"], self.evaluation_step(model, item))
                 num_rows += self._rows_of(item)
-            merge(self.metrics["eval"], self.end_evaluation(model))
+            merge(self.metrics["eval"], self.end_evaluation(model, metric_key_prefix))
         distributed.release(model)
         (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
         found = self._drain("eval") | {"num_tokens": float(self.state.num_input_tokens_seen)}
@@ -91,8 +116,13 @@ class EvaluatingTrainer(GuardedTrainer):
     def evaluation_step(self, model: nn.Module, item: Any) -> dict[str, Metric]:
         """Metrics of one item of the evaluation loader."""
 
-    def end_evaluation(self, model: nn.Module) -> dict[str, Metric]:
-        """Metrics of all items together, after the last one. All ranks call it."""
+    def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
+        """Metrics of all items together, after the last one. All ranks call it.
+
+        Args:
+            model: Evaluated.
+            name: Of the evaluation, with which the names of its metrics begin.
+        """
         return {}
 
     @abstractmethod

@@ -26,6 +26,7 @@ from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
+from prefrl.trainer.base.epoch_intervals import EpochIntervals
 from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
@@ -128,7 +129,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
             eval_dataset=self._prepared(eval_dataset, processing_class, training=False),
             processing_class=processing_class,
             compute_metrics=compute_metrics,
-            callbacks=callbacks,
+            callbacks=[EpochIntervals(args), *(callbacks or [])],
             optimizers=optimizers,
         )
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
@@ -327,6 +328,15 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
         """Weight of the routers' balancing loss in this step; 0: it is not computed."""
         return self._router_coef
 
+    def _evaluated(self, model: nn.Module, batches: Sequence[Ready], *, num_missing: int) -> Iterator[LossOutput]:
+        """The loss of each micro-batch of an evaluation; then passes that only other ranks have a loss for."""
+        for batch in batches:
+            with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
+                output = self.full_loss(model, batch.to(self.args.device))
+            yield output
+        for _ in range(num_missing):
+            self._forward_sum(model, self._idle_batch().to(self.args.device))
+
     def _saved_activations(self) -> AbstractContextManager[None]:
         """Context of a forward pass that stores its activations on the host if `activation_offloading` is set."""
         return OffloadActivations(self.args.device.type) if self.args.activation_offloading else nullcontext()
@@ -356,7 +366,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
         check_dataset("train_dataset" if training else "eval_dataset", dataset, takes_several=not training)
         if isinstance(dataset, Mapping):
             return {name: self._prepared(part, processing_class, training=training) for name, part in dataset.items()}
-        dataset = with_named_images(dataset, self.args.image_key)
+        dataset = with_named_images(dataset if training else self._first_rows(dataset), self.args.image_key)
         prepared = self.prepare_dataset(dataset, processing_class, training=training)
         columns, tokenizer = self._id_columns, tokenizer_of(processing_class)
         prepared = check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=columns)
