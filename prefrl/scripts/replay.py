@@ -21,7 +21,7 @@ from prefrl.models.adapters import saved_config
 from prefrl.registry import REGISTRY
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal, read_entry
-from prefrl.rollout.summary import print_table
+from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last
 from prefrl.run.identity import Identity, read_identity
 from prefrl.scripts.replay_dump import replay_dump
@@ -142,7 +142,7 @@ class _Replay:
         path = trainer.journal.path_of(self.first)
         if path.exists():
             rollouts = Collected.concat(read_entry(path).parts).rollouts
-            print_table(rollouts, step=self.first, limit=None, console=console)
+            print_table(rollouts, title=title_of_step(self.first), limit=None, console=console)
         console.print(self._table(computed))
 
     def _table(self, computed: Mapping[str, float]) -> Table:

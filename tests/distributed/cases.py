@@ -68,6 +68,17 @@ def good_at_subtraction(prompts: list[str], completions: list[str], **_: Any) ->
     return [value * ("-" in prompt) for value, prompt in zip(values, prompts, strict=True)]
 
 
+def answering(completions: list[str], log_extra: Callable[[str, list[Any]], None], **_: Any) -> list[float]:
+    """`ragged_reward`, and an answer in most completions."""
+    log_extra("answer", [text[:1] for text in completions])
+    return ragged_reward(completions)
+
+
+def from_two_sources(num_rows: int) -> Dataset:
+    """Prompts with a column that says where they come from."""
+    return dataset_of("grpo", num_rows).add_column("data_source", [("math", "code")[i % 2] for i in range(num_rows)])
+
+
 def num_predicted(evaluated: EvalPrediction) -> dict[str, float]:
     """Sums over the rows of all processes."""
     return {"labels": float(evaluated.label_ids.sum()), "predictions": float(evaluated.predictions.sum())}
@@ -135,7 +146,18 @@ CASES: dict[str, Case] = {
     "grpo_one_signal": Case("grpo", {"beta": 0.0, **BUDGET, **REUSE}, reward=good_at_subtraction),
     # Rollouts.
     "grpo_reuse": Case("grpo", {"beta": 0.04, **REUSE}),
-    "grpo_not_gathered": Case("grpo", {"ds3_gather_for_generation": False, **EVAL}, eval_rows=5),
+    "grpo_not_gathered": Case(
+        "grpo",
+        {
+            "ds3_gather_for_generation": False,
+            "eval_dataset": from_two_sources(5),
+            "pass_at_k_kwargs": {"k": [1, 2, 4], "answer": "answer"},
+            "log_val_generations": 3,
+            **EVAL,
+        },
+        reward=answering,
+        eval_rows=5,
+    ),
     "grpo_full_kl_by_name": Case("grpo", {"beta": 0.1, "kl_estimator": "full"}, by_name=True),
     # Ranks whose episodes have different numbers of turns sample together.
     "grpo_episodes": Case("grpo", {"talks": "forgetful", "turn_credit": "return"}),

@@ -22,6 +22,7 @@ from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.parser import CommandParser
+from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.resumable import ResumableTrainer
 from prefrl.trainer.base.trainer import BaseTrainer
@@ -138,7 +139,8 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     trainer = row.load_trainer()
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
-    assert _bases(BaseTrainer) == [GuardedTrainer]
+    assert _bases(BaseTrainer) == [EvaluatingTrainer]
+    assert _bases(EvaluatingTrainer) == [GuardedTrainer]
     assert _bases(GuardedTrainer) == [ResumableTrainer]
     assert _bases(ResumableTrainer) == [Trainer]
     assert trainer.algorithm == row.name
@@ -226,7 +228,7 @@ def test_hooks_of_the_huggingface_loop_have_the_signature_that_was_read(name: st
 
 
 def test_every_overridden_hook_is_pinned() -> None:
-    bases = [ResumableTrainer, GuardedTrainer, BaseTrainer, OfflineTrainer, OnlineTrainer]
+    bases = [ResumableTrainer, GuardedTrainer, EvaluatingTrainer, BaseTrainer, OfflineTrainer, OnlineTrainer]
     classes = [*bases, *(row.load_trainer() for row in REGISTRY.values())]
     overridden = {
         name

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from safetensors import SafetensorError
 from transformers import Trainer
@@ -80,12 +80,17 @@ class ResumableTrainer(Trainer):
         self._lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
         self._changed: tuple[str, ...] = ()  # what may differ from the checkpoint and does
 
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model that is trained, without the backend's wrapper."""
+        return cast("PreTrainedModel", distributed.unwrap(self.model))
+
     @abstractmethod
     def decisive(self) -> dict[str, Any]:
         """What decides the updates of this training, JSON values by name."""
 
     def _identity(self) -> Identity:
-        model = getattr(distributed.unwrap(self.model).config, "name_or_path", "")
+        model = getattr(self.policy.config, "name_or_path", "")
         return Identity(run=self.run_folder.run, decisive=self.decisive(), model=model)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -403,8 +408,7 @@ class ResumableTrainer(Trainer):
             self._write_card(Path(self.args.output_dir), model_name=model_name, dataset_name=dataset_name, tags=tags)
 
     def _write_card(self, folder: Path, **named: Any) -> None:
-        model: PreTrainedModel = distributed.unwrap(self.model)
-        base, history = str(model.config.name_or_path), self.state.log_history
+        base, history = str(self.policy.config.name_or_path), self.state.log_history
         write_model_card(folder, algorithm=self.algorithm, base_model=base, log_history=history, **named)
 
     def push_to_hub(

@@ -377,14 +377,11 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         count = 0.0 if item is None else float(self.row_items(item).sum())
         batches = self._prepared_step([] if item is None else [item])
         metrics: dict[str, Metric] = {}
-        if not batches:  # other ranks may need this one to take part in a forward pass
-            self._forward_sum(model, self._idle_batch().to(self.args.device))
-        for batch in batches:
-            with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
-                output = self.full_loss(model, batch.to(self.args.device))
+        # Other ranks may need one without rows to take part in a forward pass.
+        for output in self._evaluated(model, batches, num_missing=int(not batches)):
             metrics = {"loss": Mean(output.total, count), **output.metrics}
             if self.compute_metrics is not None and output.predictions is not None:
-                self.predicted.add(*self.predictions_of(batch, output.predictions))
+                self.predicted.add(*self.predictions_of(batches[0], output.predictions))
         return metrics
 
     def _rows_of(self, item: Loaded | None) -> int:

@@ -31,7 +31,7 @@ from prefrl.trainer.base.schedule_free import averages_weights
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.episodes import Episodes
-from prefrl.trainer.online.evaluation import EvaluationRollouts
+from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
 from prefrl.trainer.online.generators import make_generator, sampling_metrics
 from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
@@ -397,7 +397,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     # Evaluation: completions, rewards and their loss.
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """See `BaseTrainer.evaluation_loop`; samples with the current weights, and learning goes on as before."""
+        """See `EvaluatingTrainer`; samples with the current weights, and learning goes on as before."""
         has_average = averages_weights(self.optimizer)  # other weights of the same version
         if has_average or not self.is_in_train:
             self.generator.invalidate()
@@ -415,22 +415,19 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Rewards and lengths of completions of some prompts."""
         return self._evaluation.sample(item)
 
-    def end_evaluation(self, model: nn.Module) -> dict[str, Metric]:
+    def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
         """The loss, as in a step that learns from all completions of the evaluation at once, and its metrics."""
-        rollouts = self._evaluation.take()
+        collected = self._evaluation.take()
         if self.compute_metrics is not None:
-            self.predicted.add([r.text for r in rollouts], [r.reward for r in rollouts], [r.row for r in rollouts])
-        learned = self._learned(rollouts, num_parts=1)
+            add_rollouts(self.predicted, collected.rollouts)
+        learned = self._learned(collected.rollouts, num_parts=1)
         (minibatch,) = self._minibatches.of(learned)
         metrics = {"loss": Mean(0.0, minibatch.num_items, empty=0.0), **learned.metrics}
-        merge(metrics, minibatch.metrics)
+        told = self._evaluation.report(collected, name=name, step=self.state.global_step)
+        merge(metrics, told | minibatch.metrics)
         num_missing = distributed.missing_passes(model, len(minibatch.micro_batches), self.args.device)
-        for batch in minibatch.micro_batches:
-            with self.accelerator.autocast():
-                output = self.full_loss(model, batch.to(self.args.device))
+        for output in self._evaluated(model, minibatch.micro_batches, num_missing=num_missing):
             merge(metrics, {"loss": Mean(output.total, 0.0), **output.metrics})
-        for _ in range(num_missing):
-            self._forward_sum(model, self._idle_batch().to(self.args.device))
         return metrics
 
     def _rows_of(self, item: list[dict[str, Any]]) -> int:
