@@ -36,7 +36,7 @@ class ReferenceLogits:
 
 
 def reference_log_probs(
-    reference: ReferenceLogits, *, temperature: float, truncation: TokenTruncation | None, dtype: torch.dtype
+    reference: ReferenceLogits, *, temperature: float, dtype: torch.dtype, truncation: TokenTruncation | None = None
 ) -> Callable[[slice, Mask | None], Tensor]:
     """A function that returns [c, V] log softmax(logits / temperature) for a slice of tokens, without gradients.
 
@@ -52,7 +52,7 @@ def reference_log_probs(
         enabled=torch.is_autocast_enabled(device_type),
     )
 
-    def log_probs(rows: slice, mask: Mask | None) -> Tensor:
+    def log_probs(rows: slice, mask: Mask | None = None) -> Tensor:
         with torch.no_grad():
             with autocast():
                 logits = reference.head(reference.hidden[rows])
