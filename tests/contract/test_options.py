@@ -63,6 +63,7 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "top_k": (3, {}),
     "min_p": (0.2, {}),
     "repetition_penalty": (2.0, {}),
+    "truncated_logprobs": ("softmax", {"top_k": 3}),
     "generation_batch_size": (16, {}),
     "steps_per_generation": (2, {}),
     "num_iterations": (3, {}),

@@ -31,6 +31,7 @@ from prefrl.trainer.base.optimization_options import check_optimization
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
+    from prefrl.losses.truncation import Truncation
     from prefrl.models.positions import PositionLimit
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
@@ -275,6 +276,11 @@ class BaseConfig(EvaluationOptions, TokenizerOptions, TrainingArguments):
     def scoring_temperature(self) -> float:
         """Temperature of the distribution whose log-probs enter the losses."""
         return 1.0
+
+    @property
+    def scoring_truncation(self) -> Truncation | None:
+        """What cuts that distribution; None: nothing does."""
+        return None
 
     def fit_context(self, limit: PositionLimit | None) -> None:
         """Set what depends on the model's context; called when the model is loaded.
