@@ -115,11 +115,16 @@ class Scheduler(LambdaLR):
         super().step(epoch)
         self.set_weight_decays()
 
+    @property
+    def weight_decay_factor(self) -> float:
+        """What the weight decays of the step that the schedule is at are multiplied by."""
+        return 1.0 if self._weight_decay_factor is None else self._weight_decay_factor(self.last_epoch)
+
     def set_weight_decays(self) -> None:
         """Set the weight decays of the step that the schedule is at."""
         if self._weight_decay_factor is None:
             return
-        factor = self._weight_decay_factor(self.last_epoch)
+        factor = self.weight_decay_factor
         for group, initial in zip(self.optimizer.param_groups, self._weight_decays, strict=True):
             if initial is not None:
                 group["weight_decay"] = initial * factor
