@@ -152,9 +152,10 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """See `OnlineTrainer`; during `critic_warmup`, weight decay of the policy is off, too."""
+        factor = self.lr_scheduler.weight_decay_factor if isinstance(self.lr_scheduler, Scheduler) else 1.0
         # The groups of the policy come first.
         for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=False):
-            group["weight_decay"] = 0.0 if self._is_warmup else weight_decay
+            group["weight_decay"] = 0.0 if self._is_warmup else weight_decay * factor
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

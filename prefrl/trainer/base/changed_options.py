@@ -6,6 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
+from prefrl.trainer.base.scheduler import refresh
+
 __all__ = ["GroupOptions"]
 
 
@@ -35,7 +39,8 @@ class GroupOptions:
         Args:
             changed: Names of the options that differ from the checkpoint.
             optimizer: After its state was read.
-            scheduler: Its schedule goes on; learning rates are proportional to those at its start.
+            scheduler: Its schedule, which may be another one now, goes on from the same step; learning rates are
+                proportional to those at its start.
         """
         if "weight_decay" in changed:
             for group, weight_decay in zip(optimizer.param_groups, self.weight_decays, strict=True):
@@ -46,3 +51,5 @@ class GroupOptions:
                 group["initial_lr"] = initial
             scheduler.base_lrs = list(self.learning_rates)
             scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # what is logged
+        if isinstance(scheduler, LambdaLR):
+            refresh(scheduler)

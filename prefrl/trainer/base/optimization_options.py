@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers.optimization import get_scheduler
-from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from prefrl.errors import ConfigError
@@ -16,40 +13,22 @@ from prefrl.options.fields import check_no_effect
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+    from prefrl.trainer.base.schedule_options import ScheduleOptions
+
 __all__ = ["check_optimization"]
 
 # The optimizers that read optim_target_modules have one of these in their names.
 _LAYERWISE = ("galore", "apollo")
 
 
-def check_optimization(config: TrainingArguments) -> None:
+def check_optimization(config: ScheduleOptions) -> None:
     """Reject arguments of optimizer and schedule that are missing, unknown or without effect.
 
     Raises:
         ConfigError: Names the option, its value and what to do.
     """
-    _check_schedule(config)
+    config.validate_schedule()
     _check_optimizer(config)
-
-
-def _check_schedule(config: TrainingArguments) -> None:
-    name, arguments = str(SchedulerType(config.lr_scheduler_type).value), config.lr_scheduler_kwargs
-    if name.startswith("constant"):
-        check_no_effect(
-            name="lr_scheduler_kwargs",
-            value=arguments or None,
-            unset=None,
-            because=f"lr_scheduler_type={name!r} has no arguments",
-            remedy="Remove it, or choose another schedule.",
-        )
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    try:
-        get_scheduler(name, optimizer, num_warmup_steps=1, num_training_steps=10, scheduler_specific_kwargs=arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={arguments!r}: {error}. Set lr_scheduler_kwargs to "
-            "what transformers.optimization says of this schedule."
-        ) from error
 
 
 def _check_optimizer(config: TrainingArguments) -> None:

@@ -31,6 +31,7 @@ from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.schedule_free import use_averaged_weights
+from prefrl.trainer.base.scheduler import WatchPlateau, own_scheduler
 from prefrl.trainer.base.stateful_callback import StatefulCallback
 from prefrl.trainer.base.trackers import contain_trackers
 
@@ -61,12 +62,15 @@ class ResumableTrainer(Trainer):
 
     algorithm: str  # name in the registry
     args: BaseConfig
+    lr_scheduler: Any
     hub_model_id: str | None  # the repository's full name, once it is known to exist
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         self._hub = Hub(args)
         super().__init__(args=args, **arguments)
         contain_trackers(self.callback_handler.callbacks)
+        if args.reduces_on_plateau:
+            self.add_callback(WatchPlateau(args.plateau_params.metric))
         self.stop_request = StopRequest(args.max_train_time)
         self.run_folder = RunFolder(
             Path(args.output_dir),
@@ -311,6 +315,13 @@ class ResumableTrainer(Trainer):
     @abstractmethod
     def write_model(self, folder: Path) -> None:
         """Write model, tokenizer and options to a folder. All processes must call it."""
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """HuggingFace's hook."""
+        own = own_scheduler(self.args, self.lr_scheduler, optimizer or self.optimizer, num_training_steps)
+        if own is not None:
+            self.lr_scheduler, self._created_lr_scheduler = own, True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -127,6 +127,7 @@ class OnlineConfig(
     """Options of the rollout loop."""
 
     kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
+        *BaseConfig.kwargs_options,
         *(VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM, EVAL_SAMPLING, AT_K),
     )
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
