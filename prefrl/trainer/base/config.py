@@ -27,6 +27,7 @@ from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimization_options import check_optimization
+from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(TokenizerOptions, TrainingArguments):
+class BaseConfig(OptimizerOptions, TokenizerOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
     kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
@@ -206,7 +207,8 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         self._check_numbers()
         self._set_both_names()
         try:
-            super().__post_init__()
+            with named_for_huggingface(self):
+                super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.validate()
@@ -337,6 +339,7 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         self._validate_liger()
         check_ignored_options(self)
         check_optimization(self)
+        check_optimizer(self)
 
     def _validate_activations(self) -> None:
         if self.device.type == "cpu":
