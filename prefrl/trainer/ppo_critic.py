@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,25 +19,22 @@ from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import checkpoint_activations, disable_dropout
 from prefrl.trainer.base.kernels import add_kernels
 from prefrl.trainer.online.policy_objective import token_mean
-from prefrl.trainer.ppo_config import CRITIC_OPTIMIZER
 from prefrl.types import LossOutput
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from prefrl.trainer.online.policy_batch import CriticBatch
-    from prefrl.trainer.ppo_config import CriticOptimizer, PPOConfig
+    from prefrl.trainer.ppo_config import PPOConfig
 
 __all__ = [
-    "add_critic_groups",
     "attach_critic",
     "critic_loss",
     "make_critic",
     "refuse_reward_model",
     "save_gathered",
     "split_state",
-    "without_critic",
 ]
 
 # The name under which the critic is a part of the policy.
@@ -104,52 +101,6 @@ def attach_critic(policy: PreTrainedModel, critic: Critic) -> None:
     policy.add_module(_NAME, critic.module)
     names = [f"{_NAME}.{name}" for name in critic.module.state_dict()]
     policy._keys_to_ignore_on_save = [*(policy._keys_to_ignore_on_save or ()), *names]
-
-
-def without_critic(parameters: Iterable[nn.Parameter], critic: Critic) -> list[nn.Parameter]:
-    """The parameters that are not the critic's."""
-    own = {id(parameter) for parameter in critic.parameters()}
-    return [parameter for parameter in parameters if id(parameter) not in own]
-
-
-def add_critic_groups(
-    optimizer: torch.optim.Optimizer, critic: Critic, args: PPOConfig, *, decaying: Collection[int]
-) -> None:
-    """Move the critic's parameters from the existing groups to new ones, the last, with options of their own.
-
-    Args:
-        optimizer: A new one. A group has parameters that decay, or others.
-        critic: The critic.
-        args: Options.
-        decaying: The ids of the parameters that decay: not norms and biases.
-
-    Raises:
-        ConfigError: The optimizer has no such options.
-    """
-    own, options = {id(parameter) for parameter in critic.parameters()}, CRITIC_OPTIMIZER.of(args)
-    for key, option in (("betas", "adam_beta1"), ("betas", "adam_beta2"), ("eps", "adam_epsilon")):
-        if getattr(options, option) is not None and not any(key in group for group in optimizer.param_groups):
-            raise ConfigError(f"critic_optim_kwargs: optim={args.optim!r} does not read {option}. Leave it out.")
-    for group in list(optimizer.param_groups):
-        of_critic = [parameter for parameter in group["params"] if id(parameter) in own]
-        group["params"] = without_critic(group["params"], critic)
-        if of_critic:
-            changed = _changed(group, options, decays=id(of_critic[0]) in decaying)
-            optimizer.add_param_group({**group, **changed, "params": of_critic, "lr": args.critic_learning_rate})
-    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
-
-
-def _changed(group: Mapping[str, Any], options: CriticOptimizer, *, decays: bool) -> dict[str, Any]:
-    """What the critic's options change in a parameter group."""
-    changed: dict[str, Any] = {}
-    if "betas" in group:
-        new = (options.adam_beta1, options.adam_beta2)
-        changed["betas"] = tuple(old if beta is None else beta for beta, old in zip(new, group["betas"], strict=True))
-    if "eps" in group and options.adam_epsilon is not None:
-        changed["eps"] = options.adam_epsilon
-    if decays and options.weight_decay is not None:
-        changed["weight_decay"] = options.weight_decay
-    return changed
 
 
 # The critic is part of the trained model, but is saved to a folder of its own, `critic`.

@@ -60,7 +60,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for optimizer, uses_muon in ((self._muon, True), (self._adamw, False)):
             optimizer.state = self.state
             optimizer.param_groups = [group for group in self.param_groups if group["use_muon"] == uses_muon]
-            optimizer.step()
+            optimizer.step()  # type: ignore[no-untyped-call]
         return loss
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import Trainer
@@ -76,7 +76,7 @@ class OptimizedTrainer(Trainer):
             matrices, settings = {id(p) for p in hidden_matrices(model)}, optimizer.muon_settings
             regroup(optimizer, lambda parameter: settings if id(parameter) in matrices else {})
         if is_new and self.args.learning_rates:
-            rates = _rates(self.args.learning_rates, model)  # type: ignore[arg-type] - parsed
+            rates = _rates(cast("dict[str, float]", self.args.learning_rates), model)
             regroup(optimizer, lambda parameter: {"lr": rates[id(parameter)]} if id(parameter) in rates else {})
         return optimizer
 
