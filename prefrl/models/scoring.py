@@ -410,7 +410,12 @@ class _TokenReadout:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "want": self.want, "truncation": self.cuts, "reference": self.reference}
+        return {
+            "temperature": self.temperature,
+            "want": self.want,
+            "truncation": self.cuts,
+            "reference": self.reference,
+        }
 
 
 def most_chunks(rows: Tensor) -> int:

@@ -26,7 +26,7 @@ from prefrl.trainer.base.evaluation_options import EvaluationOptions, check_eval
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
-from prefrl.trainer.base.optimization_options import check_optimization
+from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
@@ -70,7 +70,7 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(EvaluationOptions, TokenizerOptions, ScheduleOptions):
+class BaseConfig(EvaluationOptions, OptimizerOptions, TokenizerOptions, ScheduleOptions):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
     # Options that map names to hyperparameters.
@@ -209,7 +209,8 @@ class BaseConfig(EvaluationOptions, TokenizerOptions, ScheduleOptions):
         self._check_numbers()
         self._set_both_names()
         try:
-            super().__post_init__()
+            with named_for_huggingface(self):
+                super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.validate()
@@ -344,7 +345,8 @@ class BaseConfig(EvaluationOptions, TokenizerOptions, ScheduleOptions):
         self._validate_activations()
         self._validate_liger()
         check_ignored_options(self)
-        check_optimization(self)
+        self.validate_schedule()
+        check_optimizer(self)
         check_evaluation(self)
 
     def _validate_activations(self) -> None:

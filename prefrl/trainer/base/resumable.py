@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from safetensors import SafetensorError
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
@@ -29,6 +28,7 @@ from prefrl.trainer.base.changed_options import GroupOptions
 from prefrl.trainer.base.hub import Hub, is_refusal
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
+from prefrl.trainer.base.optimized import OptimizedTrainer
 from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.schedule_free import use_averaged_weights
 from prefrl.trainer.base.scheduler import WatchPlateau, own_scheduler
@@ -52,7 +52,7 @@ _ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anypreci
 _OF_CARD = ("model_name", "dataset_name", "tags")
 
 
-class ResumableTrainer(Trainer):
+class ResumableTrainer(OptimizedTrainer):
     """HuggingFace's loop, with checkpoints that are whole or not there, and that only their own run reads.
 
     Args:
