@@ -27,6 +27,7 @@ from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimization_options import check_optimization
+from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, derive_sizes, take_automatic
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ _BOUNDS: dict[str, Any] = {
     "per_device_train_batch_size": Annotated[int, Ge(1)],
     "per_device_eval_batch_size": Annotated[int, Ge(1)],
     "gradient_accumulation_steps": Annotated[int, Ge(1)],
+    "effective_batch_size": Annotated[int, Ge(1)],
     "learning_rate": Annotated[float, Ge(0), Lt(math.inf)],
     "weight_decay": Annotated[float, Ge(0), Lt(math.inf)],
     "max_grad_norm": Annotated[float, Ge(0)],
@@ -68,10 +70,10 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(TokenizerOptions, TrainingArguments):
+class BaseConfig(SizeOptions, TokenizerOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (AUTO_SIZE,)  # that map names to hyperparameters
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -82,6 +84,8 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         "model_init_kwargs",  # what it decides is seen in the model
         "trust_remote_code",
         "max_tokens_per_micro_batch",
+        "effective_batch_size",  # rows_per_step says what it decides
+        "auto_size_kwargs",
         "forward_plan",
         "activation_checkpointing",
         "activation_checkpointing_kwargs",
@@ -119,7 +123,8 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
         "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. Changes memory and speed, never the update.",
+        "instead of a fixed number of rows. 'auto': what is fastest and fits, see docs/automatic.md. Changes memory and "
+        "speed, never the update.",
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
@@ -202,6 +207,7 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
 
     def __post_init__(self, *flat_values: Any) -> None:
         fill_places(self, flat_values, self.flat_names)
+        self.automatic = take_automatic(self)  # the options that are "auto"
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
         self._check_numbers()
         self._set_both_names()
@@ -209,6 +215,7 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
             super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self.sought = derive_sizes(self)  # those of them that need a trial
         self.validate()
 
     def __init_subclass__(cls) -> None:

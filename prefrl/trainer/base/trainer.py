@@ -29,7 +29,6 @@ from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
-from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
@@ -41,6 +40,7 @@ from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
 from prefrl.trainer.base.run_identity import data_fingerprint, decisive_options, model_fingerprint
 from prefrl.trainer.base.schedule_free import use_averaged_weights, use_trained_weights
 from prefrl.trainer.base.scorer import Scorer
+from prefrl.trainer.base.sized import SizedTrainer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.sync_reference import SyncReference
@@ -66,7 +66,7 @@ Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRS
 Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a trainer's loss reads
 
 
-class BaseTrainer(GuardedTrainer, Generic[Ready]):
+class BaseTrainer(SizedTrainer, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
     A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
