@@ -32,7 +32,8 @@ _FILE = "automatic_sizes.json"
 _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
 # The most rows that are tried on a CPU when nothing else bounds them; Ludwig's bound.
 _MOST_ON_CPU = 128
-_NUM_PASSES = 2  # over each micro-batch, of which the faster counts
+# Passes over a micro-batch, of which the fastest counts: two, and more if they are shorter than this together.
+_SECONDS, _MOST_PASSES = 0.1, 8
 
 
 class AutomaticSizes(StatefulCallback):
@@ -148,7 +149,10 @@ class AutomaticSizes(StatefulCallback):
         try:
             with self._cut_into(rows), self._trial(self._args.rows_per_micro_batch) as batch:
                 tokens, own_tokens = batch.num_forward_tokens, _own_tokens(batch)
-                for _ in range(_NUM_PASSES + (rows == 1)):  # the first pass of all also sets up what later ones use
+                for _ in range(1 + (rows == 1)):  # the first pass of all also sets up what later ones use
+                    seconds = self._timed(batch)
+                (longest,) = distributed.max_over_ranks([seconds], self._args.device)
+                for _ in range(min(max(int(_SECONDS / longest), 1), _MOST_PASSES)):
                     seconds = min(seconds, self._timed(batch))
         except OutOfMemoryError as error:
             problem = str(error)  # the error itself would keep the tensors of the pass
@@ -202,8 +206,7 @@ def _own_tokens(batch: TokenBatch) -> int:
 def _report(trials: list[Trial], found: dict[str, int], seconds: float) -> str:
     """What was tried and found, for the terminal."""
     lines = [
-        f"  {trial.rows:>6} rows, {trial.tokens:>8,} tokens: {trial.speed:>10,.0f} tokens/s, {trial.load:>4.0%} of the "
-        "memory"
+        f"{trial.rows:>8} rows, {trial.tokens:>8,} tokens: {trial.speed:>10,.0f} tokens/s, {trial.load:>4.0%} of memory"
         for trial in trials
     ]
     sizes = ", ".join(f"{name}={value}" for name, value in found.items())

@@ -123,8 +123,8 @@ class BaseConfig(SizeOptions, TokenizerOptions, TrainingArguments):
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
         "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. 'auto': what is fastest and fits, see docs/automatic.md. Changes memory and "
-        "speed, never the update.",
+        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic.md. Changes memory and speed, "
+        "never the update.",
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
@@ -333,7 +333,10 @@ class BaseConfig(SizeOptions, TokenizerOptions, TrainingArguments):
             because = "on_nan='stop': the first step ends training"
             check_unset(self, "nan_patience", because=because, remedy="Set on_nan='skip'.")
         if self.auto_find_batch_size:
-            raise ConfigError("auto_find_batch_size=True is not supported; set max_tokens_per_micro_batch instead")
+            raise ConfigError(
+                "auto_find_batch_size=True is not supported: it learns what fits from crashes. Set "
+                "max_tokens_per_micro_batch='auto'."
+            )
         if self.neftune_noise_alpha is not None:
             raise ConfigError(
                 f"neftune_noise_alpha={self.neftune_noise_alpha} is not supported: its noise is scaled by the length "

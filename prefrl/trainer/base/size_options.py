@@ -152,7 +152,6 @@ def _derived(config: BaseConfig, effective: int) -> set[str]:
     return {_ROWS, _STEPS}
 
 
-
 def automatic_rate(config: BaseConfig, *, has_adapter: bool) -> float:
     """The learning rate "auto": the trainer's default, ten times that if an adapter is trained.
 

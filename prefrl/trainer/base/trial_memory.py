@@ -49,7 +49,7 @@ def _free(device: torch.device) -> float:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)
     free = min([psutil.virtual_memory().available, *_left_in_container()])
-    return free / int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return float(free) / int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _left_in_container() -> list[int]:

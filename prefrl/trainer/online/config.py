@@ -215,8 +215,8 @@ class OnlineConfig(
     def _validate_generation_size(self) -> None:
         if self.sought == {"per_device_train_batch_size"}:
             raise ConfigError(
-                "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many completions "
-                "a prompt's group and a generation batch have. Set effective_batch_size."
+                "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many prompts a "
+                "generation batch has. Set effective_batch_size."
             )
         if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= self.automatic:
             because, remedy = "micro-batches, which it counts, are cut by trial", "Set generation_batch_size."

@@ -35,7 +35,7 @@ from prefrl.trainer.online.evaluation import EvaluationRollouts
 from prefrl.trainer.online.generators import make_generator, sampling_metrics
 from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
-from prefrl.trainer.online.longest_rollouts import first_micro_batch, longest_rollouts
+from prefrl.trainer.online.longest_rollouts import LongestRollouts
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -165,13 +165,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _set_up_sampling(self, args: PolicyGradientConfig) -> None:
         """From prompts to scored rollouts."""
         self.weights = PolicyWeights(self.policy)
+        autocast, max_rows = self.accelerator.autocast, most_completions(args)
         self.generator: Generator = make_generator(
-            args,
-            self.policy,
-            self.tokenizer,
-            weights=self.weights,
-            max_rows=most_completions(args),
-            autocast=self.accelerator.autocast,
+            args, self.policy, self.tokenizer, weights=self.weights, max_rows=max_rows, autocast=autocast
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
         state, clock = lambda: self.state, lambda: self.account.clock()
@@ -242,24 +238,19 @@ class OnlineTrainer(BaseTrainer[Ready]):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        num_prompts = self.args.prompts_per_evaluation_batch
-        return evaluation_loader(dataset, num_prompts=num_prompts, collate=self.collate)
+        return evaluation_loader(dataset, num_prompts=self.args.prompts_per_evaluation_batch, collate=self.collate)
 
     # One step.
 
     @contextmanager
     def trial(self, num_rows: int) -> Iterator[Ready]:
         """See `SizedTrainer`."""
-        state = state_of(self.learner)
+        state, learn = state_of(self.learner), partial(self._learned, num_parts=1)
+        longest = LongestRollouts(self.args, self.train_dataset, self.rewards.names)
         try:
-            yield first_micro_batch(self._longest, num_rows)
+            yield longest.micro_batch(num_rows, lambda rollouts: self._minibatches.of(learn(rollouts)))
         finally:
             restore(self.learner, state)
-
-    def _longest(self, num_rollouts: int) -> list[Ready]:
-        rollouts = longest_rollouts(self.args, self.train_dataset, self.rewards.names, num_rows=num_rollouts)
-        (minibatch,) = self._minibatches.of(self._learned(rollouts, num_parts=1))
-        return minibatch.micro_batches
 
     def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[Ready], float]:
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
