@@ -137,7 +137,7 @@ def _said(message: Mapping[str, Any]) -> str:
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     calls = (f"{f.get('name')}({json.dumps(f.get('arguments'), ensure_ascii=False)})" for f in functions)
     content = message["content"]
-    if isinstance(content, list):  # blocks
+    if isinstance(content, list) and all(isinstance(block, Mapping) for block in content):
         content = "".join(str(block.get("text") or f"[{block.get('type')}]") for block in content)
     return " ".join([*([str(content)] if content or not functions else []), *calls])
 

@@ -227,7 +227,7 @@ def test_metrics_that_are_no_numbers_by_name_are_refused(tmp_path: Path) -> None
         trainer = make_trainer("sft", tmp_path, eval_dataset=dataset_of("sft", 2), compute_metrics=Seen(result))
         with pytest.raises(ConfigError, match=message):
             trainer.evaluate()
-    with pytest.raises(ConfigError, match="preprocess_logits_for_metrics: no logits are kept here"):
+    with pytest.raises(ConfigError, match="preprocess_logits_for_metrics=function: must be None: no logits are kept"):
         SFTTrainer("no/such-model", preprocess_logits_for_metrics=lambda logits, labels: logits)  # type: ignore[call-arg]
 
 
