@@ -206,7 +206,7 @@ def _own_tokens(batch: TokenBatch) -> int:
 def _report(trials: list[Trial], found: dict[str, int], seconds: float) -> str:
     """What was tried and found, for the terminal."""
     lines = [
-        f"{trial.rows:>8} rows, {trial.tokens:>8,} tokens: {trial.speed:>10,.0f} tokens/s, {trial.load:>4.0%} of memory"
+        f"{trial.rows:>8} rows, {trial.tokens:>8,} tokens: {trial.speed:>10,.0f} tokens/s, {trial.load:4.0%} of memory"
         for trial in trials
     ]
     sizes = ", ".join(f"{name}={value}" for name, value in found.items())
