@@ -26,6 +26,7 @@ from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.optimized import OptimizedTrainer
 from prefrl.trainer.base.resumable import ResumableTrainer
+from prefrl.trainer.base.sized import SizedTrainer
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.offline.trainer import OfflineTrainer
@@ -143,7 +144,8 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
     assert _bases(BaseTrainer) == [EvaluatingTrainer]
-    assert _bases(EvaluatingTrainer) == [GuardedTrainer]
+    assert _bases(EvaluatingTrainer) == [SizedTrainer]
+    assert _bases(SizedTrainer) == [GuardedTrainer]
     assert _bases(GuardedTrainer) == [ResumableTrainer]
     assert _bases(ResumableTrainer) == [OptimizedTrainer]
     assert _bases(OptimizedTrainer) == [Trainer]
@@ -236,6 +238,7 @@ def test_every_overridden_hook_is_pinned() -> None:
         OptimizedTrainer,
         ResumableTrainer,
         GuardedTrainer,
+        SizedTrainer,
         EvaluatingTrainer,
         BaseTrainer,
         OfflineTrainer,

@@ -28,6 +28,7 @@ from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
+from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, derive_sizes, take_automatic
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ _BOUNDS: dict[str, Any] = {
     "per_device_train_batch_size": Annotated[int, Ge(1)],
     "per_device_eval_batch_size": Annotated[int, Ge(1)],
     "gradient_accumulation_steps": Annotated[int, Ge(1)],
+    "effective_batch_size": Annotated[int, Ge(1)],
     "learning_rate": Annotated[float, Ge(0), Lt(math.inf)],
     "weight_decay": Annotated[float, Ge(0), Lt(math.inf)],
     "max_grad_norm": Annotated[float, Ge(0)],
@@ -70,11 +72,11 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(EvaluationOptions, OptimizerOptions, TokenizerOptions, ScheduleOptions):
+class BaseConfig(EvaluationOptions, SizeOptions, OptimizerOptions, TokenizerOptions, ScheduleOptions):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
     # Options that map names to hyperparameters.
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = SCHEDULE_KWARGS
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (*SCHEDULE_KWARGS, AUTO_SIZE)
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -85,6 +87,8 @@ class BaseConfig(EvaluationOptions, OptimizerOptions, TokenizerOptions, Schedule
         "model_init_kwargs",  # what it decides is seen in the model
         "trust_remote_code",
         "max_tokens_per_micro_batch",
+        "effective_batch_size",  # rows_per_step says what it decides
+        "auto_size_kwargs",
         "forward_plan",
         "activation_checkpointing",
         "activation_checkpointing_kwargs",
@@ -122,7 +126,8 @@ class BaseConfig(EvaluationOptions, OptimizerOptions, TokenizerOptions, Schedule
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
         "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. Changes memory and speed, never the update.",
+        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic.md. Changes memory and speed, "
+        "never the update.",
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
@@ -205,6 +210,7 @@ class BaseConfig(EvaluationOptions, OptimizerOptions, TokenizerOptions, Schedule
 
     def __post_init__(self, *flat_values: Any) -> None:
         fill_places(self, flat_values, self.flat_names)
+        self.automatic = take_automatic(self)  # the options that are "auto"
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
         self._check_numbers()
         self._set_both_names()
@@ -213,6 +219,7 @@ class BaseConfig(EvaluationOptions, OptimizerOptions, TokenizerOptions, Schedule
                 super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self.sought = derive_sizes(self)  # those of them that need a trial
         self.validate()
 
     def __init_subclass__(cls) -> None:
@@ -335,7 +342,10 @@ class BaseConfig(EvaluationOptions, OptimizerOptions, TokenizerOptions, Schedule
             because = "on_nan='stop': the first step ends training"
             check_unset(self, "nan_patience", because=because, remedy="Set on_nan='skip'.")
         if self.auto_find_batch_size:
-            raise ConfigError("auto_find_batch_size=True is not supported; set max_tokens_per_micro_batch instead")
+            raise ConfigError(
+                "auto_find_batch_size=True is not supported: it learns what fits from crashes. Set "
+                "max_tokens_per_micro_batch='auto'."
+            )
         if self.neftune_noise_alpha is not None:
             raise ConfigError(
                 f"neftune_noise_alpha={self.neftune_noise_alpha} is not supported: its noise is scaled by the length "

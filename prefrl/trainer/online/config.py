@@ -214,6 +214,14 @@ class OnlineConfig(
             )
 
     def _validate_generation_size(self) -> None:
+        if self.sought == {"per_device_train_batch_size"}:
+            raise ConfigError(
+                "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many prompts a "
+                "generation batch has. Set effective_batch_size."
+            )
+        if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= self.automatic:
+            because, remedy = "micro-batches, which it counts, are cut by trial", "Set generation_batch_size."
+            check_unset(self, "steps_per_generation", because=because, remedy=remedy)
         per_step = self.rows_per_micro_batch * self.world_size
         if self.generation_batch_size is not None:
             if self.steps_per_generation is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
 from prefrl.trainer.online.generators import make_generator, sampling_metrics
 from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
+from prefrl.trainer.online.longest_rollouts import LongestRollouts
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -164,13 +165,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _set_up_sampling(self, args: PolicyGradientConfig) -> None:
         """From prompts to scored rollouts."""
         self.weights = PolicyWeights(self.policy)
+        autocast, max_rows = self.accelerator.autocast, most_completions(args)
         self.generator: Generator = make_generator(
-            args,
-            self.policy,
-            self.tokenizer,
-            weights=self.weights,
-            max_rows=most_completions(args),
-            autocast=self.accelerator.autocast,
+            args, self.policy, self.tokenizer, weights=self.weights, max_rows=max_rows, autocast=autocast
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
         state, clock = lambda: self.state, lambda: self.account.clock()
@@ -185,12 +182,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.learner: Learner[Any, Ready] = self.learner_class(args, self.rewards)
         self.objective = self.learner.objective
         self.buffer = RolloutBuffer(args.num_iterations, self.objective.stage)
+        hidden_size = self.policy.config.get_text_config().hidden_size
         self._minibatches = MinibatchMaker(
-            args,
-            self.objective,
-            self.scorer,
-            cut=lambda batch: self.cut(batch, args.rows_per_micro_batch),
-            hidden_size=self.policy.config.get_text_config().hidden_size,
+            args, self.objective, self.scorer, lambda batch: self.cut(batch, args.rows_per_micro_batch), hidden_size
         )
         place = (distributed.rank(), distributed.world_size())
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
@@ -244,10 +238,19 @@ class OnlineTrainer(BaseTrainer[Ready]):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        num_prompts = self.args.prompts_per_evaluation_batch
-        return evaluation_loader(dataset, num_prompts=num_prompts, collate=self.collate)
+        return evaluation_loader(dataset, num_prompts=self.args.prompts_per_evaluation_batch, collate=self.collate)
 
     # One step.
+
+    @contextmanager
+    def trial(self, num_rows: int) -> Iterator[Ready]:
+        """See `SizedTrainer`."""
+        state, learn = state_of(self.learner), partial(self._learned, num_parts=1)
+        longest = LongestRollouts(self.args, self.train_dataset, self.rewards.names)
+        try:
+            yield longest.micro_batch(num_rows, lambda rollouts: self._minibatches.of(learn(rollouts)))
+        finally:
+            restore(self.learner, state)
 
     def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[Ready], float]:
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
@@ -447,18 +450,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
-        of_sampling = sampling_metrics(
-            collected.rollouts,
-            self.args,
-            self.generator,
-            step=self.state.global_step,
-            num_ahead=len(self.prompts.prefetched),
-        )
+        step, num_ahead = self.state.global_step, len(self.prompts.prefetched)
+        of_sampling = sampling_metrics(collected.rollouts, self.args, self.generator, step=step, num_ahead=num_ahead)
         metrics = collected_metrics(collected) | self.health.check(collected.rollouts) | of_sampling
         merge(self.metrics["train"], metrics | collected.metrics)
         if self.args.log_completions:
             limit, unique = self.args.num_completions_to_print, self.args.log_unique_prompts
-            log_collected(collected, step=self.state.global_step, limit=limit, unique=unique)
+            log_collected(collected, step=step, limit=limit, unique=unique)
 
     def decisive(self) -> dict[str, Any]:
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
