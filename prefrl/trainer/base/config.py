@@ -23,6 +23,7 @@ from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
 from prefrl.printable import masked, plain
+from prefrl.trainer.base.autopilot_options import AUTOPILOT, AutopilotOptions, check_autopilot, name_best_metric
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
@@ -68,10 +69,10 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(TokenizerOptions, TrainingArguments):
+class BaseConfig(AutopilotOptions, TokenizerOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = AUTOPILOT  # options that map names to hyperparameters
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -205,6 +206,7 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
         self._check_numbers()
         self._set_both_names()
+        name_best_metric(self)
         try:
             super().__post_init__()
         except ValueError as error:
@@ -269,6 +271,11 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
     def rows_per_micro_batch(self) -> int:
         """Rows that a micro-batch of one process starts from: dataset rows, or completions."""
         return int(self.per_device_train_batch_size)
+
+    @property
+    def steps_of_a_generation(self) -> int:
+        """Optimizer steps that learn from one generation batch; 1 if there are none."""
+        return 1
 
     @property
     def scoring_temperature(self) -> float:
@@ -337,6 +344,7 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         self._validate_liger()
         check_ignored_options(self)
         check_optimization(self)
+        check_autopilot(self)
 
     def _validate_activations(self) -> None:
         if self.device.type == "cpu":

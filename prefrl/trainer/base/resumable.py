@@ -32,6 +32,7 @@ from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.schedule_free import use_averaged_weights
 from prefrl.trainer.base.stateful_callback import StatefulCallback
+from prefrl.trainer.base.step_plan import StepPlan
 from prefrl.trainer.base.trackers import contain_trackers
 
 if TYPE_CHECKING:
@@ -62,11 +63,14 @@ class ResumableTrainer(Trainer):
     algorithm: str  # name in the registry
     args: BaseConfig
     hub_model_id: str | None  # the repository's full name, once it is known to exist
+    plan: StepPlan
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         self._hub = Hub(args)
         super().__init__(args=args, **arguments)
         contain_trackers(self.callback_handler.callbacks)
+        self.plan = StepPlan(args, unit=args.steps_of_a_generation)
+        self.callback_handler.callbacks.insert(0, self.plan)  # others shall see its epoch
         self.stop_request = StopRequest(args.max_train_time)
         self.run_folder = RunFolder(
             Path(args.output_dir),
@@ -193,6 +197,17 @@ class ResumableTrainer(Trainer):
         """HuggingFace's hook: loads what the backend saved."""
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """HuggingFace's hook: the state, and the epochs and the data loader's items that a checkpoint has done."""
+        super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        plan, folder = self.plan, None if checkpoint is None else Path(checkpoint)
+        plan.begin(folder, step=self.state.global_step, total=max_steps, per_epoch=num_update_steps_per_epoch)
+        self.state.max_steps = self.state.global_step + plan.steps_left
+        epochs, steps = divmod(plan.position, plan.per_epoch)
+        return epochs, steps * self.args.gradient_accumulation_steps * (not self.args.ignore_data_skip)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """HuggingFace's hook. It finds no weights whose names in checkpoints are not those in the model."""

@@ -128,8 +128,12 @@ class OnlineConfig(
 ):
     """Options of the rollout loop."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM)
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
+        *BaseConfig.kwargs_options,
+        *(VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM),
+    )
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
+    best_metric: ClassVar[str] = "reward"
     changeable: ClassVar[tuple[str, ...]] = (
         "num_generations_eval",
         "temperature_eval",
@@ -328,6 +332,12 @@ class OnlineConfig(
 
     def _validate_generation_mode(self) -> None:
         steps = self.steps_of_a_generation
+        if self.increase_batch_size_on_plateau and self.generation_mode != "sync":
+            raise ConfigError(
+                f"increase_batch_size_on_plateau={self.increase_batch_size_on_plateau} with "
+                f"generation_mode={self.generation_mode!r}: completions are requested before it is known how many the "
+                "next step needs. Use generation_mode='sync'."
+            )
         if self.generation_mode == "overlap":
             if steps > 1:
                 raise ConfigError(

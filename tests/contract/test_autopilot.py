@@ -1,0 +1,95 @@
+"""What a run does by itself: batches that grow, an early end, soups, averages, rollbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, weights_of
+
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
+# The learning rate never rises, so the batch grows after the second step.
+GROWS = {
+    "increase_batch_size_on_plateau": 1,
+    "increase_batch_size_kwargs": {"patience": 1, "eval_metric": "learning_rate"},
+}
+
+
+def vector(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([weight.flatten() for weight in weights_of(model).values()])
+
+
+# One completion for each prompt, whatever the seed: a run with larger batches from the start samples the same.
+GREEDY = {"beta": 0.0, "top_k": 1, "num_generations": 1, "shuffle_dataset": False}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("sft", {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}),
+        ("orpo", {"train_sampling_strategy": "sequential", "max_tokens_per_micro_batch": 60}),
+        ("reinforce_plus_plus", GREEDY),
+    ],
+)
+def test_the_update_of_a_grown_batch_is_that_of_a_batch_of_its_size(
+    algorithm: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**options, "per_device_train_batch_size": 4 // options.get("gradient_accumulation_steps", 1)}
+    model = model_of(algorithm)
+    grown = make_trainer(algorithm, tmp_path / "grown", model=model, max_steps=6, **options, **GROWS)
+    grown.train()
+    assert [entry["batch_growth"] for entry in grown.state.log_history if "loss" in entry] == [1, 1, 2, 2]
+
+    model = model_of(algorithm)
+    make_trainer(algorithm, tmp_path / "before", model=model, max_steps=2, **options).train()
+    before = vector(model)
+    rest = dataset_of(algorithm).select(range(8, 24))
+    options["per_device_train_batch_size"] *= 2
+    make_trainer(algorithm, tmp_path / "after", model=model, max_steps=2, train_dataset=rest, **options).train()
+    expected = vector(model) - before
+    assert relative_difference(vector(grown.policy) - before, expected) < 1e-4
+
+
+def test_schedule_and_epochs_of_a_run_whose_batch_grows_stay_as_they_are(tmp_path: Path) -> None:
+    options = {**ADAM, "num_train_epochs": 2, "max_steps": -1, "lr_scheduler_type": "linear", "rows": 20}
+    options |= {"per_device_train_batch_size": 4}
+
+    def logged(folder: str, **more: Any) -> list[tuple[float, float]]:
+        trainer = make_trainer("sft", tmp_path / folder, **options, **more)
+        trainer.train()
+        return [(entry["epoch"], entry["learning_rate"]) for entry in trainer.state.log_history if "loss" in entry]
+
+    plain, grown = logged("plain"), logged("grown", **GROWS)
+    # 5 planned steps in an epoch: 1, 1, 2, 1 and 2, 2, 1. The rate that is logged is that of the first of them.
+    ends, starts = [1, 2, 4, 5, 7, 9, 10], [1, 2, 3, 5, 6, 8, 10]
+    assert [epoch for epoch, _ in grown] == [plain[end - 1][0] for end in ends]
+    assert [rate for _, rate in grown] == [plain[start - 1][1] for start in starts]
+
+
+GROWING = [
+    ("sft", {"lr_scheduler_type": "cosine"}, 3),
+    ("kto", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": -1, "rows": 20}, 3),
+    ("grpo", {"beta": 0.0}, 3),
+    # Saved in the middle of two generation batches that are used together.
+    ("grpo", {"steps_per_generation": 2, "num_iterations": 2}, 5),
+    ("ppo", {"steps_per_generation": 2}, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "saved_at"), GROWING, ids=str)
+def test_a_run_whose_batch_grows_resumes_bit_exactly(
+    name: str, options: dict[str, Any], saved_at: int, tmp_path: Path
+) -> None:
+    settings = {**ADAM, "max_steps": 12, "save_strategy": "steps", "save_steps": 1, "rows": 40, **GROWS, **options}
+    whole = make_trainer(name, tmp_path, **settings)
+    whole.train()
+    resumed = make_trainer(name, tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved_at}"))
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    assert resumed.state.global_step == whole.state.global_step < 12
+    assert resumed.state.epoch == whole.state.epoch
+    assert whole.state.log_history[-2]["batch_growth"] == 2
