@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, weights_of
 
@@ -93,3 +94,64 @@ def test_a_run_whose_batch_grows_resumes_bit_exactly(
     assert resumed.state.global_step == whole.state.global_step < 12
     assert resumed.state.epoch == whole.state.epoch
     assert whole.state.log_history[-2]["batch_growth"] == 2
+
+
+UNLIKE = 7  # a row with a large loss
+ROLLS_BACK: dict[str, Any] = {
+    **ADAM,
+    "learning_rate": 1e-3,
+    "on_spike": "rollback",
+    "spike_kwargs": {"threshold": 2.0, "metrics": ["loss"]},
+    "lr_scheduler_type": "linear",
+    "max_steps": 20,
+    "save_strategy": "steps",
+    "save_steps": 6,
+    "train_sampling_strategy": "sequential",
+    "per_device_train_batch_size": 2,
+}
+
+
+def spiking(algorithm: str) -> Dataset:
+    """Rows of which those of the 15th step have another loss than all others, which are learned slowly."""
+    rows = [dataset_of(algorithm)[0]] * 40
+    rows[28] = rows[29] = dataset_of(algorithm)[UNLIKE]
+    return Dataset.from_list(rows)
+
+
+def rates(trainer: Any) -> list[float]:
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_after_a_spike_training_goes_on_from_the_last_checkpoint_with_a_smaller_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**ROLLS_BACK, "train_dataset": spiking("sft")}
+    plain = make_trainer("sft", tmp_path / "plain", **{**options, "on_spike": "ignore", "spike_kwargs": None})
+    plain.train()
+    trainer = make_trainer("sft", tmp_path / "run", **options)
+    trainer.train()
+    told = [record.getMessage() for record in caplog.records if "robust deviations" in record.getMessage()]
+    times = len([text for text in told if "goes back to" in text])
+    assert "checkpoint-12 with 0.5 times its learning rate: rollback 1 of max_rollbacks=3" in told[0]
+    assert times == 3
+    assert "has gone back" in told[-1]
+    assert trainer.state.global_step == 20
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    assert last["guard/rollbacks"] == times
+    # The same schedule, from the checkpoint on scaled; the step that spikes is left out in the end.
+    assert rates(trainer)[:12] == rates(plain)[:12]
+    expected = [rate * 0.5**times for rate in rates(plain)[12:15]]
+    assert rates(trainer)[12:15] == pytest.approx(expected)
+
+
+def test_a_run_that_went_back_resumes_bit_exactly(tmp_path: Path) -> None:
+    options = {**ROLLS_BACK, "train_dataset": spiking("sft")}
+    whole = make_trainer("sft", tmp_path, **options)
+    whole.train()
+    assert (tmp_path / "rollback.json").exists()
+    for step in (12, 18):
+        resumed = make_trainer("sft", tmp_path, **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        expected, actual = weights_of(whole.model), weights_of(resumed.model)
+        assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+        assert rates(resumed) == rates(whole)

@@ -74,7 +74,7 @@ class SpikeParams(Params):
         0.5, "Factor by which the learning rate falls at each rollback."
     )
     max_rollbacks: Annotated[int, Ge(1)] = opt(
-        5, "Rollbacks to the same checkpoint, after which the next spike ends training with an error."
+        3, "Rollbacks to the same checkpoint, after which a step that spikes is left out instead."
     )
 
     def __post_init__(self) -> None:

@@ -160,7 +160,7 @@ class ResumableTrainer(Trainer):
         """Train until the end, a signal or the deadline; then leave the process if training is not complete."""
         with self.stop_request.listen():
             try:
-                output = super().train(checkpoint, *args, **kwargs)
+                output = self._run(checkpoint, *args, **kwargs)
                 code = self._stop_code
             except Stopped:  # in a wait of the step that had begun; nothing has changed since the one before
                 code = self.stop_request.code
@@ -175,6 +175,10 @@ class ResumableTrainer(Trainer):
                 )
             leave(code)
         return output
+
+    def _run(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """HuggingFace's loop, from a checkpoint or the start."""
+        return super().train(checkpoint, *args, **kwargs)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
