@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
+from prefrl.metrics import Max
+from prefrl.trainer.base.guard import StepGuard
 from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, weights_of
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
@@ -155,3 +158,70 @@ def test_a_run_that_went_back_resumes_bit_exactly(tmp_path: Path) -> None:
         expected, actual = weights_of(whole.model), weights_of(resumed.model)
         assert all(torch.equal(value, actual[key]) for key, value in expected.items())
         assert rates(resumed) == rates(whole)
+
+
+class KilledOnTheWayBack(TrainerCallback):
+    """Ends a run right after it has noted a rollback, when it begins again from its checkpoint."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step:
+            raise RuntimeError("killed")
+
+
+def test_rollouts_of_the_weights_before_a_rollback_are_not_learned_from_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(folder: Path, *callbacks: TrainerCallback, **resume: Any) -> Any:
+        options = {**ROLLS_BACK, "max_steps": 6, "save_steps": 2, "learning_rate": 1e-2, "beta": 0.0}
+        del options["train_sampling_strategy"], options["per_device_train_batch_size"]
+        options["spike_kwargs"] = {"max_rollbacks": 1, "learning_rate_factor": 0.1}
+        trainer = make_trainer("grpo", folder, callbacks=list(callbacks), **options)
+        scores = lambda *_: {"guard/loss_spike": Max(99.0 if trainer.state.global_step == 5 else 0.0)}
+        monkeypatch.setattr(StepGuard, "spike", scores)
+        trainer.train(**resume)
+        return trainer
+
+    whole = train(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path / "cut", KilledOnTheWayBack())
+    resumed = train(tmp_path / "cut", resume_from_checkpoint=True)
+    assert rates(whole)[4] == pytest.approx(0.1 * 1e-2 * 2 / 6)
+    assert rates(resumed) == rates(whole)
+    assert torch.equal(vector(resumed.model), vector(whole.model))
+
+
+STOPS: dict[str, Any] = {
+    "max_steps": 8,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "early_stopping_patience": 2,
+    "learning_rate": 0.0,  # nothing improves
+}
+
+
+@pytest.mark.parametrize(("algorithm", "metric"), [("dpo", "loss"), ("grpo", "reward")])
+def test_training_stops_early_and_a_resumed_run_counts_on(algorithm: str, metric: str, tmp_path: Path) -> None:
+    options = {**STOPS, "eval_dataset": dataset_of(algorithm, 2)}
+    trainer = make_trainer(algorithm, tmp_path, **options)
+    trainer.train()
+    assert trainer.args.metric_for_best_model == metric
+    assert trainer.state.global_step == 3
+    resumed = make_trainer(algorithm, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 3
+    finished = make_trainer(algorithm, tmp_path, **options)
+    finished.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert finished.state.global_step == 3
+
+
+def test_the_best_model_of_an_online_run_is_that_with_the_best_held_out_reward(tmp_path: Path) -> None:
+    options = {**STOPS, "early_stopping_patience": None, "learning_rate": 0.5, "max_steps": 4}
+    options |= {"load_best_model_at_end": True, "eval_dataset": dataset_of("grpo", 4)}
+    trainer = make_trainer("grpo", tmp_path, **options)
+    trainer.train()
+    rewards = {e["step"]: e["eval_reward"] for e in trainer.state.log_history if "eval_reward" in e}
+    assert trainer.state.best_global_step == max(rewards, key=rewards.__getitem__)
+    assert trainer.evaluate()["eval_reward"] == pytest.approx(max(rewards.values()))
+    assert len(set(rewards.values())) == 4
