@@ -22,6 +22,7 @@ from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
 from prefrl.printable import masked, plain
+from prefrl.trainer.base.autopilot_options import AUTOPILOT, AutopilotOptions, check_autopilot, name_best_metric
 from prefrl.trainer.base.evaluation_options import EvaluationOptions, check_evaluation
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
@@ -72,11 +73,13 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(EvaluationOptions, SizeOptions, OptimizerOptions, TokenizerOptions, ScheduleOptions):
+class BaseConfig(
+    AutopilotOptions, EvaluationOptions, SizeOptions, OptimizerOptions, TokenizerOptions, ScheduleOptions
+):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
     # Options that map names to hyperparameters.
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (*SCHEDULE_KWARGS, AUTO_SIZE)
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (*SCHEDULE_KWARGS, AUTO_SIZE, *AUTOPILOT)
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -214,6 +217,7 @@ class BaseConfig(EvaluationOptions, SizeOptions, OptimizerOptions, TokenizerOpti
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
         self._check_numbers()
         self._set_both_names()
+        name_best_metric(self)
         try:
             with named_for_huggingface(self):
                 super().__post_init__()
@@ -280,6 +284,11 @@ class BaseConfig(EvaluationOptions, SizeOptions, OptimizerOptions, TokenizerOpti
     def rows_per_micro_batch(self) -> int:
         """Rows that a micro-batch of one process starts from: dataset rows, or completions."""
         return int(self.per_device_train_batch_size)
+
+    @property
+    def steps_of_a_generation(self) -> int:
+        """Optimizer steps that learn from one generation batch; 1 if there are none."""
+        return 1
 
     @property
     def scoring_temperature(self) -> float:
@@ -358,6 +367,7 @@ class BaseConfig(EvaluationOptions, SizeOptions, OptimizerOptions, TokenizerOpti
         self.validate_schedule()
         check_optimizer(self)
         check_evaluation(self)
+        check_autopilot(self)
 
     def _validate_activations(self) -> None:
         if self.device.type == "cpu":

@@ -25,6 +25,7 @@ from prefrl.run.identity import Identity, write_identity
 from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
+from prefrl.trainer.base.early_stopping import EarlyStopping
 from prefrl.trainer.base.hub import Hub, is_refusal
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
@@ -33,6 +34,7 @@ from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.schedule_free import use_averaged_weights
 from prefrl.trainer.base.scheduler import WatchPlateau, own_scheduler
 from prefrl.trainer.base.stateful_callback import StatefulCallback
+from prefrl.trainer.base.step_plan import StepPlan
 from prefrl.trainer.base.trackers import contain_trackers
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class ResumableTrainer(OptimizedTrainer):
     args: BaseConfig
     lr_scheduler: Any
     hub_model_id: str | None  # the repository's full name, once it is known to exist
+    plan: StepPlan
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         self._hub = Hub(args)
@@ -71,6 +74,11 @@ class ResumableTrainer(OptimizedTrainer):
         contain_trackers(self.callback_handler.callbacks)
         if args.reduces_on_plateau:
             self.add_callback(WatchPlateau(args.plateau_params.metric))
+        self.plan = StepPlan(args, unit=args.steps_of_a_generation)
+        self.callback_handler.callbacks.insert(0, self.plan)  # others shall see its epoch
+        if args.early_stopping_patience is not None:
+            threshold = args.early_stopping_params.threshold
+            self.add_callback(EarlyStopping(args.early_stopping_patience, threshold))
         self.stop_request = StopRequest(args.max_train_time)
         self.run_folder = RunFolder(
             Path(args.output_dir),
@@ -165,7 +173,7 @@ class ResumableTrainer(OptimizedTrainer):
         """Train until the end, a signal or the deadline; then leave the process if training is not complete."""
         with self.stop_request.listen():
             try:
-                output = super().train(checkpoint, *args, **kwargs)
+                output = self._run(checkpoint, *args, **kwargs)
                 code = self._stop_code
             except Stopped:  # in a wait of the step that had begun; nothing has changed since the one before
                 code = self.stop_request.code
@@ -180,6 +188,10 @@ class ResumableTrainer(OptimizedTrainer):
                 )
             leave(code)
         return output
+
+    def _run(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """HuggingFace's loop, from a checkpoint or the start."""
+        return super().train(checkpoint, *args, **kwargs)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -202,6 +214,22 @@ class ResumableTrainer(OptimizedTrainer):
         """HuggingFace's hook: loads what the backend saved."""
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """HuggingFace's hook: the state, and the epochs and the data loader's items that a checkpoint has done."""
+        super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        plan, folder = self.plan, None if checkpoint is None else Path(checkpoint)
+        plan.begin(folder, step=self.state.global_step, total=max_steps, per_epoch=num_update_steps_per_epoch)
+        self.state.max_steps = self.state.global_step + plan.steps_left
+        epochs, steps = divmod(plan.position, plan.per_epoch)
+        return epochs, steps * self.args.gradient_accumulation_steps * (not self.args.ignore_data_skip)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """HuggingFace's hook. It finds no weights whose names in checkpoints are not those in the model."""
@@ -245,6 +273,8 @@ class ResumableTrainer(OptimizedTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook. Without this, a run that is resumed at its end would make one more step."""
+        if self.control.should_training_stop:
+            return
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:

@@ -239,7 +239,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
     ) -> tuple[list[Step], float]:
         """HuggingFace's hook, called once for each optimizer step: the step's items and its count over all ranks."""
         self._start_step()
-        items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
+        items = self.plan.next_items(epoch_iterator, num_batches)
         if not items:
             return [], 0.0
         micro_batches, count = self.micro_batches_of_step(items)
@@ -252,7 +252,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
         idle = [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
-        return [*(SyncStep() for _ in items[1:]), SyncStep([*micro_batches, *idle])], total_count
+        return [*(SyncStep() for _ in items[1:num_batches]), SyncStep([*micro_batches, *idle])], total_count
 
     def _start_step(self) -> None:
         self.account.start()

@@ -131,6 +131,7 @@ class OnlineConfig(
         *(VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM, EVAL_SAMPLING, AT_K),
     )
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
+    best_metric: ClassVar[str] = "reward"
     changeable: ClassVar[tuple[str, ...]] = (
         "num_generations_eval",
         "temperature_eval",
@@ -352,6 +353,12 @@ class OnlineConfig(
 
     def _validate_generation_mode(self) -> None:
         steps = self.steps_of_a_generation
+        if self.increase_batch_size_on_plateau and self.generation_mode != "sync":
+            raise ConfigError(
+                f"increase_batch_size_on_plateau={self.increase_batch_size_on_plateau} with "
+                f"generation_mode={self.generation_mode!r}: completions are requested before it is known how many the "
+                "next step needs. Use generation_mode='sync'."
+            )
         if self.generation_mode == "overlap":
             if steps > 1:
                 raise ConfigError(
