@@ -6,7 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
 __all__ = ["GroupOptions"]
+
+# Options of the schedule, which is computed from them and not saved.
+_SCHEDULE = frozenset({
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps", "num_train_epochs",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,4 +52,9 @@ class GroupOptions:
                 group["lr"] *= initial / group["initial_lr"]
                 group["initial_lr"] = initial
             scheduler.base_lrs = list(self.learning_rates)
-            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # what is logged
+        if not _SCHEDULE.isdisjoint(changed) and isinstance(scheduler, LambdaLR):
+            # The checkpoint has the rate that the earlier schedule gave to the next step.
+            rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            for group, (initial, factor) in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = initial * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # what is logged

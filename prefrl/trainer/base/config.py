@@ -23,6 +23,7 @@ from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
 from prefrl.printable import masked, plain
+from prefrl.trainer.base.checkpoint_options import CHECKPOINT_OPTIONS, CheckpointOptions, check_checkpoints
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
@@ -68,10 +69,11 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(TokenizerOptions, TrainingArguments):
+class BaseConfig(CheckpointOptions, TokenizerOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
+    # Options that map names to hyperparameters.
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = CHECKPOINT_OPTIONS
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -335,6 +337,7 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         self._check_trackers()
         self._validate_activations()
         self._validate_liger()
+        check_checkpoints(self)
         check_ignored_options(self)
         check_optimization(self)
 
