@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path, PurePosixPath
@@ -158,7 +159,7 @@ class Place:
 
 
 def fetch(option: str, url: str, run_folder: Path) -> Path | None:
-    """Copy a checkpoint into a run's folder, where it replaces another one of its name.
+    """Copy a checkpoint, and the best one that it names, into a run's folder, where they replace others.
 
     Args:
         option: Where the URL comes from, for errors.
@@ -174,9 +175,11 @@ def fetch(option: str, url: str, run_folder: Path) -> Path | None:
     check_url(option, url)
     parent, _, name = url.rstrip("/").rpartition("/")
     try:
-        if step_of(name) is not None:
-            return Place(parent).fetch(name, run_folder)
-        return _fetch_last(Place(url), run_folder)
+        place = Place(parent if step_of(name) is not None else url)
+        found = place.fetch(name, run_folder) if step_of(name) is not None else _fetch_last(place, run_folder)
+        if found is not None:
+            _fetch_best(place, found)
+        return found
     except CheckpointError as error:
         raise ConfigError(f"{option}: {error}. Name another checkpoint, or the folder that holds them.") from error
     except Exception as error:  # a library that talks to a server may raise anything
@@ -198,3 +201,16 @@ def _fetch_last(place: Place, run_folder: Path) -> Path | None:
         except CheckpointError as error:
             _log.warning("passed over: %s", error)
     return None
+
+
+def _fetch_best(place: Place, checkpoint: Path) -> None:
+    """Fetch the best checkpoint so far, whose weights may be loaded at the end of training."""
+    state = checkpoint / "trainer_state.json"
+    best = json.loads(state.read_text(encoding="utf-8"))["best_model_checkpoint"] if state.is_file() else None
+    name = PurePosixPath(best or "").name
+    if step_of(name) is None or (checkpoint.parent / name).is_dir():
+        return
+    if place.manifest(name) is None:
+        _log.warning("%s/%s, the best checkpoint so far, is not there; training goes on without it", place.url, name)
+    else:
+        place.fetch(name, checkpoint.parent)

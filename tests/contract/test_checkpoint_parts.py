@@ -10,10 +10,11 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import load_file
 
 from prefrl.errors import ConfigError
 from prefrl.run.uploads import Uploads
-from tests.contract.cases import make_trainer, weights_of
+from tests.contract.cases import dataset_of, make_trainer, weights_of
 
 URL = "memory://bucket/run"
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-2}
@@ -57,7 +58,31 @@ def test_a_run_whose_disk_is_gone_resumes_from_what_was_uploaded(
     assert (tmp_path / "second" / "checkpoint-2").is_dir()
     assert not (tmp_path / "second" / "checkpoint-1").exists()
     assert same(resumed, whole)
-    assert resumed.run_folder.run == whole.run_folder.run or uploaded(memory)[-1] in ("checkpoint-2", "checkpoint-3")
+    assert uploaded(memory)[-1] == ("checkpoint-3" if resume is True else "checkpoint-2")
+
+
+def test_the_best_checkpoint_is_fetched_and_loaded_at_the_end(tmp_path: Path, memory: Any) -> None:
+    rising = iter([1.0, 0.5, 2.0, 3.0])
+    options = {
+        **{"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset_of("sft", 4)},
+        **{"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "upload_to": URL, "max_steps": 4},
+    }
+
+    def make(folder: Path, **others: Any) -> Any:
+        trainer = make_trainer("sft", folder, **SAVING | options | others)
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *a, **k: {**evaluate(*a, **k), "eval_loss": next(rising)}
+        return trainer
+
+    make(tmp_path / "first", allow_resume_changes=["max_steps"], max_steps=3).train()
+    saved = load_file(tmp_path / "first" / "checkpoint-2" / "model.safetensors")
+    shutil.rmtree(tmp_path / "first")
+    resumed = make(tmp_path / "second")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "second" / "checkpoint-2")
+    found = dict(resumed.model.named_parameters())
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
+    assert not (tmp_path / "second" / "checkpoint-1").exists()
 
 
 def test_local_checkpoints_come_before_uploaded_ones(tmp_path: Path, memory: Any) -> None:
@@ -146,9 +171,10 @@ def test_a_checkpoint_without_the_optimizer_goes_on_at_its_step_with_new_moments
         shutil.rmtree(parts / f"checkpoint-{step}")
     with pytest.raises(ConfigError, match=r"checkpoint-2 holds no optimizer state.*load_optimizer': False"):
         train(parts, True, **options)
-    resumed = train(parts, True, **options, checkpoint_kwargs={"load_optimizer": False})
+    changed = {"learning_rate": 0.02, "allow_resume_changes": ["learning_rate"]}
+    resumed = train(parts, True, **options | changed, checkpoint_kwargs={"load_optimizer": False})
     logs = [entry for entry in resumed.state.log_history if "loss" in entry]
-    assert [entry["learning_rate"] for entry in logs] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    assert [entry["learning_rate"] for entry in logs] == pytest.approx([0.01, 0.0075, 0.01, 0.005])
     assert {state["step"].item() for state in resumed.optimizer.state.values()} == {2.0}  # of Adam, since resumed
     assert logs[2]["loss"] == next(e["loss"] for e in whole.state.log_history if e["step"] == 3)  # the same rows
     assert not same(resumed, whole)

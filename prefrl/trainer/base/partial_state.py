@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
@@ -14,7 +14,7 @@ from prefrl.errors import ConfigError
 if TYPE_CHECKING:
     from prefrl.trainer.base.checkpoint_options import CheckpointParams
 
-__all__ = ["check_parts", "load_schedule", "save_schedule"]
+__all__ = ["best_beside", "check_parts", "load_schedule", "save_schedule"]
 
 
 def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | None) -> None:
@@ -54,3 +54,16 @@ def load_schedule(scheduler: Any, optimizer: Any, folder: Path) -> None:
     scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
     for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
+    for group, rate in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["initial_lr"] = rate
+
+
+def best_beside(checkpoint: Path) -> str | None:
+    """The best checkpoint, if it stands beside the one that training resumes from: both may have moved since.
+
+    Args:
+        checkpoint: What training resumes from.
+    """
+    best = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).best_model_checkpoint
+    beside = checkpoint.parent / Path(best).name if best else checkpoint / "none"
+    return str(beside) if beside.is_dir() else None

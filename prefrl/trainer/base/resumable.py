@@ -29,7 +29,7 @@ from prefrl.trainer.base.changed_options import GroupOptions
 from prefrl.trainer.base.hub import Hub, is_refusal
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
-from prefrl.trainer.base.partial_state import check_parts, load_schedule, save_schedule
+from prefrl.trainer.base.partial_state import best_beside, check_parts, load_schedule, save_schedule
 from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.schedule_free import use_averaged_weights
 from prefrl.trainer.base.stateful_callback import StatefulCallback
@@ -331,6 +331,7 @@ class ResumableTrainer(Trainer):
         if asked is not None:
             asked.apply(self._changed, self.optimizer, self.lr_scheduler)
         if checkpoint is not None:
+            self.state.best_model_checkpoint = best_beside(Path(checkpoint)) or self.state.best_model_checkpoint
             self._load_update_state(Path(checkpoint))
 
     def _save_update_state(self, folder: Path) -> None:
