@@ -23,6 +23,7 @@ from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
 from prefrl.printable import masked, plain
 from prefrl.trainer.base.autopilot_options import AUTOPILOT, AutopilotOptions, check_autopilot, name_best_metric
+from prefrl.trainer.base.checkpoint_options import CHECKPOINT_OPTIONS, CheckpointOptions, check_checkpoints
 from prefrl.trainer.base.evaluation_options import EvaluationOptions, check_evaluation
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
@@ -74,12 +75,23 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class BaseConfig(
-    AutopilotOptions, EvaluationOptions, SizeOptions, OptimizerOptions, TokenizerOptions, ScheduleOptions
+    CheckpointOptions,
+    AutopilotOptions,
+    EvaluationOptions,
+    SizeOptions,
+    OptimizerOptions,
+    TokenizerOptions,
+    ScheduleOptions,
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
     # Options that map names to hyperparameters.
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (*SCHEDULE_KWARGS, AUTO_SIZE, *AUTOPILOT)
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
+        *SCHEDULE_KWARGS,
+        AUTO_SIZE,
+        *AUTOPILOT,
+        *CHECKPOINT_OPTIONS,
+    )
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -363,6 +375,7 @@ class BaseConfig(
         self._check_trackers()
         self._validate_activations()
         self._validate_liger()
+        check_checkpoints(self)
         check_ignored_options(self)
         self.validate_schedule()
         check_optimizer(self)

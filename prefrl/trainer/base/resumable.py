@@ -30,6 +30,7 @@ from prefrl.trainer.base.hub import Hub, is_refusal
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.optimized import OptimizedTrainer
+from prefrl.trainer.base.partial_state import best_beside, check_parts, load_schedule, save_schedule
 from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.schedule_free import use_averaged_weights
 from prefrl.trainer.base.scheduler import WatchPlateau, own_scheduler
@@ -85,6 +86,8 @@ class ResumableTrainer(OptimizedTrainer):
             limit=args.save_total_limit,
             in_background=args.save_in_background,
             is_first_of_node=self.is_local_process_zero(),
+            upload_to=args.upload_to,
+            upload=args.upload_params if args.uploads_checkpoints else None,
         )
         self._stop_code = 0
         self._is_saving = False
@@ -109,8 +112,8 @@ class ResumableTrainer(OptimizedTrainer):
         """Run HuggingFace's training loop.
 
         Args:
-            resume_from_checkpoint: A checkpoint, or True for the last whole one in `output_dir`; with none, training
-                starts at step 0.
+            resume_from_checkpoint: A checkpoint, also by URL, or True for the last whole one in `output_dir`, else in
+                `upload_to`; with none, training starts at step 0.
             args: See HuggingFace's `train`.
             kwargs: See HuggingFace's `train`.
 
@@ -127,6 +130,7 @@ class ResumableTrainer(OptimizedTrainer):
                 distributed.on_main(lambda: check_space(self.run_folder.path, needed=self._checkpoint_bytes()))
             if start.checkpoint is not None:
                 distributed.check_resumable(self.accelerator, start.checkpoint)
+            check_parts(self.args.checkpoint_params, self.accelerator, start.checkpoint)
             self._changed = start.changed
             self._last_saved = -1
             return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
@@ -165,7 +169,8 @@ class ResumableTrainer(OptimizedTrainer):
         weights = list(self.model.parameters())
         saved = [p for p in weights if p.requires_grad] if is_peft_model(self.model) else weights
         size: int = sum(distributed.shape_of(p).numel() * p.element_size() for p in saved)
-        has_moments = self.args.optim in _ADAM and not self.args.save_only_model
+        has_state = self.args.checkpoint_params.save_optimizer and not self.args.save_only_model
+        has_moments = has_state and self.args.optim in _ADAM
         trained = sum(distributed.shape_of(p).numel() for p in weights if p.requires_grad)
         return int(size + 8 * trained * has_moments)
 
@@ -179,8 +184,9 @@ class ResumableTrainer(OptimizedTrainer):
                 code = self.stop_request.code
                 if self._last_saved != self.state.global_step:
                     self._save_checkpoint(self.model, None)
-        if code and self.state.global_step < self.state.max_steps:
-            self.run_folder.wait()
+        is_complete = not code or self.state.global_step >= self.state.max_steps
+        self.run_folder.finish(is_complete=is_complete)
+        if not is_complete:
             if distributed.is_main():
                 sys.stderr.write(
                     f"stopped after step {self.state.global_step} of {self.state.max_steps}. To go on, start the same "
@@ -354,17 +360,24 @@ class ResumableTrainer(OptimizedTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.checkpoint_params.save_optimizer:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            save_schedule(self.lr_scheduler, Path(output_dir))
         # The main process creates the folder, but other processes may get here first.
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         self._save_update_state(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         asked = GroupOptions.of(self.optimizer) if self._changed else None
-        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or self.args.checkpoint_params.load_optimizer:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load_schedule(self.lr_scheduler, self.optimizer, Path(checkpoint))
         if asked is not None:
             asked.apply(self._changed, self.optimizer, self.lr_scheduler)
         if checkpoint is not None:
+            self.state.best_model_checkpoint = best_beside(Path(checkpoint)) or self.state.best_model_checkpoint
             self._load_update_state(Path(checkpoint))
 
     def _save_update_state(self, folder: Path) -> None:
