@@ -25,8 +25,9 @@ from prefrl.options.types import check_types
 from prefrl.printable import masked, plain
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
-from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 from prefrl.trainer.base.optimization_options import check_optimization
+from prefrl.trainer.base.profiling import PROFILE, check_profile
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 class BaseConfig(TokenizerOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (PROFILE,)  # options that map names to hyperparameters
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -90,6 +91,8 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         "liger_kernel_config",
         "dataset_num_proc",
         "log_flops",
+        "profile",
+        "profile_kwargs",
         "allow_resume_changes",
         "save_in_background",
         "max_train_time",
@@ -162,6 +165,8 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
         "its rows need. Costs some time, never changes the update.",
     )
+    profile: bool = opt(False, "Trace some steps for a timeline viewer, into the folder profile of output_dir.")
+    profile_kwargs: KwargsValue = opt(None, PROFILE.help)
 
     allow_resume_changes: list[str] | None = opt(
         None,
@@ -337,6 +342,7 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         self._validate_liger()
         check_ignored_options(self)
         check_optimization(self)
+        check_profile(self)
 
     def _validate_activations(self) -> None:
         if self.device.type == "cpu":

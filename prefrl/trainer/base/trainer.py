@@ -35,6 +35,7 @@ from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
 from prefrl.trainer.base.new_training import NewTraining
 from prefrl.trainer.base.predictions import PredictedRows
+from prefrl.trainer.base.profiling import profilers
 from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
@@ -133,7 +134,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             eval_dataset=self._prepared(eval_dataset, processing_class, training=False),
             processing_class=processing_class,
             compute_metrics=compute_metrics,
-            callbacks=callbacks,
+            callbacks=[*(callbacks or []), *profilers(args)],
             optimizers=optimizers,
         )
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)

@@ -128,7 +128,10 @@ class OnlineConfig(
 ):
     """Options of the rollout loop."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM)
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
+        *BaseConfig.kwargs_options,
+        *(VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM),
+    )
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
     changeable: ClassVar[tuple[str, ...]] = (
         "num_generations_eval",
