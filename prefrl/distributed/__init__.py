@@ -21,7 +21,12 @@ from prefrl.distributed.checkpoint import (
 )
 from prefrl.distributed.company import Scorer, in_company, missing_passes
 from prefrl.distributed.launch_checks import check_backend, check_devices, check_processes, check_quantized
-from prefrl.distributed.parallelism import check_deepspeed, check_model, set_up_parallelism
+from prefrl.distributed.parallelism import (
+    accelerator_arguments,
+    check_deepspeed,
+    check_model,
+    set_up_parallelism,
+)
 from prefrl.distributed.processes import (
     exchange,
     from_main,
@@ -69,6 +74,7 @@ from prefrl.distributed.unpickling import only_data
 __all__ = [
     "Reader",
     "Scorer",
+    "accelerator_arguments",
     "announce_backward",
     "bare_copy",
     "check_backend",

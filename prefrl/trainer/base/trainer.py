@@ -165,7 +165,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
         """HuggingFace's hook, called before it creates its accelerator."""
-        return {**super()._build_accelerator_args(**arguments), "parallelism_config": self._parallelism}
+        return distributed.accelerator_arguments(super()._build_accelerator_args(**arguments), self._parallelism)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
