@@ -14,6 +14,7 @@ from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic
 from prefrl.trainer.base.arguments import check_arguments
+from prefrl.trainer.base.scheduler import Scheduler
 from prefrl.trainer.base.trainer import Optimizers
 from prefrl.trainer.online.policy_batch import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer

@@ -62,8 +62,8 @@ def test_a_run_that_is_reduced_on_a_plateau_is_resumed_bit_exactly(
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     rates = [[e["learning_rate"] for e in t.state.log_history if "learning_rate" in e] for t in (whole, resumed)]
     assert rates[0] == rates[1]
-    plain = make_trainer("sft", tmp_path / "plain", **{**options, **{name: 0 for name in ("reduce_on_plateau",)},
-                         "reduce_on_plateau_kwargs": None}, rows=40)  # fmt: skip
+    plain_options = {**options, "reduce_on_plateau": 0, "reduce_on_plateau_kwargs": None}
+    plain = make_trainer("sft", tmp_path / "plain", **plain_options, rows=40)
     scheduler = plain.create_optimizer_and_scheduler(8) or plain.lr_scheduler
     shares = [rate / (0.1 * scheduler.lr_lambdas[0](step)) for step, rate in enumerate(rates[0])]
     assert sorted({round(share, 9) for share in shares}) == [0.25, 0.5, 1.0]
