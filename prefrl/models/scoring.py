@@ -27,6 +27,7 @@ from prefrl.losses.kl.full import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
 from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
+from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, padded_with
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class ScoringState:
     verdict: Verdict | None = None
     image_example: TokenBatch | None = None  # rows with images, for the self-check
     is_inside: bool = False  # whether a task is running inside the model's call
+    is_compiled: bool = False  # whether passes that score run compiled layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A state whose forward is bound to the copied model."""
@@ -237,7 +239,8 @@ def _scoring_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 state.is_inside = False
         if prefrl_scoring is None:
-            return state.original_forward(*args, **kwargs)
+            with uncompiled(state.is_compiled):
+                return state.original_forward(*args, **kwargs)
         return _score(self, state, prefrl_scoring, *args, **kwargs)
 
     # HF's Trainer and generate() read the signature. Not via `__wrapped__`: accelerate would unwrap our function.
@@ -410,7 +413,12 @@ class _TokenReadout:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "want": self.want, "truncation": self.cuts, "reference": self.reference}
+        return {
+            "temperature": self.temperature,
+            "want": self.want,
+            "truncation": self.cuts,
+            "reference": self.reference,
+        }
 
 
 def most_chunks(rows: Tensor) -> int:

@@ -115,6 +115,15 @@ CASES: dict[str, Case] = {
     "sft_by_name": Case("sft", model=TIED, by_name=True),
     "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
     "sft_adam": Case("sft", ADAM),
+    # Rates by name, with an optimizer that needs whole weights, penalties and clipped numbers, or without them.
+    "sft_lars": Case(
+        "sft",
+        {
+            **{"max_steps": 3, "optim": "lars", "learning_rate": 1.0, "max_grad_norm": 0.5, "max_grad_value": 0.05},
+            **{"learning_rates": {"q_proj": 0.1}, "regularization_type": "l1_l2", "regularization_lambda": 1e-3},
+        },
+    ),
+    "sft_nadam_rates": Case("sft", {**ADAM, "optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}),
     "sft_window": Case("sft", model={"architecture": "mistral", "sliding_window": 4, "num_key_value_heads": 1}),
     "sft_eval": Case(
         "sft",

@@ -12,6 +12,9 @@ from prefrl.trainer.base.scheduler import refresh
 
 __all__ = ["GroupOptions"]
 
+_RATES = frozenset({"critic_learning_rate", "learning_rate", "learning_rates"})
+_DECAYS = frozenset({"critic_optim_kwargs", "weight_decay"})
+
 
 @dataclass(frozen=True)
 class GroupOptions:
@@ -42,10 +45,10 @@ class GroupOptions:
             scheduler: Its schedule, which may be another one now, goes on from the same step; learning rates are
                 proportional to those at its start.
         """
-        if "weight_decay" in changed:
+        if not _DECAYS.isdisjoint(changed):
             for group, weight_decay in zip(optimizer.param_groups, self.weight_decays, strict=True):
                 group["weight_decay"] = weight_decay
-        if "learning_rate" in changed:
+        if not _RATES.isdisjoint(changed):
             for group, initial in zip(optimizer.param_groups, self.learning_rates, strict=True):
                 group["lr"] *= initial / group["initial_lr"]
                 group["initial_lr"] = initial

@@ -14,10 +14,10 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.modes import eval_mode
-from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.memory import EVALUATION, explained
 from prefrl.trainer.base.predictions import PredictedRows
 from prefrl.trainer.base.schedule_free import use_averaged_weights
+from prefrl.trainer.base.sized import SizedTrainer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["EvaluatingTrainer"]
 
 
-class EvaluatingTrainer(GuardedTrainer):
+class EvaluatingTrainer(SizedTrainer):
     """HuggingFace's loop, with evaluations whose metrics are over the whole dataset and all processes.
 
     A subclass implements `evaluation_step`, and `end_evaluation` if it needs all rows at once.

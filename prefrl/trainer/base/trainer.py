@@ -32,6 +32,7 @@ from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import TRAINING, explained, size_of
 from prefrl.trainer.base.new_training import NewTraining
+from prefrl.trainer.base.profiling import profilers
 from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
@@ -129,7 +130,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
             eval_dataset=self._prepared(eval_dataset, processing_class, training=False),
             processing_class=processing_class,
             compute_metrics=compute_metrics,
-            callbacks=[EpochIntervals(args), *(callbacks or [])],
+            callbacks=[EpochIntervals(args), *(callbacks or []), *profilers(args)],
             optimizers=optimizers,
         )
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
@@ -160,7 +161,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
         """HuggingFace's hook, called before it creates its accelerator."""
-        return {**super()._build_accelerator_args(**arguments), "parallelism_config": self._parallelism}
+        return distributed.accelerator_arguments(super()._build_accelerator_args(**arguments), self._parallelism)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -239,7 +240,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
     ) -> tuple[list[Step], float]:
         """HuggingFace's hook, called once for each optimizer step: the step's items and its count over all ranks."""
         self._start_step()
-        items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
+        items = self.plan.next_items(epoch_iterator, num_batches)
         if not items:
             return [], 0.0
         micro_batches, count = self.micro_batches_of_step(items)
@@ -252,7 +253,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
         idle = [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
-        return [*(SyncStep() for _ in items[1:]), SyncStep([*micro_batches, *idle])], total_count
+        return [*(SyncStep() for _ in items[1:num_batches]), SyncStep([*micro_batches, *idle])], total_count
 
     def _start_step(self) -> None:
         self.account.start()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, cast
 
@@ -35,6 +36,7 @@ from prefrl.trainer.base.references import kept_reference, loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
 from prefrl.trainer.offline.config import SampleOptions
+from prefrl.trainer.offline.longest_rows import longest_rows
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.predictions import predicted_pairs
 from prefrl.trainer.offline.running_mean import RunningMean
@@ -362,6 +364,18 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         )
 
     # One step.
+
+    @contextmanager
+    def trial(self, num_rows: int) -> Iterator[Ready]:
+        """See `SizedTrainer`."""
+        hidden_size = self.policy.config.get_text_config().hidden_size
+        rows = longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size)
+        (batch,) = self.prepare_step([self._read_and_lay_out(rows)])
+        try:
+            yield batch
+        finally:
+            if self.reward_mean is not None:
+                self.reward_mean.forget()
 
     def micro_batches_of_step(self, items: list[Loaded | None]) -> tuple[list[Ready], float]:
         """The loader's micro-batches; with a token budget, they are joined and cut again by tokens."""

@@ -131,6 +131,7 @@ class OnlineConfig(
         *(VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM, EVAL_SAMPLING, AT_K),
     )
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
+    best_metric: ClassVar[str] = "reward"
     changeable: ClassVar[tuple[str, ...]] = (
         "num_generations_eval",
         "temperature_eval",
@@ -214,6 +215,14 @@ class OnlineConfig(
             )
 
     def _validate_generation_size(self) -> None:
+        if self.sought == {"per_device_train_batch_size"}:
+            raise ConfigError(
+                "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many prompts a "
+                "generation batch has. Set effective_batch_size."
+            )
+        if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= self.automatic:
+            because, remedy = "micro-batches, which it counts, are cut by trial", "Set generation_batch_size."
+            check_unset(self, "steps_per_generation", because=because, remedy=remedy)
         per_step = self.rows_per_micro_batch * self.world_size
         if self.generation_batch_size is not None:
             if self.steps_per_generation is not None:
@@ -344,6 +353,12 @@ class OnlineConfig(
 
     def _validate_generation_mode(self) -> None:
         steps = self.steps_of_a_generation
+        if self.increase_batch_size_on_plateau and self.generation_mode != "sync":
+            raise ConfigError(
+                f"increase_batch_size_on_plateau={self.increase_batch_size_on_plateau} with "
+                f"generation_mode={self.generation_mode!r}: completions are requested before it is known how many the "
+                "next step needs. Use generation_mode='sync'."
+            )
         if self.generation_mode == "overlap":
             if steps > 1:
                 raise ConfigError(
