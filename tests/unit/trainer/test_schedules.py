@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ExponentialLR, OneCycleLR, ReduceLROnPlateau
+from transformers.trainer_utils import SchedulerType
 
 from prefrl import SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.trainer.base.run_identity import decisive_options
-from prefrl.trainer.base.scheduler import Scheduler, own_scheduler, refresh
+from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, PlateauParams
+from prefrl.trainer.base.scheduler import Plateau, Scheduler, own_scheduler, refresh
+from prefrl.trainer.base.schedules import SCHEDULES
 
 STEPS = 20
 RATES = (0.3, 0.06)  # of two parameter groups, the first of learning_rate
@@ -157,6 +161,45 @@ def test_a_schedule_follows_its_formula(
         assert rates == pytest.approx([base * formula(step) for base in (*RATES, 0.3)], rel=1e-12, abs=1e-15), step
 
 
+# 4 steps of warm-up, 16 after them.
+OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
+    "constant_with_warmup": ({}, lambda step: 1.0),
+    "linear": ({}, lambda step: 1 - step / 16),
+    "cosine": ({}, lambda step: cosine(1, 0, step / 16)),
+    "cosine_with_min_lr": ({"min_lr_rate": 0.1}, lambda step: cosine(1, 0.1, step / 16)),
+    "cosine_warmup_with_min_lr": (
+        {"min_lr_rate": 0.1, "warmup_lr_rate": 0.0},
+        lambda step: cosine(1, 0.1, (step + 1) / 16),
+    ),
+    "cosine_with_restarts": ({"num_cycles": 2}, lambda step: cosine(1, 0, step / 8 % 1)),
+    "polynomial": ({"lr_end": 0.03, "power": 2.0}, lambda step: 0.1 + 0.9 * (1 - step / 16) ** 2),
+    "inverse_sqrt": ({"timescale": 9}, lambda step: math.sqrt(9 / (step + 9))),
+    "warmup_stable_decay": (
+        {"num_decay_steps": 6, "decay_type": "1-sqrt", "min_lr_ratio": 0.0},
+        lambda step: 1.0 if step < 10 else 1 - math.sqrt((step - 10) / 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_a_schedule_of_transformers_follows_its_formula(name: str, tmp_path: Path) -> None:
+    kwargs, formula = OF_TRANSFORMERS[name]
+    made = config(tmp_path, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, warmup_steps=4)
+    # transformers has this one begin a step later.
+    warm = [step / 3 for step in range(4)] if name == "cosine_warmup_with_min_lr" else [0.0, 0.25, 0.5, 0.75]
+    found = [made.learning_rate_factor(STEPS)(step) for step in range(STEPS)]
+    assert found == pytest.approx([*warm, *(formula(step) for step in range(16))], abs=1e-15)
+
+
+def test_every_schedule_has_a_formula_here_and_on_its_page() -> None:
+    here = {*OF_TRANSFORMERS, *(options["lr_scheduler_type"] for options, _ in CURVES), "constant"}
+    following = {"reduce_lr_on_plateau", "greedy"}
+    assert here | following == {*SCHEDULES, *(name.value for name in SchedulerType)}
+    page = (Path(__file__).parents[3] / "docs/schedules.md").read_text(encoding="utf-8")
+    table = page.partition("## Schedules")[2].partition("Factors in")[0]
+    assert not [name for name in here | following if f"`{name}`" not in table]
+
+
 def of_torch(make: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
     optimizer = optimizer_of(RATES[0])
     return [rates[0] for rates in curve(optimizer, make(optimizer))]
@@ -269,6 +312,20 @@ def test_a_plateau_goes_on_from_its_state(tmp_path: Path) -> None:
         assert rates == whole[stop:]
 
 
+@pytest.mark.parametrize(
+    ("mode", "values"), [("max", [-2.0, -2.0001, -2.0, -1.9]), ("min", [-2.0, -1.9999, -2.0, -2.1])]
+)
+def test_negative_values_that_stay_or_get_worse_are_no_improvement(mode: str, values: list[float]) -> None:
+    """torch's ReduceLROnPlateau takes -2.0001 for more than -2: its threshold is -2 * 1.0001."""
+    plateau = Plateau(PlateauParams(mode=mode, patience=1), most=5)  # type: ignore[arg-type]
+    assert [plateau.observe(value) for value in values] == [False, False, True, False]
+
+
+def test_values_that_are_not_numbers_are_no_improvement() -> None:
+    plateau = Plateau(PlateauParams(patience=2), most=5)
+    assert [plateau.observe(value) for value in (math.nan, 1.0, math.nan, math.nan, 2.0)] == [*[False] * 4, True]
+
+
 # Weight decay.
 
 
@@ -295,6 +352,74 @@ def test_the_weight_decay_follows_its_formula(kind: str, share: Callable[[float]
 
 
 # Options.
+
+# Option and choice -> options that it needs, and another value for each of its keys.
+KEYS: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
+    ("lr_scheduler_kwargs", "one_cycle"): (
+        {"lr_scheduler_type": "one_cycle"},
+        {"max_lr": 0.6, "pct_start": 0.5, "div_factor": 10.0, "final_div_factor": 2.0},
+    ),
+    ("lr_scheduler_kwargs", "exponential"): (
+        {"lr_scheduler_type": "exponential", "lr_scheduler_kwargs": {"decay_steps": 5}},
+        {"decay_rate": 0.5, "decay_steps": 3, "staircase": True},
+    ),
+    ("lr_scheduler_kwargs", "cosine_warm_restarts"): (
+        {"lr_scheduler_type": "cosine_warm_restarts", "lr_scheduler_kwargs": {"t_0": 5}},
+        {"t_0": 6, "t_mult": 2, "eta_min": 0.1},
+    ),
+    ("lr_scheduler_kwargs", "wsd"): (
+        WSD,
+        {"warmup_fraction": 0.3, "decay_fraction": 0.5, "decay_type": "cosine", "min_lr_ratio": 0.1},
+    ),
+    ("reduce_on_plateau_kwargs", "True"): (
+        {**PLATEAU, "reduce_on_plateau_kwargs": {"patience": 2}},
+        {"mode": "max", "patience": 3, "factor": 0.5, "threshold": 0.9, "window": 2},
+    ),
+    ("weight_decay_schedule_kwargs", "linear, cosine"): (
+        {"weight_decay": 0.1, "weight_decay_schedule": "cosine"},
+        {"start_factor": 0.5, "end_factor": 0.5},
+    ),
+}
+
+
+def trace(tmp_path: Path, **options: Any) -> list[list[float]]:
+    """Learning rates and weight decays of each step."""
+    optimizer = optimizer_of(*RATES, weight_decay=0.1)
+    scheduler = scheduler_of(config(tmp_path, **options), optimizer)
+    seen = []
+    for value in VALUES:
+        seen.append([number for group in optimizer.param_groups for number in (group["lr"], group["weight_decay"])])
+        curve(optimizer, scheduler, 1)
+        if scheduler.plateau is not None and scheduler.plateau.observe(value):
+            refresh(scheduler)
+    return seen
+
+
+@pytest.mark.parametrize("place", KEYS, ids=".".join)
+def test_each_key_acts(place: tuple[str, str], tmp_path: Path) -> None:
+    option, (companions, keys) = place[0], KEYS[place]
+    plain = trace(tmp_path, **companions)
+    for key, value in keys.items():
+        given = {**companions.get(option, {}), key: value}
+        assert trace(tmp_path, **{**companions, option: given}) != plain, key
+
+
+def test_every_key_is_listed() -> None:
+    there = {
+        (option.name, choice): {field.name for field in dataclasses.fields(params)}
+        for option in SCHEDULE_KWARGS
+        for choice, params in option.choices.items()
+    }
+    of_runs = {("reduce_on_plateau_kwargs", "True"): {"metric"}}  # tests/contract/test_schedules.py
+    for (option, choices), (_, keys) in KEYS.items():
+        for choice in choices.split(", "):
+            found = there.pop((option, True if choice == "True" else choice))
+            assert found == keys.keys() | of_runs.get((option, choices), set())
+    assert not there
+
+
+def test_schedules_go_with_optimizers_of_every_name(tmp_path: Path) -> None:
+    assert config(tmp_path, **WSD, optim="adam").lr_scheduler_type == "wsd"
 
 
 def test_a_warm_up_of_evaluations_counts_their_steps(tmp_path: Path) -> None:
