@@ -128,5 +128,5 @@ def test_options_of_a_schedule_are_refused_with_a_scheduler_of_the_users_own(tmp
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     trainer = make_trainer("sft", tmp_path, lr_scheduler_type="wsd", optimizers=(optimizer, scheduler))
-    with pytest.raises(ConfigError, match="has a scheduler of its own"):
+    with pytest.raises(ConfigError, match="was given a scheduler in optimizers"):
         trainer.train()

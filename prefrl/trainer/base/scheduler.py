@@ -147,7 +147,7 @@ def own_scheduler(
 
     Args:
         config: Options.
-        given: A scheduler that there is already.
+        given: The scheduler that there is already, if there is one.
         optimizer: New, or before its state is read.
         num_training_steps: Steps of the training.
 
@@ -159,7 +159,7 @@ def own_scheduler(
     if given is not None:
         raise ConfigError(
             f"lr_scheduler_type={str(config.lr_scheduler_type)!r} and the options of schedules have no effect because "
-            "the trainer, or DeepSpeed's config, has a scheduler of its own. Remove it, or these options."
+            "the trainer was given a scheduler in optimizers. Remove it, or these options."
         )
     plateau = Plateau(config.plateau_params, config.reduce_on_plateau) if config.reduces_on_plateau else None
     return Scheduler(

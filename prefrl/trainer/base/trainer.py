@@ -152,6 +152,8 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
         distributed.check_backend(self.args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=type(self).__name__)
         distributed.check_quantized(self.accelerator, model)
+        if self.args.has_own_schedule:
+            distributed.check_chooses_schedule(self.accelerator)
         distributed.keep_outputs_exact(self.accelerator)
 
     def _count_flops(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from prefrl import SFTConfig
+from prefrl import SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.trainer.base.run_identity import decisive_options
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS
@@ -181,3 +182,14 @@ def test_a_config_is_made_again_from_its_values(tmp_path: Path) -> None:
     again = SFTConfig(**{name: made.to_dict()[name] for name in ("output_dir", "lr_scheduler_type", "use_cpu")})
     assert again.lr_scheduler_type == made.lr_scheduler_type == "wsd"
     assert list(itertools.islice(map(again.learning_rate_factor(20), range(20)), 3)) == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("part", ["scheduler", "optimizer"])
+def test_schedules_are_refused_with_parts_of_deepspeeds_config(part: str) -> None:
+    def with_config(config: dict[str, Any]) -> SimpleNamespace:
+        return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config)))
+
+    distributed.check_chooses_schedule(with_config({"zero_optimization": {"stage": 2}}))
+    distributed.check_chooses_schedule(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None)))
+    with pytest.raises(ConfigError, match=f"DeepSpeed's config has {part} of its own"):
+        distributed.check_chooses_schedule(with_config({part: {}}))
