@@ -116,12 +116,12 @@ def test_the_training_set_is_evaluated_like_a_dataset_with_its_rows(algorithm: s
 
 def test_two_evaluations_called_train_and_one_without_an_end_are_refused(tmp_path: Path) -> None:
     rows = dataset_of("sft", 2)
-    trainer = make_trainer("sft", tmp_path, eval_dataset={"train": rows}, evaluate_training_set=True)
     with pytest.raises(ConfigError, match="an eval_dataset that is called 'train'"):
-        trainer.evaluate()
-    trainer = make_trainer("sft", tmp_path, eval_dataset=rows, evaluate_training_set=True, streams=True)
+        make_trainer("sft", tmp_path, eval_dataset={"train": rows}, evaluate_training_set=True)
     with pytest.raises(ConfigError, match="Set max_eval_samples"):
-        trainer.evaluate()
+        make_trainer("sft", tmp_path, eval_dataset=rows, evaluate_training_set=True, streams=True)
+    with pytest.raises(ConfigError, match="there is no train_dataset"):
+        make_trainer("sft", tmp_path, eval_dataset=rows, evaluate_training_set=True, train_dataset=None)
 
 
 def test_evaluations_sample_in_their_own_way(tmp_path: Path) -> None:

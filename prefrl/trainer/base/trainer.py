@@ -133,6 +133,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
             callbacks=[EpochIntervals(args), *(callbacks or []), *profilers(args)],
             optimizers=optimizers,
         )
+        self.check_training_set()
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)
