@@ -189,6 +189,7 @@ def test_completions_without_the_reward_that_counts_are_left_out(tmp_path: Path)
         "grpo",
         tmp_path,
         reward=[answering, of_math],
+        train_dataset=with_sources(),
         eval_dataset=with_sources(),
         pass_at_k_kwargs={"k": [2], "reward": "of_math", "answer": "answer"},
     )
