@@ -13,7 +13,7 @@ from prefrl.trainer.base.scheduler import refresh
 __all__ = ["GroupOptions"]
 
 _RATES = frozenset({"critic_learning_rate", "learning_rate", "learning_rates"})
-_DECAYS = frozenset({"critic_optim_kwargs", "weight_decay"})
+_DECAYS = frozenset({"critic_optim_kwargs", "weight_decay", "weight_decay_schedule"})
 
 
 @dataclass(frozen=True)
