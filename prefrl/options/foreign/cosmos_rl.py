@@ -114,10 +114,10 @@ _TRAIN: dict[str, Row] = {
     ),
     "epoch": renamed("num_train_epochs"),
     "epsilon": renamed("adam_epsilon"),
-    "optm_name": becomes("optim='adamw_torch_fused'", lambda value: {"AdamW": {}}[value]),
+    "optm_name": asked("optim", {"AdamW": "adamw_torch_fused", "Adam": "adam"}),
     "optm_impl": not_needed("optim names the implementation, too"),
     "optm_lr": becomes(
-        "learning_rate, and for other rates of some parameters learning_rates",
+        "learning_rate, and learning_rates for other rates of some parameters",
         lambda value: {"learning_rate": float(value)},
         "learning_rate",
     ),

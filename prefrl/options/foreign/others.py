@@ -11,6 +11,8 @@ _EARLY = "add transformers.EarlyStoppingCallback to callbacks, with load_best_mo
 OTHERS: dict[str, Row] = {
     "early_stop": not_there(_EARLY),
     "early_stopping_patience": not_there(_EARLY),
+    "block_wise": not_needed("8-bit optimizers of bitsandbytes always round in blocks"),
+    "percentile_clipping": not_there("bitsandbytes has removed it; max_grad_norm clips gradients"),
     "clipglobalnorm": renamed("max_grad_norm"),
     "clipnorm": renamed("max_grad_norm"),
     "clipvalue": renamed("max_grad_value"),

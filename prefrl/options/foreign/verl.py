@@ -30,6 +30,11 @@ _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL_ESTIMATORS |= {"kl+": "k1+", "k1+": "k1+", "abs+": "abs+", "low_var_kl+": "k3+", "k3+": "k3+", "full": "full"}
+# Classes of torch.optim and bitsandbytes.optim, and Megatron's name.
+_OPTIMIZERS = {
+    **{"AdamW": "adamw_torch_fused", "Adam": "adam", "SGD": "sgd", "AdamW8bit": "adamw_8bit"},
+    **{"PagedAdamW8bit": "paged_adamw_8bit", "adam": "adamw_torch_fused"},
+}
 _REDUCTIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 LOSSES: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -203,6 +208,10 @@ _ACTOR: dict[str, Row] = {
     "optim.use_checkpoint_opt_param_scheduler": not_needed(
         "a resumed run goes on with its schedule; allow_resume_changes names options that may be others"
     ),
+    "optim.clip_grad": renamed("max_grad_norm"),
+    "optim.optimizer": asked("optim", _OPTIMIZERS),
+    "optim.optimizer_impl": not_needed("optim names the implementation, too"),
+    "optim.override_optimizer_config": not_there("optim_args, adam_epsilon; see docs/optimizers.md"),
     "optim": not_there("see the options of transformers.TrainingArguments"),
     "checkpoint": not_needed("checkpoints hold everything that a resumed run needs; save_only_model=True: the model"),
     "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
@@ -261,6 +270,13 @@ _CRITIC: dict[str, Row] = {
         lambda value: {"critic_optim_kwargs": {"adam_beta1": value[0], "adam_beta2": value[1]}},
         "critic_optim_kwargs",
     ),
+    "optim.lr_warmup_steps": becomes(
+        "the key 'warmup_steps' of critic_optim_kwargs",
+        lambda value: {} if value in (None, -1) else {"critic_optim_kwargs": {"warmup_steps": value}},
+        "critic_optim_kwargs",
+    ),
+    "optim.lr_warmup_steps_ratio": renamed("critic_optim_kwargs", "warmup_steps"),
+    "optim.clip_grad": renamed("critic_optim_kwargs", "max_grad_norm"),
     "optim": not_there(
         "the critic has the optimizer and the schedule of the policy, critic_learning_rate and critic_optim_kwargs"
     ),
