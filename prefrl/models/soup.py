@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Evaluate", "Ingredient", "Soup", "best_soup", "greedy_soup", "load_checkpoint", "uniform_soup"]
+__all__ = [
+    "Evaluate",
+    "Ingredient",
+    "Soup",
+    "best_soup",
+    "greedy_choice",
+    "greedy_soup",
+    "load_checkpoint",
+    "uniform_soup",
+]
 
 Evaluate = Callable[["PreTrainedModel"], float]
 Folder = str | os.PathLike[str]
@@ -81,6 +90,21 @@ class Soup:
 
     ingredients: list[Ingredient]
     metric: float | None  # None: not evaluated
+
+    @property
+    def used(self) -> list[Path]:
+        """The checkpoints that are in it."""
+        return [ingredient.checkpoint for ingredient in self.ingredients if ingredient.weight]
+
+    def save(self, folder: Path, *, method: str, metric: str | None) -> None:
+        """Write what it is made of into a folder, as `soup.json`."""
+        record = {
+            "method": method,
+            "metric": metric,
+            "soup": self.metric,
+            "checkpoints": [dataclasses.asdict(i) | {"checkpoint": str(i.checkpoint)} for i in self.ingredients],
+        }
+        (folder / "soup.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def uniform_soup(checkpoints: Sequence[Folder], output_dir: Folder, *, weights: Sequence[float] | None = None) -> Soup:
@@ -169,22 +193,47 @@ def greedy_soup(
     Source: algorithm 1, greedy soup; equal metrics are accepted, as there.
     """
     ranked = _ranked(_checked(checkpoints, output_dir, top_k), evaluate, greater_is_better)
-    num_tried = len(ranked) if top_k is None else top_k
-    used: list[Path] = []
-    best = ranked[0].metric
-    tried = []
-    for ingredient in ranked[:num_tried]:
-        candidate = [*used, ingredient.checkpoint]
-        metric = _metric_of(candidate, Path(output_dir), evaluate) if used else ingredient.metric
-        assert metric is not None
-        assert best is not None
-        is_used = metric >= best if greater_is_better else metric <= best
-        if is_used:
-            used, best = candidate, metric
-        tried.append(dataclasses.replace(ingredient, weight=float(is_used), trial_metric=metric))
+    tried = ranked[:top_k]
+    folders = [ingredient.checkpoint for ingredient in tried]
+    soup = greedy_choice(
+        tried,
+        lambda chosen: _metric_of([folders[i] for i in chosen], Path(output_dir), evaluate),
+        greater_is_better=greater_is_better,
+    )
+    used = soup.used
     _write(used, _shares(None, len(used)), Path(output_dir))
-    shares = [dataclasses.replace(i, weight=i.weight / len(used)) for i in [*tried, *ranked[num_tried:]]]
-    return Soup(shares, metric=best)
+    return dataclasses.replace(soup, ingredients=[*soup.ingredients, *ranked[len(tried) :]])
+
+
+def greedy_choice(
+    ranked: Sequence[Ingredient], evaluate: Callable[[Sequence[int]], float], *, greater_is_better: bool
+) -> Soup:
+    """Choose checkpoints one by one, from the best to the worst, that do not make their uniform soup worse.
+
+    Args:
+        ranked: With their metrics, best first.
+        evaluate: The metric of the uniform soup of some of them, by their positions.
+        greater_is_better: Whether a greater metric is better.
+
+    Returns:
+        All of them, with their shares and the metrics of the soups that were tried.
+
+    Source: algorithm 1, greedy soup; equal metrics are accepted, as there.
+    """
+    used, best = [0], ranked[0].metric
+    trials = [best]
+    for position in range(1, len(ranked)):
+        metric = evaluate([*used, position])
+        assert best is not None
+        if metric >= best if greater_is_better else metric <= best:
+            used, best = [*used, position], metric
+        trials.append(metric)
+    shares = [(position in used) / len(used) for position in range(len(ranked))]
+    ingredients = [
+        dataclasses.replace(ingredient, weight=share, trial_metric=trial)
+        for ingredient, share, trial in zip(ranked, shares, trials, strict=True)
+    ]
+    return Soup(ingredients, metric=best)
 
 
 def load_checkpoint(folder: Folder) -> PreTrainedModel:

@@ -150,13 +150,13 @@ class AutopilotOptions:
     model_soup_kwargs: KwargsValue = opt(None, SOUP.help)
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = opt(
         None,
-        "Keep an exponential moving average of the weights with this decay for each step, evaluate it as eval_ema_..., "
-        "and save it in output_dir/ema. None: no average.",
+        "Keep an exponential moving average of the weights with this decay for each step, evaluate it, too, as "
+        "eval_ema_..., and save it beside the model, in the folder ema. None: no average.",
     )
     on_spike: Literal["ignore", "rollback"] = opt(
         "ignore",
-        "What to do if loss, gradient norm or KL of a step is far above what it was. rollback: leave the step out, and "
-        "go on from the last checkpoint with a smaller learning rate.",
+        "What to do if loss, gradient norm or KL of a step is far above what it was. rollback: leave the step out, "
+        "and go on from the last checkpoint with a smaller learning rate.",
     )
     spike_kwargs: KwargsValue = opt(None, SPIKE.help)
 
@@ -190,10 +190,37 @@ class AutopilotOptions:
 
 
 def name_best_metric(config: BaseConfig) -> None:
-    """Name the metric that checkpoints are chosen by, if they are and none is named; before HuggingFace names its own."""
+    """Name the metric that checkpoints are chosen by, if none is named. HuggingFace would name the loss."""
     chooses = config.load_best_model_at_end or config.early_stopping_patience is not None or config.model_soup
     if chooses and config.metric_for_best_model is None:
         config.metric_for_best_model = config.best_metric
+
+
+def _check_soup(config: BaseConfig) -> None:
+    """Reject settings of which it is certain that fewer than two checkpoints can be averaged."""
+    name = f"model_soup={config.model_soup!r}"
+    if config.save_total_limit == 1:
+        raise ConfigError(
+            f"{name} with save_total_limit=1: there is one checkpoint, and nothing to average. Set save_total_limit "
+            "to None or at least 2."
+        )
+    saves, evaluates = str(config.save_strategy.value), str(config.eval_strategy.value)
+    if saves not in (evaluates, "best"):
+        raise ConfigError(
+            f"{name} with save_strategy={saves!r} and eval_strategy={evaluates!r}: each checkpoint needs an "
+            "evaluation. Set both alike."
+        )
+    ratio = _interval(config, "save") / _interval(config, "eval")
+    if saves == evaluates and abs(ratio - round(ratio)) > 1e-6:
+        raise ConfigError(
+            f"{name} with {saves} between checkpoints and evaluations whose ratio is {ratio:g}: each checkpoint needs "
+            "an evaluation. Make save_steps a multiple of eval_steps, or save_epochs of eval_epochs."
+        )
+
+
+def _interval(config: BaseConfig, what: str) -> float:
+    is_epochs = getattr(config, f"{what}_strategy").value == "epoch"
+    return float(getattr(config, f"{what}_epochs" if is_epochs else f"{what}_steps") or 1)
 
 
 def check_autopilot(config: BaseConfig) -> None:
@@ -206,18 +233,15 @@ def check_autopilot(config: BaseConfig) -> None:
     for name in ("early_stopping_patience", "model_soup"):
         if getattr(config, name) is not None and not evaluates:
             raise ConfigError(
-                f"{name}={getattr(config, name)!r} with eval_strategy='no': it compares evaluations. Set eval_strategy "
-                "and eval_steps, and give the trainer an eval_dataset."
+                f"{name}={getattr(config, name)!r} with eval_strategy='no': it compares evaluations. Set "
+                "eval_strategy and eval_steps, and give the trainer an eval_dataset."
             )
     for name, unset in (("model_soup", None), ("on_spike", "ignore")):
         if not saves:
             because, remedy = "save_strategy='no': it needs checkpoints", "Set save_strategy."
             check_no_effect(name=name, value=getattr(config, name), unset=unset, because=because, remedy=remedy)
-    if config.model_soup is not None and config.save_total_limit == 1:
-        raise ConfigError(
-            f"model_soup={config.model_soup!r} with save_total_limit=1: there is one checkpoint, and nothing to "
-            "average. Set save_total_limit to None or at least 2."
-        )
+    if config.model_soup is not None:
+        _check_soup(config)
     if config.on_spike == "rollback" and config.save_only_model:
         raise ConfigError(
             "on_spike='rollback' with save_only_model=True: training cannot go on from a model alone. Set "

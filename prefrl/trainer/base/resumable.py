@@ -25,7 +25,6 @@ from prefrl.run.identity import Identity, write_identity
 from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
-from prefrl.trainer.base.early_stopping import EarlyStopping
 from prefrl.trainer.base.hub import Hub, is_refusal
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
@@ -77,9 +76,6 @@ class ResumableTrainer(OptimizedTrainer):
             self.add_callback(WatchPlateau(args.plateau_params.metric))
         self.plan = StepPlan(args, unit=args.steps_of_a_generation)
         self.callback_handler.callbacks.insert(0, self.plan)  # others shall see its epoch
-        if args.early_stopping_patience is not None:
-            threshold = args.early_stopping_params.threshold
-            self.add_callback(EarlyStopping(args.early_stopping_patience, threshold))
         self.stop_request = StopRequest(args.max_train_time)
         self.run_folder = RunFolder(
             Path(args.output_dir),
