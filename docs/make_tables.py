@@ -24,7 +24,12 @@ MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
 # Pages that list the keys of an option that is a mapping; the others are in docs/losses.md.
-KEY_PAGES = {"vllm_kwargs": "vllm.md", "vllm_importance_sampling_kwargs": "vllm.md"}
+KEY_PAGES = {
+    **dict.fromkeys(("vllm_kwargs", "vllm_importance_sampling_kwargs"), "vllm.md"),
+    **dict.fromkeys(
+        ("early_stopping_kwargs", "model_soup_kwargs", "increase_batch_size_kwargs", "spike_kwargs"), "autopilot.md"
+    ),
+}
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 

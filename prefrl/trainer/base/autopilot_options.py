@@ -191,7 +191,8 @@ class AutopilotOptions:
 
 def name_best_metric(config: BaseConfig) -> None:
     """Name the metric that checkpoints are chosen by, if none is named. HuggingFace would name the loss."""
-    chooses = config.load_best_model_at_end or config.early_stopping_patience is not None or config.model_soup
+    chooses = config.load_best_model_at_end or config.save_strategy == "best" or config.model_soup is not None
+    chooses = chooses or config.early_stopping_patience is not None
     if chooses and config.metric_for_best_model is None:
         config.metric_for_best_model = config.best_metric
 
