@@ -126,6 +126,7 @@ class AutopilotOptions:
         "early_stopping_kwargs",
         "model_soup",
         "model_soup_kwargs",
+        "ema_decay",
     )
     # The metric by which checkpoints are chosen if none is named.
     best_metric: ClassVar[str] = "loss"
