@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -11,9 +11,6 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
-
-if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
 
 __all__ = [
     "AUTOPILOT",
@@ -190,7 +187,7 @@ class AutopilotOptions:
         return SPIKE.of(self)
 
 
-def name_best_metric(config: BaseConfig) -> None:
+def name_best_metric(config: Any) -> None:
     """Name the metric that checkpoints are chosen by, if none is named. HuggingFace would name the loss."""
     chooses = config.load_best_model_at_end or config.save_strategy == "best" or config.model_soup is not None
     chooses = chooses or config.early_stopping_patience is not None
@@ -198,7 +195,7 @@ def name_best_metric(config: BaseConfig) -> None:
         config.metric_for_best_model = config.best_metric
 
 
-def _check_soup(config: BaseConfig) -> None:
+def _check_soup(config: Any) -> None:
     """Reject settings of which it is certain that fewer than two checkpoints can be averaged."""
     name = f"model_soup={config.model_soup!r}"
     if config.save_total_limit == 1:
@@ -220,12 +217,12 @@ def _check_soup(config: BaseConfig) -> None:
         )
 
 
-def _interval(config: BaseConfig, what: str) -> float:
+def _interval(config: Any, what: str) -> float:
     is_epochs = getattr(config, f"{what}_strategy").value == "epoch"
     return float(getattr(config, f"{what}_epochs" if is_epochs else f"{what}_steps") or 1)
 
 
-def check_autopilot(config: BaseConfig) -> None:
+def check_autopilot(config: Any) -> None:
     """Reject parts that lack what they need, and combinations that cannot work.
 
     Raises:
