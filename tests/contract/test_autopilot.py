@@ -238,11 +238,11 @@ def test_the_best_model_of_an_online_run_is_that_with_the_best_held_out_reward(t
 
 
 class EvaluatesAgain(TrainerCallback):
-    """Evaluates another dataset after each step, and the same one once more."""
+    """Evaluates another dataset at each checkpoint, and the same one once more."""
 
     trainer: Any
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.evaluate(dataset_of("sft", 3), metric_key_prefix="eval_other")
         self.trainer.evaluate()
 

@@ -251,8 +251,9 @@ def check_autopilot(config: Any) -> None:
             "increase_batch_size_kwargs: eval_split='validation' with eval_strategy='no': there are no evaluations. "
             "Set eval_strategy, or eval_split='training'."
         )
-    if config.ema_decay is not None and str(config.optim).startswith("schedule_free"):
+    optim = str(getattr(config.optim, "value", config.optim))
+    if config.ema_decay is not None and optim.startswith("schedule_free"):
         raise ConfigError(
-            f"ema_decay={config.ema_decay} with optim={str(config.optim)!r}: this optimizer averages the weights "
+            f"ema_decay={config.ema_decay} with optim={optim!r}: this optimizer averages the weights "
             "itself. Leave ema_decay None, or choose another optimizer."
         )
