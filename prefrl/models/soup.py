@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from prefrl.errors import ConfigError
+from prefrl.models.soup_choice import Ingredient, Soup, greedy_choice
 from prefrl.optional import require
 
 if TYPE_CHECKING:
@@ -72,39 +73,6 @@ _LINEAR = frozenset(
         "use_rslora",
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ingredient:
-    """A checkpoint and its share of a soup."""
-
-    checkpoint: Path
-    weight: float  # its share; all shares add up to 1; 0: not used
-    metric: float | None = None  # of the checkpoint alone
-    trial_metric: float | None = None  # of the greedy soup that included it on trial; None: it was not tried
-
-
-@dataclass(frozen=True, slots=True)
-class Soup:
-    """The ingredients of an average, and its metric."""
-
-    ingredients: list[Ingredient]
-    metric: float | None  # None: not evaluated
-
-    @property
-    def used(self) -> list[Path]:
-        """The checkpoints that are in it."""
-        return [ingredient.checkpoint for ingredient in self.ingredients if ingredient.weight]
-
-    def save(self, folder: Path, *, method: str, metric: str | None) -> None:
-        """Write what it is made of into a folder, as `soup.json`."""
-        record = {
-            "method": method,
-            "metric": metric,
-            "soup": self.metric,
-            "checkpoints": [dataclasses.asdict(i) | {"checkpoint": str(i.checkpoint)} for i in self.ingredients],
-        }
-        (folder / "soup.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def uniform_soup(checkpoints: Sequence[Folder], output_dir: Folder, *, weights: Sequence[float] | None = None) -> Soup:
@@ -194,46 +162,10 @@ def greedy_soup(
     """
     ranked = _ranked(_checked(checkpoints, output_dir, top_k), evaluate, greater_is_better)
     tried = ranked[:top_k]
-    folders = [ingredient.checkpoint for ingredient in tried]
-    soup = greedy_choice(
-        tried,
-        lambda chosen: _metric_of([folders[i] for i in chosen], Path(output_dir), evaluate),
-        greater_is_better=greater_is_better,
-    )
-    used = soup.used
-    _write(used, _shares(None, len(used)), Path(output_dir))
+    metric_of = partial(_metric_of, output_dir=Path(output_dir), evaluate=evaluate)
+    soup = greedy_choice(tried, metric_of, greater_is_better=greater_is_better)
+    _write(soup.used, _shares(None, len(soup.used)), Path(output_dir))
     return dataclasses.replace(soup, ingredients=[*soup.ingredients, *ranked[len(tried) :]])
-
-
-def greedy_choice(
-    ranked: Sequence[Ingredient], evaluate: Callable[[Sequence[int]], float], *, greater_is_better: bool
-) -> Soup:
-    """Choose checkpoints one by one, from the best to the worst, that do not make their uniform soup worse.
-
-    Args:
-        ranked: With their metrics, best first.
-        evaluate: The metric of the uniform soup of some of them, by their positions.
-        greater_is_better: Whether a greater metric is better.
-
-    Returns:
-        All of them, with their shares and the metrics of the soups that were tried.
-
-    Source: algorithm 1, greedy soup; equal metrics are accepted, as there.
-    """
-    used, best = [0], ranked[0].metric
-    trials = [best]
-    for position in range(1, len(ranked)):
-        metric = evaluate([*used, position])
-        assert best is not None
-        if metric >= best if greater_is_better else metric <= best:
-            used, best = [*used, position], metric
-        trials.append(metric)
-    shares = [(position in used) / len(used) for position in range(len(ranked))]
-    ingredients = [
-        dataclasses.replace(ingredient, weight=share, trial_metric=trial)
-        for ingredient, share, trial in zip(ranked, shares, trials, strict=True)
-    ]
-    return Soup(ingredients, metric=best)
 
 
 def load_checkpoint(folder: Folder) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.averages import AveragedWeights
-from prefrl.models.soup import Ingredient, Soup, greedy_choice
+from prefrl.models.soup_choice import Ingredient, Soup, greedy_choice
 from prefrl.options.suggest import nearest
 from prefrl.run.checkpoints import own_checkpoints
 from prefrl.trainer.base.early_stopping import EarlyStopping, best_metric
@@ -155,16 +156,16 @@ class AveragingTrainer(EvaluatingTrainer):
             )
             return
 
-        def evaluate(chosen: Sequence[int]) -> float:
-            self._put_soup([ranked[position].checkpoint for position in chosen])
+        def evaluate(folders: Sequence[Path]) -> float:
+            self._put_soup(folders)
             return super(AveragingTrainer, self).evaluate(metric_key_prefix=_SOUP)[self._soup_metric]
 
         if self.args.model_soup == "greedy":
             soup = greedy_choice(ranked, evaluate, greater_is_better=bool(self.args.greater_is_better))
             self._put_soup(soup.used)
         else:
-            metric = evaluate(range(len(ranked)))
-            soup = Soup([Ingredient(i.checkpoint, 1 / len(ranked), i.metric) for i in ranked], metric)
+            metric = evaluate([ingredient.checkpoint for ingredient in ranked])
+            soup = Soup([dataclasses.replace(i, weight=1 / len(ranked)) for i in ranked], metric)
         if self.args.should_save:
             soup.save(self.run_folder.path, method=str(self.args.model_soup), metric=best_metric(self.args))
         self._say(
