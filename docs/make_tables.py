@@ -30,6 +30,9 @@ KEY_PAGES = {
         ("lr_scheduler_kwargs", "reduce_on_plateau_kwargs", "weight_decay_schedule_kwargs"), "schedules.md"
     ),
     **dict.fromkeys(("eval_sampling_kwargs", "pass_at_k_kwargs"), "evaluation.md"),
+    **dict.fromkeys(
+        ("early_stopping_kwargs", "model_soup_kwargs", "increase_batch_size_kwargs", "spike_kwargs"), "autopilot.md"
+    ),
 }
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 

@@ -32,6 +32,7 @@ from prefrl.distributed.launch_checks import (
     check_processes,
     check_quantized,
     check_state_read,
+    check_weights_stay,
 )
 from prefrl.distributed.parallelism import (
     accelerator_arguments,
@@ -61,6 +62,7 @@ from prefrl.distributed.processes import (
 )
 from prefrl.distributed.reading import Reader
 from prefrl.distributed.shards import (
+    assign,
     bare_copy,
     class_of,
     copy_of,
@@ -88,6 +90,7 @@ __all__ = [
     "Scorer",
     "accelerator_arguments",
     "announce_backward",
+    "assign",
     "bare_copy",
     "check_backend",
     "check_chooses_optimizer",
@@ -102,6 +105,7 @@ __all__ = [
     "check_quantized",
     "check_resumable",
     "check_state_read",
+    "check_weights_stay",
     "class_of",
     "copy_of",
     "divided_update",

@@ -217,6 +217,20 @@ def check_gradients_seen(accelerator: Any, option: str) -> None:
         )
 
 
+def check_weights_stay(accelerator: Any, option: str) -> None:
+    """Refuse an option that needs the weights between the passes.
+
+    Raises:
+        ConfigError: With ZeRO-3 they are empty then.
+    """
+    is_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
+    if is_deepspeed and accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] == 3:
+        raise ConfigError(
+            f"{option} with DeepSpeed ZeRO-3, whose weights are empty between the passes: they are not averaged. Use "
+            "ZeRO-2, DDP or FSDP2; the command prefrl soup averages checkpoints afterwards."
+        )
+
+
 def _wants_deepspeed(args: Any, environment: Mapping[str, str]) -> bool:
     return args.deepspeed is not None or _is_set(environment, "ACCELERATE_USE_DEEPSPEED")
 

@@ -136,6 +136,14 @@ CASES: dict[str, Case] = {
         },
     ),
     "sft_nadam_rates": Case("sft", {**ADAM, "optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}),
+    "sft_grown": Case(
+        "sft",
+        {
+            **ADAM,
+            **{"max_steps": 4, "lr_scheduler_type": "linear", "increase_batch_size_on_plateau": 1},
+            "increase_batch_size_kwargs": {"patience": 1, "eval_metric": "learning_rate"},  # which never rises
+        },
+    ),
     "sft_window": Case("sft", model={"architecture": "mistral", "sliding_window": 4, "num_key_value_heads": 1}),
     "sft_eval": Case(
         "sft",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from prefrl.options.foreign.row import Row, not_needed, not_there, renamed
+from prefrl.options.foreign.row import Row, if_set, not_needed, not_there, renamed
 
 __all__ = ["OTHERS"]
 
-_EARLY = "add transformers.EarlyStoppingCallback to callbacks, with load_best_model_at_end=True"
-
 OTHERS: dict[str, Row] = {
-    "early_stop": not_there(_EARLY),
-    "early_stopping_patience": not_there(_EARLY),
     "block_wise": not_needed("8-bit optimizers of bitsandbytes always round in blocks"),
     "percentile_clipping": not_there("bitsandbytes has removed it; max_grad_norm clips gradients"),
+    "early_stop": if_set("early_stopping_patience"),
+    "early_stopping_threshold": renamed("early_stopping_kwargs", "threshold"),
+    "validation_metric": renamed("metric_for_best_model"),
+    "increase_batch_size_on_plateau_patience": renamed("increase_batch_size_kwargs", "patience"),
+    "increase_batch_size_on_plateau_rate": renamed("increase_batch_size_kwargs", "rate"),
+    "increase_batch_size_eval_metric": renamed("increase_batch_size_kwargs", "eval_metric"),
+    "increase_batch_size_eval_split": renamed("increase_batch_size_kwargs", "eval_split"),
+    "model_soup_top_k": renamed("model_soup_kwargs", "top_k"),
     "clipglobalnorm": renamed("max_grad_norm"),
     "clipnorm": renamed("max_grad_norm"),
     "clipvalue": renamed("max_grad_value"),

@@ -27,7 +27,6 @@ from prefrl.rollout.summary import collected_metrics, log_collected
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.references import loaded_reference
-from prefrl.trainer.base.schedule_free import averages_weights
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.episodes import Episodes
@@ -401,7 +400,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """See `EvaluatingTrainer`; samples with the current weights, and learning goes on as before."""
-        has_average = averages_weights(self.optimizer)  # other weights of the same version
+        has_average = self.evaluates_averages  # other weights of the same version
         if has_average or not self.is_in_train:
             self.generator.invalidate()
         self._sync_generator()
