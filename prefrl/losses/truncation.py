@@ -59,7 +59,7 @@ class History:
     response: Tensor  # [M] int64
     length: Tensor  # [M] int64, >= 1: number of tokens before the token
 
-    def __getitem__(self, rows: slice | Tensor) -> Self:
+    def __getitem__(self, rows: slice) -> Self:
         return type(self)(self.ids, self.response[rows], self.length[rows])
 
     def tokens(self) -> Tensor:
@@ -117,7 +117,7 @@ class TokenTruncation:
     cuts: Truncation
     history: History | None  # None: there is no repetition penalty
 
-    def __getitem__(self, rows: slice | Tensor) -> Self:
+    def __getitem__(self, rows: slice) -> Self:
         return type(self)(self.cuts, None if self.history is None else self.history[rows])
 
     def penalties(self, logits: Tensor) -> Tensor | None:

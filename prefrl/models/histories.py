@@ -31,9 +31,7 @@ def _history(batch: TokenBatch) -> History:
     ]
     before = [batch.context_length(number) for number in range(batch.num_responses)]
     lengths = [
-        start + place
-        for start, count in zip(before, batch.response_lengths, strict=True)
-        for place in range(count)
+        start + place for start, count in zip(before, batch.response_lengths, strict=True) for place in range(count)
     ]
     numbers = [number for number, count in enumerate(batch.response_lengths) for _ in range(count)]
     index = torch.tensor([numbers, lengths]).to(batch.device, non_blocking=True)[:, batch.trainable_positions]

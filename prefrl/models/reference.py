@@ -248,9 +248,7 @@ class _Separate(_Base):
         want: Collection[WantName] = (),
     ) -> TokenScores:
         self._go_to(batch.device)
-        return super().scores(
-            batch, temperature=temperature, truncation=truncation, max_tokens=max_tokens, want=want
-        )
+        return super().scores(batch, temperature=temperature, truncation=truncation, max_tokens=max_tokens, want=want)
 
     def logits(self, hidden: Tensor) -> Tensor:
         self._go_to(hidden.device)

@@ -385,8 +385,8 @@ class _TokenReadout:
     def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         if request.held is not None:
             assert self.reference is None, "trainers that compare whole distributions do not share rows"
-            cuts = None if self.cuts is None else self.cuts[request.held]
-            part = replace(self, targets=self.targets[request.held], cuts=cuts)
+            assert self.cuts is None, "trainers that sample do not share rows"
+            part = replace(self, targets=self.targets[request.held])
             return part(model, output, replace(request, held=None))
         rows = predicting(output, request)
         head = None if request.own_logits else output_head(model)
@@ -410,7 +410,12 @@ class _TokenReadout:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "want": self.want, "truncation": self.cuts, "reference": self.reference}
+        return {
+            "temperature": self.temperature,
+            "want": self.want,
+            "truncation": self.cuts,
+            "reference": self.reference,
+        }
 
 
 def most_chunks(rows: Tensor) -> int:

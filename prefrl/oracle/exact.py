@@ -284,7 +284,9 @@ class Samples:
     group_size: int  # G
     completions: Tensor  # [T * B] int64, the completion of each row
     probabilities: Tensor  # [T] probability of each batch under the sampler
-    leaf: Tensor  # [N, V] nats, the policy's log-probs of all tokens at each position, not cut; gradients are taken here
+    leaf: (
+        Tensor  # [N, V] nats, the policy's log-probs of all tokens at each position, not cut; gradients are taken here
+    )
 
     @property
     def num_rows(self) -> int:

@@ -78,7 +78,9 @@ def test_tokens_that_tie_for_the_last_place_share_it(function):
     share = 2 / 3 * 0.2 / 0.8
     torch.testing.assert_close(gradient, torch.tensor([[-share, -0.5, 1 - share, -share]]), atol=1e-6, rtol=0)
     # Of the top_k, those with the last one's logit are kept, too, as by the processors.
-    assert float(score(logits, [2], Truncation(top_k=2), function).logprobs.detach()) == pytest.approx(math.log(0.2), abs=1e-6)
+    assert float(score(logits, [2], Truncation(top_k=2), function).logprobs.detach()) == pytest.approx(
+        math.log(0.2), abs=1e-6
+    )
     scores = score(logits, [2], Truncation(top_k=2, top_p=0.65), function)
     assert float(scores.logprobs.detach()) == pytest.approx(math.log(0.2 / 0.8), abs=1e-6)
 
