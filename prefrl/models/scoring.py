@@ -240,7 +240,7 @@ def inside(model: nn.Module, task: Callable[[], dict[str, Tensor]]) -> dict[str,
     return output
 
 
-def score_tokens(
+def score_tokens(  # noqa: PLR0913 - what describes the distribution, and how it is computed
     model: nn.Module,
     batch: TokenBatch,
     inputs: ModelInputs,
