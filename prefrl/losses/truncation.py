@@ -137,15 +137,17 @@ class TokenTruncation:
 
     def kept(self, logits: Tensor) -> KeptSet | None:
         """S of logits [c, V] after the penalty; None: the whole vocabulary."""
-        cuts, largest = self.cuts, logits.amax(1)
+        cuts = self.cuts
         if cuts.is_whole:
             return None
+        largest = logits.amax(1)
         lowest = largest + math.log(cuts.min_p) if cuts.min_p else torch.full_like(largest, -math.inf)
-        if not cuts.top_k and cuts.top_p == 1.0:
-            return KeptSet(lowest, None)
         if cuts.top_p < 1.0:
             return _nucleus(logits, lowest, cuts, num_sorted=cuts.top_k or _SORTED)
-        return KeptSet(torch.maximum(lowest, logits.topk(min(cuts.top_k, logits.size(1)), dim=1).values[:, -1]), None)
+        if cuts.top_k:
+            last = logits.topk(min(cuts.top_k, logits.size(1)), dim=1).values[:, -1]
+            lowest = torch.maximum(lowest, last)
+        return KeptSet(lowest, None)
 
 
 def _nucleus(logits: Tensor, lowest: Tensor, cuts: Truncation, *, num_sorted: int) -> KeptSet:
@@ -155,8 +157,8 @@ def _nucleus(logits: Tensor, lowest: Tensor, cuts: Truncation, *, num_sorted: in
         logits: [c, V].
         lowest: [c] tokens with smaller logits cannot be kept.
         cuts: With top_p < 1.
-        num_sorted: Largest logits that are sorted; with a top_k, only they and what is as likely as the last can be
-            kept.
+        num_sorted: Number of largest logits to sort; more where it is too small. With a top_k, it is top_k, and only
+            these logits and what equals the last of them can be kept.
     """
     values = logits.topk(min(num_sorted, logits.size(1)), dim=1).values
     largest, smallest = values[:, :1], values[:, -1:]
