@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefrl.generation.local.generator import LocalGenerator
 from prefrl.losses.policy.off_policy import importance_weights
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion
@@ -141,11 +142,12 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_truncated_samples_of_the_policy_itself_have_ratio_one(
     tmp_path: Path, algorithm: str, options: dict[str, Any]
 ) -> None:
-    trainer = make_trainer(algorithm, tmp_path, arrival=0, use_vllm=True, **CUTS, **options)
-    with torch.no_grad():  # so that the distributions differ from uniform ones
-        trainer.policy.get_input_embeddings().weight.mul_(3)
+    trainer = make_trainer(algorithm, tmp_path, use_vllm=True, **CUTS, **options)
     assert isinstance(trainer, OnlineTrainer)
     assert trainer.reference is not None
+    trainer.generator = LocalGenerator(trainer.policy, tokenizer=trainer.tokenizer)
+    with torch.no_grad():  # so that distributions are neither flat nor one token; that of images has large weights
+        trainer.policy.get_input_embeddings().weight.mul_(0.5 if "pictures" in options else 3)
     trainer.reference.mix(trainer.policy, 1.0)
     trainer.train()
     assert last(trainer, "sampling/sampling_logp_difference/max") < 1e-4
