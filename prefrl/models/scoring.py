@@ -240,7 +240,7 @@ def inside(model: nn.Module, task: Callable[[], dict[str, Tensor]]) -> dict[str,
     return output
 
 
-def score_tokens(
+def score_tokens(  # noqa: PLR0913 - what describes the distribution, and how it is computed
     model: nn.Module,
     batch: TokenBatch,
     inputs: ModelInputs,
@@ -361,8 +361,8 @@ class _TokenReadout:
     def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         if request.held is not None:
             assert self.reference is None, "trainers that compare whole distributions do not share rows"
-            cuts = None if self.cuts is None else self.cuts[request.held]
-            part = replace(self, targets=self.targets[request.held], cuts=cuts)
+            assert self.cuts is None, "trainers that sample do not share rows"
+            part = replace(self, targets=self.targets[request.held])
             return part(model, output, replace(request, held=None))
         rows = predicting(output, request)
         head = None if request.own_logits else output_head(model)
