@@ -25,6 +25,7 @@ ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
 # Pages that list the keys of an option that is a mapping; the others are in docs/losses.md.
 KEY_PAGES = {"vllm_kwargs": "vllm.md", "vllm_importance_sampling_kwargs": "vllm.md"}
+KEY_PAGES |= {"auto_size_kwargs": "automatic_sizes.md"}
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 

@@ -9,6 +9,9 @@ __all__ = ["OTHERS"]
 _EARLY = "add transformers.EarlyStoppingCallback to callbacks, with load_best_model_at_end=True"
 
 OTHERS: dict[str, Row] = {
+    "batch_size": renamed("per_device_train_batch_size"),
+    "eval_batch_size": renamed("per_device_eval_batch_size"),
+    "max_batch_size": renamed("auto_size_kwargs", "max_batch_size"),
     "early_stop": not_there(_EARLY),
     "early_stopping_patience": not_there(_EARLY),
     "clipglobalnorm": renamed("max_grad_norm"),
