@@ -41,9 +41,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"num_iterations": 2, "kl_kwargs": {"target": 0.01, "horizon": 20}, "beta": 0.1}),
     ("grpo", {"reward_shaping_kwargs": {"normalize": True}, "beta": 0.0}),
     ("grpo", {"rollout_selection": "best", "selection_kwargs": {"num_selected": 2}}),
+    ("grpo", {"top_k": 5, "top_p": 0.9}),
     ("rloo", {}),
     ("reinforce_plus_plus", {}),
-    ("ppo", {"critic_learning_rate": 1e-2, "critic_warmup": 1}),
+    ("ppo", {"critic_learning_rate": 1e-2, "critic_warmup": 1, "critic": "model"}),
     ("online_dpo", {}),
 ]
 
@@ -133,8 +134,20 @@ def test_a_resumed_run_has_the_sizes_that_were_found(
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert resumed.sizes.found == whole.sizes.found
     assert resumed.args.per_device_train_batch_size == whole.args.per_device_train_batch_size
+    assert resumed.state.train_batch_size == whole.state.train_batch_size == whole.args.per_device_train_batch_size
     expected, actual = weights_of(whole.model), weights_of(resumed.model)
     assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+
+
+def test_sizes_that_a_checkpoint_lacks_are_found(tmp_path: Path) -> None:
+    """Another trainer with the same options finds its own, too."""
+    (tmp_path / "automatic_sizes.json").write_text('{"per_device_train_batch_size": 4, "rows_per_step": 8}')
+    first = make_trainer("sft", tmp_path, **TOKENS)
+    first.sizes.settle(tmp_path, num_rows=24)
+    assert first.args.max_tokens_per_micro_batch is not None
+    again = AutomaticSizes(first.args, first.model, first.trial, first._run_trial)
+    again.settle(None, num_rows=24)
+    assert [trial.tokens for trial in again.trials][:3] == [trial.tokens for trial in first.sizes.trials][:3]
 
 
 def test_sizes_of_a_checkpoint_fit_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,12 +90,22 @@ class AutomaticSizes(StatefulCallback):
         """
         if not self._args.sought:
             return
-        saved = None if checkpoint is None else checkpoint / _FILE
-        if saved is not None and saved.exists():
-            self.found = json.loads(saved.read_text(encoding="utf-8"))
-        elif not self.found:
+        if checkpoint is not None:
+            self.found = self._saved(checkpoint) or self.found
+        if not self.found:
             self.found = self._search(num_rows)
         self._set()
+
+    def _saved(self, checkpoint: Path) -> dict[str, int]:
+        """What a checkpoint says of the size that is sought; {} if nothing."""
+        path = checkpoint / _FILE
+        found: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return found if self._sought in found else {}
+
+    @property
+    def _sought(self) -> str:
+        """The size that the search decides."""
+        return _TOKENS if _TOKENS in self._args.sought else _ROWS
 
     def _set(self) -> None:
         """Set the sizes in the config; processes may be others than those that found them."""
@@ -138,7 +148,7 @@ class AutomaticSizes(StatefulCallback):
         of_step = int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
         if args.sought == {_ROWS}:
             of_step = chosen.rows * int(args.gradient_accumulation_steps)
-        found = {_TOKENS: chosen.tokens} if _TOKENS in args.sought else {_ROWS: chosen.rows}
+        found = {self._sought: chosen.tokens if self._sought == _TOKENS else chosen.rows}
         if distributed.is_main():
             sys.stderr.write(_report(self.trials, found, time.perf_counter() - start))
         return {**found, "rows_per_step": of_step * distributed.world_size()}
@@ -174,13 +184,14 @@ class AutomaticSizes(StatefulCallback):
 
     @contextmanager
     def _cut_into(self, rows: int) -> Iterator[None]:
-        """Inside, micro-batches have this many rows."""
-        before = self._args.per_device_train_batch_size
-        self._args.per_device_train_batch_size = rows
+        """Inside, micro-batches have this many rows, whatever another trainer with these options has found."""
+        args = self._args
+        before = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
+        args.per_device_train_batch_size, args.max_tokens_per_micro_batch = rows, None
         try:
             yield
         finally:
-            self._args.per_device_train_batch_size = before
+            args.per_device_train_batch_size, args.max_tokens_per_micro_batch = before
 
     def _seconds(self, batch: TokenBatch, num_passes: int) -> float:
         """The time of the fastest of some passes, on the slowest process.
