@@ -308,7 +308,9 @@ def _loss_of_verl(run: _Run) -> None:
 def _batches_of_verl(run: _Run, processes: int) -> None:
     """Prompts of a step are counted over all processes there, completions of a process here."""
     options, actor, group = run.options, "actor_rollout_ref.actor", run.number("actor_rollout_ref.rollout.n", 1)
-    if not run.value(f"{actor}.use_dynamic_bsz", False):
+    if run.value(f"{actor}.use_dynamic_bsz", False):
+        options.setdefault("max_tokens_per_micro_batch", 16384)
+    else:
         options.pop("max_tokens_per_micro_batch", None)
     per_generation = run.number("data.train_batch_size", 1024) * group
     per_step = min(per_generation, run.number(f"{actor}.ppo_mini_batch_size", 256) * group)

@@ -272,6 +272,20 @@ def test_a_kl_term_of_verl_that_is_off_is_off_here(tmp_path: Path) -> None:
     assert config.kl_kwargs == {"target": 0.1, "horizon": 10000}
 
 
+@pytest.mark.parametrize(
+    ("words", "budget"),
+    [
+        ("use_dynamic_bsz=True", 16384),
+        ("ppo_max_token_len_per_gpu=5000 actor_rollout_ref.actor.use_dynamic_bsz=True", 5000),
+        ("ppo_max_token_len_per_gpu=5000", None),
+    ],
+)
+def test_a_budget_of_verl_counts_only_with_its_switch(words: str, budget: int | None, tmp_path: Path) -> None:
+    text = VERL.format(estimator="grpo", kl=False).replace("$@", f"actor_rollout_ref.actor.{words}")
+    config = parsed(migrate_verl(text, is_command=True).text, tmp_path, "grpo")[1]
+    assert config.max_tokens_per_micro_batch == budget
+
+
 def test_variables_of_a_script_are_put_in_and_others_are_told(tmp_path: Path) -> None:
     text = (
         "LENGTH=$((16 * 4))\nexport MODEL='org/model'\necho 'it\nis'\npython -m verl.trainer.main_ppo "

@@ -139,7 +139,7 @@ _ACTOR: dict[str, Row] = {
     ),
     "ppo_micro_batch_size": not_there("per_device_train_batch_size counts the completions of a process"),
     "ppo_micro_batch_size_per_gpu": renamed("per_device_train_batch_size"),
-    "use_dynamic_bsz": not_there("set max_tokens_per_micro_batch"),
+    "use_dynamic_bsz": not_there("set max_tokens_per_micro_batch, to a number or to 'auto'"),
     "ppo_max_token_len_per_gpu": renamed("max_tokens_per_micro_batch"),
     "clip_ratio": renamed("epsilon"),
     "clip_ratio_low": renamed("epsilon"),
