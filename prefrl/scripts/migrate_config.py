@@ -29,6 +29,7 @@ _TOGETHER = {
     *("trainer.n_gpus_per_node", "algorithm.use_pf_ppo", "custom_reward_function.name"),
     *("train.train_batch_per_replica", "train.train_policy.on_policy"),
     *("policy.parallelism.dp_shard_size", "policy.parallelism.dp_replicate_size"),
+    *("train.ckpt.upload_s3", "train.ckpt.s3_bucket", "train.ckpt.s3_prefix"),
 }
 
 
@@ -85,6 +86,9 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
     command = "reinforce_plus_plus" if str(estimator).startswith("reinforce") else command
     if command == "ppo":
         run.options.setdefault("lam", 1.0)
+    if "reward_funcs" in run.options:
+        (module, _, _), name = run.options["reward_funcs"][0].partition(":"), "custom_reward_function.name"
+        run.options["reward_funcs"] = [f"{module}:{run.value(name, 'compute_score')}"]
     _kl_of_verl(run)
     _loss_of_verl(run)
     processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)
@@ -118,6 +122,9 @@ def migrate_cosmos_rl(text: str) -> Migrated:
     processes = max(1, run.number(places[0], 1)) * max(1, run.number(places[1], 1))
     if command == "grpo":
         _rollouts_of_cosmos_rl(run)
+    if (where := run.value("train.ckpt.upload_s3", False)) and (bucket := run.value("train.ckpt.s3_bucket", "")):
+        run.options["upload_to"] = f"s3://{bucket}/{run.value('train.ckpt.s3_prefix', 'outputs')}"
+        run.options |= {"upload_kwargs": {"checkpoints": "final"}} if where == "final" else {}
     _without_effect(run.options)
     micro = run.options.setdefault("per_device_train_batch_size", 2)
     batches = max(1, run.number("train.train_batch_per_replica", 8) // (micro * processes))
@@ -146,7 +153,7 @@ def _without_effect(options: dict[str, Any]) -> None:
         for name in ("eval_steps", "dataset_test_split", "temperature_eval", "num_generations_eval"):
             options.pop(name, None)
     if options.get("save_strategy") == "no":
-        for name in ("save_steps", "save_in_background", "save_total_limit"):
+        for name in ("save_steps", "save_in_background", "save_total_limit", "upload_to", "upload_kwargs"):
             options.pop(name, None)
 
 
