@@ -14,6 +14,7 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
+from prefrl.models.heads import is_classifier, needed_head, output_head, pad_token_id
 from prefrl.models.images import image_rules
 from prefrl.models.liger import liger_options_of, without_liger
 from prefrl.models.modes import eval_mode, uncompiled
@@ -21,10 +22,6 @@ from prefrl.models.plans import FlatInputs, Verdict, lay_out
 from prefrl.models.scoring import (
     coarsest_dtype,
     inner_model,
-    is_classifier,
-    needed_head,
-    output_head,
-    pad_token_id,
     predicting,
     prepare_for_scoring,
     read_out,

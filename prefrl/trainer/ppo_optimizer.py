@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from prefrl.errors import ConfigError
+from prefrl.trainer.base.scheduler import Scheduler
 from prefrl.trainer.ppo_config import CRITIC_OPTIMIZER
 
 if TYPE_CHECKING:
     from prefrl.models.critic import Critic
     from prefrl.trainer.ppo_config import CriticOptimizer, PPOConfig
 
-__all__ = ["add_critic_groups", "clip_apart"]
+__all__ = ["add_critic_groups", "clip_apart", "set_weight_decays"]
 
 
 def clip_apart(accelerator: Any, model: nn.Module, critic: Critic, args: PPOConfig) -> Any:
@@ -59,6 +60,22 @@ def add_critic_groups(
             optimizer.add_param_group({**group, **changed, "params": of_critic, "lr": args.critic_learning_rate})
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     return [group["weight_decay"] for group in groups if group["params"]]
+
+
+def set_weight_decays(
+    optimizer: torch.optim.Optimizer, scheduler: Any, of_policy: Iterable[float], *, learns: bool
+) -> None:
+    """Set the weight decays of the policy's groups, which come first, for a step.
+
+    Args:
+        optimizer: Of policy and critic.
+        scheduler: May change weight decays, too.
+        of_policy: What `add_critic_groups` returned.
+        learns: Whether the policy learns in this step; otherwise, it does not decay either.
+    """
+    factor = scheduler.weight_decay_factor if isinstance(scheduler, Scheduler) else 1.0
+    for group, weight_decay in zip(optimizer.param_groups, of_policy, strict=False):
+        group["weight_decay"] = weight_decay * factor if learns else 0.0
 
 
 def _changed(group: Mapping[str, Any], options: CriticOptimizer, *, decays: bool) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic
 from prefrl.trainer.base.arguments import check_arguments
-from prefrl.trainer.base.scheduler import Scheduler
 from prefrl.trainer.base.trainer import Optimizers
 from prefrl.trainer.online.policy_batch import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
@@ -27,7 +26,7 @@ from prefrl.trainer.ppo_critic import (
     save_gathered,
     split_state,
 )
-from prefrl.trainer.ppo_optimizer import add_critic_groups, clip_apart
+from prefrl.trainer.ppo_optimizer import add_critic_groups, clip_apart, set_weight_decays
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -154,10 +153,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """See `OnlineTrainer`; during `critic_warmup`, weight decay of the policy is off, too."""
-        factor = self.lr_scheduler.weight_decay_factor if isinstance(self.lr_scheduler, Scheduler) else 1.0
-        # The groups of the policy come first.
-        for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=False):
-            group["weight_decay"] = 0.0 if self._is_warmup else weight_decay * factor
+        set_weight_decays(self.optimizer, self.lr_scheduler, self._weight_decays, learns=not self._is_warmup)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
