@@ -87,8 +87,8 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
     if command == "ppo":
         run.options.setdefault("lam", 1.0)
     if "reward_funcs" in run.options:
-        (module, _, _), name = run.options["reward_funcs"][0].partition(":"), "custom_reward_function.name"
-        run.options["reward_funcs"] = [f"{module}:{run.value(name, 'compute_score')}"]
+        module = run.options["reward_funcs"][0].partition(":")[0]
+        run.options["reward_funcs"] = [f"{module}:{run.value('custom_reward_function.name', 'compute_score')}"]
     _kl_of_verl(run)
     _loss_of_verl(run)
     processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)

@@ -29,6 +29,7 @@ SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": SAVED_AT, "row
 # Saved in the last of the four steps that learn from the first rollouts.
 REUSE = {"steps_per_generation": 2, "num_iterations": 2}
 CRITIC = {"critic_learning_rate": 1e-2}
+EXPORTED = {"checkpoint_kwargs": {"export_weights": True}}
 EMBEDDINGS = ("q_proj", "embed_tokens")
 
 RESUMED: dict[str, Case] = {
@@ -58,6 +59,7 @@ RESUMED: dict[str, Case] = {
     "ppo_reuse": Case("ppo", {**ADAM, **CRITIC, **REUSE}),
     "ppo_model": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, model=TIED),
     "ppo_lora": Case("ppo", {**ADAM, **CRITIC}, lora=ATTENTION),
+    "ppo_lora_exported": Case("ppo", {**ADAM, **CRITIC, **EXPORTED}, lora=ATTENTION),
     "ppo_model_lora": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, lora=ATTENTION),
     "reward": Case("reward", ADAM),
     "reward_lora": Case("reward", ADAM, lora=ATTENTION),

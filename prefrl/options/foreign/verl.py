@@ -201,8 +201,8 @@ _ACTOR: dict[str, Row] = {
     ),
     "optim": not_there("see the options of transformers.TrainingArguments"),
     "checkpoint.save_contents": becomes(
-        "checkpoint_kwargs={'save_optimizer': False} without optimizer, save_only_model=True for the model alone; whole "
-        "weights (hf_model) are always there, under ZeRO-3 and FSDP2 with the key 'export_weights'",
+        "checkpoint_kwargs={'save_optimizer': False} without optimizer, save_only_model=True for the model alone; "
+        "hf_model is always there, under ZeRO-3 and FSDP2 with the key 'export_weights'",
         _saved,
         "checkpoint_kwargs",
     ),

@@ -109,7 +109,7 @@ def check_checkpoints(config: Any) -> None:
         )
     if config.on_spike == "rollback" and not config.checkpoint_params.save_optimizer:
         raise ConfigError(
-            "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to a checkpoint "
+            "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to one "
             "without the optimizer's state. Set one of them otherwise."
         )
     if config.upload_to is None:
