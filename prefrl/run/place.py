@@ -48,7 +48,8 @@ def check_url(option: str, url: str) -> None:
     if url.startswith("hf://"):
         raise ConfigError(
             f"{option}={shown!r}: a checkpoint on the Hub is one commit. To upload, set push_to_hub=True, "
-            "hub_model_id and hub_strategy='all_checkpoints'; to resume, get the folder with `hf download` and give its path."
+            "hub_model_id and hub_strategy='all_checkpoints'; to resume, get the folder with `hf download` and give "
+            "its path."
         )
     try:
         fsspec.get_filesystem_class(fsspec.core.split_protocol(url)[0] or "file")
