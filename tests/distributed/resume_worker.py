@@ -31,6 +31,7 @@ SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": SAVED_AT, "row
 REUSE = {"steps_per_generation": 2, "num_iterations": 2}
 CRITIC = {"critic_learning_rate": 1e-2}
 AVERAGED = {"ema_decay": 0.6, "model_soup": "uniform", "eval_strategy": "steps", "eval_steps": SAVED_AT}
+EXPORTED = {"checkpoint_kwargs": {"export_weights": True}}
 EMBEDDINGS = ("q_proj", "embed_tokens")
 
 RESUMED: dict[str, Case] = {
@@ -61,6 +62,7 @@ RESUMED: dict[str, Case] = {
     "ppo_reuse": Case("ppo", {**ADAM, **CRITIC, **REUSE}),
     "ppo_model": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, model=TIED),
     "ppo_lora": Case("ppo", {**ADAM, **CRITIC}, lora=ATTENTION),
+    "ppo_lora_exported": Case("ppo", {**ADAM, **CRITIC, **EXPORTED}, lora=ATTENTION),
     "ppo_model_lora": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, lora=ATTENTION),
     "reward": Case("reward", ADAM),
     "reward_lora": Case("reward", ADAM, lora=ATTENTION),

@@ -109,7 +109,7 @@ _POLICY: dict[str, Row] = {
 _TRAIN: dict[str, Row] = {
     "resume": becomes(
         "resume_from_checkpoint",
-        lambda value: {"resume_from_checkpoint": "true"} if value else {},
+        lambda value: {"resume_from_checkpoint": value if isinstance(value, str) else "auto"} if value else {},
         "resume_from_checkpoint",
     ),
     "epoch": renamed("num_train_epochs"),
@@ -167,10 +167,21 @@ _TRAIN: dict[str, Row] = {
     ),
     "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
     "ckpt.max_keep": if_set("save_total_limit"),
-    "ckpt.export_safetensors": not_needed("checkpoints are folders of HuggingFace"),
+    "ckpt.export_safetensors": not_needed(
+        "checkpoints are folders of HuggingFace; under ZeRO-3 and FSDP2 set the key 'export_weights' of "
+        "checkpoint_kwargs"
+    ),
     "ckpt.upload_hf": renamed("push_to_hub"),
     "ckpt.hf_repo_name": renamed("hub_model_id"),
-    "ckpt": not_there("output_dir is a local folder; push_to_hub uploads it"),
+    **{
+        f"ckpt.{name}": becomes(
+            "upload_to='s3://bucket/prefix'; final is upload_kwargs={'checkpoints': 'final'}",
+            lambda value: {},
+            "upload_to",
+        )
+        for name in ("upload_s3", "s3_bucket", "s3_prefix")
+    },
+    "ckpt": not_there("see docs/checkpoints.md"),
     "enable_validation": _flag("eval_strategy", "steps"),
     "validation_freq": renamed("eval_steps"),
     "validation_step": renamed("eval_steps"),

@@ -38,5 +38,6 @@ OTHERS: dict[str, Row] = {
     "evaluation_strategy": renamed("eval_strategy"),
     "no_cuda": renamed("use_cpu"),
     "tp_size": not_there("a server takes --tensor_parallel_size; for training see docs/distributed.md"),
-    "upload_s3": not_there("output_dir is a local folder; push_to_hub uploads it"),
+    "model_resume_path": renamed("resume_from_checkpoint"),
+    "skip_save_progress": not_there("set save_strategy='no'"),
 }
