@@ -25,12 +25,7 @@ def add_kernels(args: BaseConfig, model: nn.Module) -> None:
 def compile_if_asked(args: BaseConfig, model: nn.Module) -> None:
     """Compile the layers of the policy or a reference model if the options say so; see `compile_layers`."""
     if args.torch_compile:
-        compile_layers(
-            model,
-            backend=args.torch_compile_backend,
-            mode=args.torch_compile_mode,
-            checkpointed=args.activation_checkpointing,
-        )
+        compile_layers(model, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
 def change_policy(args: BaseConfig, model: nn.Module) -> None:
