@@ -12,6 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -19,15 +23,64 @@ from transformers import (
 
 from benchmarks.workloads import ModelSizes, Workload
 
-__all__ = ["END", "PAD", "TokenCounter", "build_model", "build_tokenizer", "completions_of", "prompts_of", "rows_of"]
+__all__ = [
+    "END",
+    "PAD",
+    "TokenCounter",
+    "build_model",
+    "build_policy",
+    "build_processor",
+    "build_tokenizer",
+    "completions_of",
+    "prompts_of",
+    "rows_of",
+]
 
-END, PAD, NUM_SPECIAL = 0, 1, 2
+END, PAD, IMAGE = 0, 1, 2
+NUM_SPECIAL = 2  # the image token is a word in workloads without images
 POLICY_SEED, REFERENCE_SEED = 0, 1
+PATCH = 14
+TEMPLATE = (
+    "{% for message in messages %}{% for block in message['content'] %}"
+    "{{ '<image> ' if block['type'] == 'image' else block['text'] }}{% endfor %}{% endfor %}"
+)
 
 
 def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False) -> PreTrainedModel:
     """A model with random weights that depend only on sizes and seed."""
-    config = Qwen2Config(
+    torch.manual_seed(seed)
+    auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    return auto_class.from_config(_text_config(sizes), dtype=torch.float32)
+
+
+def build_policy(workload: Workload, *, seed: int) -> PreTrainedModel:
+    """The model of a workload of GRPO, with a vision tower if its prompts have images."""
+    if not workload.image_side:
+        return build_model(workload.model, seed=seed)
+    sizes = workload.model
+    config = LlavaConfig(
+        text_config=_text_config(sizes),
+        vision_config=CLIPVisionConfig(
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.ffn_size,
+            num_hidden_layers=sizes.num_layers,
+            num_attention_heads=sizes.num_heads,
+            image_size=workload.image_side,
+            patch_size=PATCH,
+        ),
+        image_token_index=IMAGE,
+        image_seq_length=(workload.image_side // PATCH) ** 2,
+        vision_feature_layer=-1,
+        tie_word_embeddings=True,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    torch.manual_seed(seed)
+    return LlavaForConditionalGeneration(config)
+
+
+def _text_config(sizes: ModelSizes) -> Qwen2Config:
+    return Qwen2Config(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         intermediate_size=sizes.ffn_size,
@@ -41,17 +94,36 @@ def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False) ->
         bos_token_id=None,
         num_labels=1,
     )
-    torch.manual_seed(seed)
-    auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
-    return auto_class.from_config(config, dtype=torch.float32)
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each of the words t2, t3, ..., and an end token."""
-    vocabulary = {"<end>": END, "<pad>": PAD, **{f"t{i}": i for i in range(NUM_SPECIAL, vocab_size)}}
+    return _tokenizer({"<end>": END, "<pad>": PAD, **{f"t{i}": i for i in range(NUM_SPECIAL, vocab_size)}})
+
+
+def _tokenizer(vocabulary: dict[str, int], **options: Any) -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>", **options)
+
+
+def build_processor(workload: Workload) -> Any:
+    """The tokenizer of a workload of GRPO, or the processor if its prompts have images."""
+    size = workload.model.vocab_size
+    if not workload.image_side:
+        return build_tokenizer(size)
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil  # needs pillow
+
+    vocabulary = {"<end>": END, "<pad>": PAD, "<image>": IMAGE, **{f"t{i}": i for i in range(IMAGE + 1, size)}}
+    side = {"height": workload.image_side, "width": workload.image_side}
+    return LlavaProcessor(
+        LlavaImageProcessorPil(size={"shortest_edge": workload.image_side}, crop_size=side),
+        _tokenizer(vocabulary, additional_special_tokens=["<image>"]),
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
 
 
 def prompts_of(workload: Workload) -> list[list[int]]:
@@ -76,6 +148,8 @@ def rows_of(workload: Workload) -> Dataset:
     def words(count: int) -> str:
         return _words(_tokens(workload, count, generator))
 
+    if workload.image_side:
+        return Dataset.from_list([_row_with_image(workload, prompt) for prompt in prompts_of(workload)])
     if workload.is_online:
         return Dataset.from_list([{"prompt": _words(prompt)} for prompt in prompts_of(workload)])
     if workload.task == "sft":
@@ -112,8 +186,19 @@ class TokenCounter:
         return hashed
 
 
+def _row_with_image(workload: Workload, prompt: Sequence[int]) -> dict[str, Any]:
+    from PIL import Image  # an extra
+
+    pixels = torch.randint(
+        256, (workload.image_side, workload.image_side, 3), generator=torch.Generator().manual_seed(5)
+    )
+    picture = Image.fromarray(pixels.to(torch.uint8).numpy())
+    return {"prompt": [{"role": "user", "content": _words(prompt)}], "image": picture}
+
+
 def _tokens(workload: Workload, count: int, generator: torch.Generator) -> list[int]:
-    return torch.randint(NUM_SPECIAL, workload.model.vocab_size, (count,), generator=generator).tolist()
+    first = IMAGE + 1 if workload.image_side else NUM_SPECIAL
+    return torch.randint(first, workload.model.vocab_size, (count,), generator=generator).tolist()
 
 
 def _words(tokens: Sequence[int]) -> str:

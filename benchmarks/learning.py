@@ -115,7 +115,7 @@ def make_trainer(
     model: PreTrainedModel = demo.make_model(seed)
     model.load_state_dict(weights)
     trainer: OnlineTrainer = row.load_trainer()(
-        model, demo.right_sum, config, rows, processing_class=demo.make_tokenizer()
+        model, reward_funcs=demo.right_sum, args=config, train_dataset=rows, processing_class=demo.make_tokenizer()
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -10,8 +10,8 @@ import torch
 from benchmarks.inputs import (
     POLICY_SEED,
     REFERENCE_SEED,
-    build_model,
-    build_tokenizer,
+    build_policy,
+    build_processor,
     completions_of,
     prompts_of,
     rows_of,
@@ -23,7 +23,7 @@ from prefrl.generation.local import generator as local
 from prefrl.generation.local.sampling import uniform_numbers
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.config import BaseConfig
-from prefrl.types import Completion
+from prefrl.types import Completion, Images
 
 __all__ = ["ScriptedGenerator", "build", "config_of", "force_lengths"]
 
@@ -53,17 +53,17 @@ def config_of(setup: Setup) -> BaseConfig:
 
 def _build_grpo(setup: Setup) -> Job:
     workload = setup.workload
-    model = build_model(workload.model, seed=REFERENCE_SEED)
+    model = build_policy(workload, seed=REFERENCE_SEED)
     trainer = REGISTRY["grpo"].load_trainer()(
         model,
         reward_funcs=setup.counter.reward(),
         args=config_of(setup),
         train_dataset=rows_of(workload),
-        processing_class=build_tokenizer(workload.model.vocab_size),
+        processing_class=build_processor(workload),
         callbacks=[setup.callback()],
     )
     # The reference was built from the weights that the model had before.
-    model.load_state_dict(build_model(workload.model, seed=POLICY_SEED).state_dict())
+    model.load_state_dict(build_policy(workload, seed=POLICY_SEED).state_dict())
     if workload.task == "grpo_loss":
         trainer.generator = ScriptedGenerator(workload)
         return job_of(setup, trainer)
@@ -89,16 +89,29 @@ class ScriptedGenerator:
 
     def __init__(self, workload: Workload) -> None:
         self._completions = completions_of(workload)
+        self._length = workload.prompt_length  # of the text, which is the end of a prompt
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        images: Sequence[Images | None] | None = None,
     ) -> list[list[Completion]]:
-        """The completions of each prompt, whatever the seeds."""
-        return [[_completion(ids) for ids in self._completions[tuple(prompt)]] for prompt in prompts]
+        """The completions of each prompt, whatever the seeds and images."""
+        return [[_completion(ids) for ids in self._completions[tuple(prompt[-self._length :])]] for prompt in prompts]
 
-    def start(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, seeds: Sequence[int]) -> Pending:
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        images: Sequence[Images | None] | None = None,
+    ) -> Pending:
         """See `generate`."""
-        return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds))
+        return OnDemand(lambda: self.generate(prompts, sampling, seeds=seeds, images=images))
 
     def sync(self, weights: WeightSource, *, version: int) -> None:
         """No-op: completions do not depend on weights."""

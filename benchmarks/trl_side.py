@@ -16,8 +16,8 @@ from benchmarks.inputs import (
     PAD,
     POLICY_SEED,
     REFERENCE_SEED,
-    build_model,
-    build_tokenizer,
+    build_policy,
+    build_processor,
     completions_of,
     prompts_of,
     rows_of,
@@ -44,7 +44,7 @@ def _build_grpo(setup: Setup, own: dict[str, Any]) -> Job:
     from trl import GRPOConfig, GRPOTrainer
 
     workload = setup.workload
-    model = build_model(workload.model, seed=REFERENCE_SEED)
+    model = build_policy(workload, seed=REFERENCE_SEED)
     # TRL loads its reference from the place that the model came from.
     folder = Path(setup.folder) / "reference"
     model.save_pretrained(folder)
@@ -61,10 +61,10 @@ def _build_grpo(setup: Setup, own: dict[str, Any]) -> Job:
             **own,
         ),
         train_dataset=rows_of(workload),
-        processing_class=build_tokenizer(workload.model.vocab_size),
+        processing_class=build_processor(workload),
         callbacks=[setup.callback()],
     )
-    model.load_state_dict(build_model(workload.model, seed=POLICY_SEED).state_dict())
+    model.load_state_dict(build_policy(workload, seed=POLICY_SEED).state_dict())
     if workload.task == "grpo_loss":
         model.generate = ScriptedGenerate(workload)
         return job_of(setup, trainer)
@@ -96,11 +96,12 @@ class ScriptedGenerate:
 
     def __init__(self, workload: Workload) -> None:
         self._completions = completions_of(workload)
+        self._length = workload.prompt_length  # of the text, which is the end of a prompt
         self._width = max(workload.lengths)
 
     def __call__(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         samples = {prompt: itertools.cycle(group) for prompt, group in self._completions.items()}
-        rows = [next(samples[tuple(prompt)]) for prompt in input_ids.tolist()]
+        rows = [next(samples[tuple(prompt[-self._length :])]) for prompt in input_ids.tolist()]
         padded = [row + [PAD] * (self._width - len(row)) for row in rows]
         return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
 

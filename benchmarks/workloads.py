@@ -53,6 +53,7 @@ class Workload:
     lengths: tuple[int, ...]
     prompt_length: int = 256
     num_prompts: int = 1  # of grpo_loss, grpo and generation
+    image_side: int = 0  # pixels; each prompt begins with a square image, which the model of LLaVA's kind reads
     options: Mapping[str, Any] = field(default_factory=dict)  # of both libraries' configs
     trl_options: Mapping[str, Any] = field(default_factory=dict)  # of TRL's config only
     steps_per_turn: int = 1  # optimizer steps that are timed together
@@ -161,6 +162,18 @@ GRPO_LOSS_WORKLOADS = (
         options={"beta": 0.0},
         turns=2,
         gate=Gate(must=8.0, aim=14.8),
+    ),
+    Workload(
+        "grpo_loss_image",
+        "GRPO loss step, S with a vision tower, an image of 256 tokens and 64 of text",
+        "grpo_loss",
+        MODEL_S,
+        LENGTHS,
+        prompt_length=64,
+        image_side=224,
+        options={"beta": 0.0},
+        turns=3,
+        gate=Gate(must=5.0, aim=7.3, memory=5.0),
     ),
     Workload(
         "grpo_loss_long_completions",

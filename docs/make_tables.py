@@ -56,6 +56,7 @@ def rows_of(name: str) -> str:
         "advantages": (["`advantage_estimator`", "of", "options", "source"], _advantages),
         "kl": (["`kl_estimator`", "value unbiased", "gradient unbiased", "source"], _kl),
         "presets": (["preset", "options", "source"], _presets),
+        "optimizers": (["`optim`", "class", "`weight_decay`", "keys of `optim_args`", "ZeRO", "FSDP2"], _optimizers),
         "names": (["name", "place", ""], _names),
         "trl": (["TRL", "prefrl"], lambda: _foreign("trl.TRL")),
         "trl_arguments": (["argument", "instead"], _trl_arguments),
@@ -108,6 +109,17 @@ def _presets() -> Iterator[list[str]]:
     for name, preset in load("prefrl.trainer.grpo_presets.PRESETS").items():
         options = _code(f"{key}={value!r}" for key, value in preset.options.items())
         yield [f"`{name}`", options, f"{preset.source}. {preset.note}".removesuffix(". ")]
+
+
+def _optimizers() -> Iterator[list[str]]:
+    places = {"torch": "torch.optim", "bitsandbytes": "bitsandbytes.optim", "pytorch_optimizer": "pytorch_optimizer"}
+    decays = {"L2": "L2", "decoupled": "decoupled", "none": "refused"}
+    works_under = load("prefrl.trainer.base.optimizers.works_under")
+    for name, row in load("prefrl.trainer.base.optimizers.OPTIMIZERS").items():
+        decay = "L2, or decoupled" if "decoupled_weight_decay" in row.keys else decays[row.decay]
+        works = ["yes" if value else "refused" for value in works_under(name).values()]
+        class_name = "Muon` and `torch.optim.AdamW" if name == "muon" else row.class_name
+        yield [f"`{name}`", f"`{places[row.package]}.{class_name}`", decay, _code(row.keys), *works]
 
 
 def _names() -> Iterator[list[str]]:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.scripts.dataset_config import ScriptArguments as ScriptArguments
     from prefrl.scripts.dataset_config import get_dataset as get_dataset
     from prefrl.scripts.model_config import ModelConfig as ModelConfig
+    from prefrl.scripts.model_config import get_kbit_device_map as get_kbit_device_map
     from prefrl.scripts.model_config import get_peft_config as get_peft_config
     from prefrl.scripts.model_config import get_quantization_config as get_quantization_config
     from prefrl.scripts.parser import ArgumentParser as ArgumentParser
@@ -98,6 +99,7 @@ _PATHS |= {
     "create_reference_model": "prefrl.models.frozen_copy:create_reference_model",
     "extract_prompt": "prefrl.data.convert:extract_prompt",
     "get_dataset": "prefrl.scripts.dataset_config:get_dataset",
+    "get_kbit_device_map": "prefrl.scripts.model_config:get_kbit_device_map",
     "get_peft_config": "prefrl.scripts.model_config:get_peft_config",
     "get_quantization_config": "prefrl.scripts.model_config:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",

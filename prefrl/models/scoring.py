@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
 
+    from prefrl.losses.truncation import TokenTruncation
     from prefrl.models.plans import ModelInputs, Verdict
     from prefrl.models.routers import RouterRecord
     from prefrl.types import TokenBatch
@@ -274,6 +275,7 @@ def score_tokens(
     temperature: float,
     want: Collection[WantName],
     own_logits: bool,
+    truncation: TokenTruncation | None = None,
     reference: ReferenceLogits | None = None,
     routers: RouterRecord | None = None,
 ) -> ScoredTokens:
@@ -291,7 +293,7 @@ def score_tokens(
     positions = batch.trainable_positions
     if reference is not None:
         reference = replace(reference, hidden=reference.hidden[positions])
-    readout = _TokenReadout(batch.response_ids[positions], temperature, want, reference)
+    readout = _TokenReadout(batch.response_ids[positions], temperature, want, truncation, reference)
     where = inputs.predictors[positions]
     output = read_out(model, inputs, where, readout, own_logits=own_logits, routers=routers)
     scores, _ = unpacked(output, {*want, *(() if reference is None else ("full_kl",))})
@@ -380,12 +382,14 @@ class _TokenReadout:
     targets: Tensor  # [M] int64, for all requested positions
     temperature: float
     want: Collection[WantName]
+    cuts: TokenTruncation | None
     reference: ReferenceLogits | None
 
     def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         if request.held is not None:
             assert self.reference is None, "trainers that compare whole distributions do not share rows"
-            part = replace(self, targets=self.targets[request.held])
+            cuts = None if self.cuts is None else self.cuts[request.held]
+            part = replace(self, targets=self.targets[request.held], cuts=cuts)
             return part(model, output, replace(request, held=None))
         rows = predicting(output, request)
         head = None if request.own_logits else output_head(model)
@@ -409,7 +413,12 @@ class _TokenReadout:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "want": self.want, "reference": self.reference}
+        return {
+            "temperature": self.temperature,
+            "want": self.want,
+            "truncation": self.cuts,
+            "reference": self.reference,
+        }
 
 
 def most_chunks(rows: Tensor) -> int:

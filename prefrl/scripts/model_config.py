@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +15,15 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import BitsAndBytesConfig
 
-__all__ = ["DType", "ModelConfig", "get_peft_config", "get_quantization_config", "lora_options", "quantization_config"]
+__all__ = [
+    "DType",
+    "ModelConfig",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
+    "lora_options",
+    "quantization_config",
+]
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -129,6 +138,13 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
         ImportError: bitsandbytes is not installed.
     """
     return quantization_config(model_args, model_args.dtype)
+
+
+def get_kbit_device_map() -> dict[str, int] | None:
+    """A `device_map` for `from_pretrained` that loads a model on the accelerator of its process; None on a CPU."""
+    import torch  # --help does not need it
+
+    return {"": int(os.environ.get("LOCAL_RANK", "0"))} if torch.accelerator.is_available() else None
 
 
 def quantization_config(model_args: ModelConfig, compute_dtype: DType) -> BitsAndBytesConfig | None:

@@ -63,7 +63,9 @@ def _trainer(folder: Path, identity: Identity, scratch: str) -> Any:
     algorithm = REGISTRY[str(identity.decisive["algorithm"])]
     config = config_of(folder, algorithm.name, scratch)
     rewards = identity.decisive.get("rewards")
-    extra = {} if rewards is None else {"reward_funcs": [never(name) for name in rewards]}
+    extra: dict[str, Any] = {"eval_dataset": {}}  # the step has its rows
+    if rewards is not None:
+        extra["reward_funcs"] = [never(name) for name in rewards]
     processing_class = processing_class_of(folder)
     trainer = algorithm.load_trainer()(model=str(folder), args=config, processing_class=processing_class, **extra)
     if (folder / "critic").is_dir():

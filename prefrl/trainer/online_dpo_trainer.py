@@ -32,8 +32,9 @@ class OnlineDPOTrainer(OnlineTrainer[ReferencedBatch]):
         ref_model: The reference: name, path or instance; None: the model's weights at construction.
         reward_funcs: See `OnlineTrainer`.
         args: Options; None: the defaults, in `<model name>-ONLINE_DPO`.
-        data: Further positional arguments, in TRL's order: `data_collator`, which must be None, `train_dataset`,
-            `eval_dataset` and `processing_class`.
+        data: Further arguments in TRL's order: `data_collator`, which must be None, `train_dataset`, `eval_dataset`,
+            `processing_class`, `reward_processing_classes`, `peft_config`, `compute_metrics`, `callbacks`,
+            `optimizers`.
         arguments: The other arguments of `OnlineTrainer`.
 
     Raises:

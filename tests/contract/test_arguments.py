@@ -128,7 +128,7 @@ def test_options_that_a_conversion_would_lose_are_refused(model: PreTrainedModel
     with pytest.raises(
         ConfigError, match="Seq2SeqTrainingArguments: generation_num_beams=4 is no option of SFTConfig"
     ):
-        SFTTrainer(model, arguments)
+        SFTTrainer(model, arguments, train_dataset=dataset_of("sft"))
 
 
 def test_a_list_of_rows_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

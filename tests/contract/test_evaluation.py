@@ -11,6 +11,7 @@ import torch
 from transformers import EvalPrediction
 
 from prefrl import ConfigError, GRPOConfig, RewardError, SFTConfig, SFTTrainer
+from prefrl.rollout.collect import Collected
 from prefrl.trainer.base.ignored_options import _ACCELERATOR, _OPTIONS
 from prefrl.trainer.online.learner import state_of
 from prefrl.types import Rollout
@@ -77,10 +78,10 @@ def watched(trainer: Any) -> list[Rollout]:
     seen: list[Rollout] = []
     take = trainer._evaluation.take
 
-    def watch() -> list[Rollout]:
-        rollouts: list[Rollout] = take()
-        seen[:] = rollouts
-        return rollouts
+    def watch() -> Collected:
+        collected: Collected = take()
+        seen[:] = collected.rollouts
+        return collected
 
     trainer._evaluation.take = watch
     return seen
@@ -227,7 +228,7 @@ def test_metrics_that_are_no_numbers_by_name_are_refused(tmp_path: Path) -> None
         trainer = make_trainer("sft", tmp_path, eval_dataset=dataset_of("sft", 2), compute_metrics=Seen(result))
         with pytest.raises(ConfigError, match=message):
             trainer.evaluate()
-    with pytest.raises(ConfigError, match="preprocess_logits_for_metrics: no logits are kept here"):
+    with pytest.raises(ConfigError, match="preprocess_logits_for_metrics=function: must be None: no logits are kept"):
         SFTTrainer("no/such-model", preprocess_logits_for_metrics=lambda logits, labels: logits)  # type: ignore[call-arg]
 
 

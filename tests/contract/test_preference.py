@@ -507,8 +507,8 @@ def test_trainers_without_a_reference_take_none(name: str, tmp_path: Path) -> No
 
 
 def test_an_argument_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="compute_metrics"):
-        REGISTRY["dpo"].load_trainer()(stopping_model(), compute_metrics=print)
+    with pytest.raises(TypeError, match="num_layers"):
+        REGISTRY["dpo"].load_trainer()(stopping_model(), train_dataset=dataset_of("dpo"), num_layers=1)
 
 
 def test_a_model_without_a_score_head_is_no_reward_model(tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ def test_a_window_after_the_end_is_refused(tmp_path: Path) -> None:
         pytest.param({"profile_kwargs": {"active": 2}}, "profile_kwargs={'active': 2} has no effect", id="off"),
         pytest.param({"profile": True, "profile_kwargs": {"active": 0}}, "active=0: must be a number >= 1", id="none"),
         pytest.param({"profile": True, "profile_kwargs": {"ranks": [1]}}, "ranks=[1]: must be numbers", id="rank"),
-        pytest.param({"profile": True, "profile_kwargs": {"shapes": True}}, "Did you mean 'record_shapes'?", id="name"),
+        pytest.param(
+            {"profile": True, "profile_kwargs": {"shapes": True}}, "Did you mean 'record_shapes'?", id="name"
+        ),
         pytest.param(
             {"profile": True, "profile_kwargs": '{"memory_snapshot": true}'},
             "memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on the CPU",

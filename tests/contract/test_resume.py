@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 from prefrl.errors import CheckpointError, ConfigError
@@ -216,15 +216,17 @@ def test_a_checkpoint_of_a_backend_is_read_as_data_only(tmp_path: Path, monkeypa
     assert seen == {"resumed": "1", "best": "1", "after": None}
 
 
-def test_a_tied_head_is_not_reported_as_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tied_head_is_not_missing_but_a_lost_weight_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     make_trainer("sft", tmp_path, model=model_of("sft", tie_word_embeddings=True), max_steps=1, **options).train()
     resumed = make_trainer("sft", tmp_path, model=model_of("sft", tie_word_embeddings=True), max_steps=2, **options)
     logging.getLogger("transformers").addHandler(caplog.handler)
     resumed.train(resume_from_checkpoint=True)
-    assert "missing keys" not in caplog.text
-    weights = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
-    del weights["model.norm.weight"]
-    resumed._issue_warnings_after_load(resumed.model.load_state_dict(weights, strict=False))
     logging.getLogger("transformers").removeHandler(caplog.handler)
-    assert "missing keys in the checkpoint model loaded: ['model.norm.weight']" in caplog.text
+    assert "missing keys" not in caplog.text
+    path = tmp_path / "checkpoint-1" / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.norm.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks weights of the model: model\.norm\.weight"):
+        resumed._load_from_checkpoint(str(path.parent))

@@ -22,8 +22,11 @@ from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.parser import CommandParser
+from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer
+from prefrl.trainer.base.optimized import OptimizedTrainer
 from prefrl.trainer.base.resumable import ResumableTrainer
+from prefrl.trainer.base.sized import SizedTrainer
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.offline.trainer import OfflineTrainer
@@ -66,6 +69,7 @@ HOOKS = {
     "floating_point_ops": ["inputs"],
     "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
     "get_eval_dataloader": ["eval_dataset"],
+    "get_optimizer_cls_and_kwargs": ["args", "model"],
     "get_total_train_batch_size": ["args"],
     "get_train_dataloader": [],
     "log": ["logs", "start_time"],
@@ -88,7 +92,8 @@ REPLACED = {"init_hf_repo", "push_to_hub"}
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
     "peft": ("prefrl/models/", "prefrl/rewards/model.py"),
-    "bitsandbytes": ("prefrl/models/",),
+    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers.py"),
+    "pytorch_optimizer": ("prefrl/trainer/base/optimizers.py",),
     "deepspeed": ("prefrl/distributed/",),
     "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
@@ -138,9 +143,12 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     trainer = row.load_trainer()
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
-    assert _bases(BaseTrainer) == [GuardedTrainer]
+    assert _bases(BaseTrainer) == [EvaluatingTrainer]
+    assert _bases(EvaluatingTrainer) == [SizedTrainer]
+    assert _bases(SizedTrainer) == [GuardedTrainer]
     assert _bases(GuardedTrainer) == [ResumableTrainer]
-    assert _bases(ResumableTrainer) == [Trainer]
+    assert _bases(ResumableTrainer) == [OptimizedTrainer]
+    assert _bases(OptimizedTrainer) == [Trainer]
     assert trainer.algorithm == row.name
     assert len(inspect.getsource(trainer).splitlines()) <= MAX_LEAF_LINES
 
@@ -226,7 +234,16 @@ def test_hooks_of_the_huggingface_loop_have_the_signature_that_was_read(name: st
 
 
 def test_every_overridden_hook_is_pinned() -> None:
-    bases = [ResumableTrainer, GuardedTrainer, BaseTrainer, OfflineTrainer, OnlineTrainer]
+    bases = [
+        OptimizedTrainer,
+        ResumableTrainer,
+        GuardedTrainer,
+        SizedTrainer,
+        EvaluatingTrainer,
+        BaseTrainer,
+        OfflineTrainer,
+        OnlineTrainer,
+    ]
     classes = [*bases, *(row.load_trainer() for row in REGISTRY.values())]
     overridden = {
         name

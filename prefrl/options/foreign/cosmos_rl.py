@@ -112,7 +112,11 @@ _TRAIN: dict[str, Row] = {
     "epsilon": renamed("adam_epsilon"),
     "optm_name": becomes("optim='adamw_torch_fused'", lambda value: {"AdamW": {}}[value]),
     "optm_impl": not_needed("optim names the implementation, too"),
-    "optm_lr": renamed("learning_rate"),
+    "optm_lr": becomes(
+        "learning_rate, and for other rates of some parameters learning_rates",
+        lambda value: {"learning_rate": float(value)},
+        "learning_rate",
+    ),
     "optm_weight_decay": renamed("weight_decay"),
     "optm_betas": becomes(
         "adam_beta1 and adam_beta2", lambda value: {"adam_beta1": value[0], "adam_beta2": value[1]}, "adam_beta1"

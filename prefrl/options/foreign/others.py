@@ -11,8 +11,9 @@ _EARLY = "add transformers.EarlyStoppingCallback to callbacks, with load_best_mo
 OTHERS: dict[str, Row] = {
     "early_stop": not_there(_EARLY),
     "early_stopping_patience": not_there(_EARLY),
-    "regularization_lambda": renamed("weight_decay"),
-    "regularization_type": not_there("weight_decay is the only regularization"),
+    "clipglobalnorm": renamed("max_grad_norm"),
+    "clipnorm": renamed("max_grad_norm"),
+    "clipvalue": renamed("max_grad_value"),
     "lora_rank": renamed("lora_r"),
     "group_by_length": not_needed("nothing is padded; max_tokens_per_micro_batch balances tokens"),
     "warmup_ratio": renamed("warmup_steps"),

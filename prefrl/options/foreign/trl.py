@@ -114,7 +114,6 @@ NAMES: dict[str, str] = {
     "PairRMJudge": "prefrl.rewards.get_judge_reward makes a reward of any judge",
     "OpenAIPairwiseJudge": "prefrl.rewards.PairwiseModel asks a model behind an OpenAI-compatible server",
     "setup_chat_format": "clone_chat_template, or the option chat_template_path",
-    "get_kbit_device_map": "leave device_map out: a quantized model is loaded where its process trains",
     "SIMPLE_CHAT_TEMPLATE": "the option chat_template_path reads a template from a file",
     "DataCollatorForCompletionOnlyLM": "the option completion_only_loss or assistant_only_loss",
     "ConstantLengthDataset": "the option packing",

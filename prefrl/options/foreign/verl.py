@@ -230,7 +230,16 @@ _ROLLOUT: dict[str, Row] = {
 }
 _CRITIC: dict[str, Row] = {
     "optim.lr": renamed("critic_learning_rate"),
-    "optim": not_there("the critic has the optimizer and the schedule of the policy, and critic_learning_rate"),
+    "optim.weight_decay": renamed("critic_optim_kwargs", "weight_decay"),
+    "optim.betas": becomes(
+        "the keys adam_beta1 and adam_beta2 of critic_optim_kwargs",
+        lambda value: {"critic_optim_kwargs": {"adam_beta1": value[0], "adam_beta2": value[1]}},
+        "critic_optim_kwargs",
+    ),
+    "optim": not_there(
+        "the critic has the optimizer and the schedule of the policy, critic_learning_rate and critic_optim_kwargs"
+    ),
+    "grad_clip": renamed("critic_optim_kwargs", "max_grad_norm"),
     "cliprange_value": renamed("cliprange_value"),
     "model": not_there("set critic='model', and in Python value_model; critic='head' needs no other model"),
 }

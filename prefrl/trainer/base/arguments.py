@@ -31,7 +31,7 @@ __all__ = [
     "own_config",
 ]
 
-# The positional parameters after `args` of trainers on a fixed dataset, in TRL's order.
+# The positional parameters after `args` where they are not named, in TRL's order.
 _DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
 _QUANTIZED_PEFT = ("quantization_config", "peft_config")
 _OF_LOGITS = ("optimizer_cls_and_kwargs", "preprocess_logits_for_metrics")
@@ -50,6 +50,7 @@ _POSITIONS = {
     "bco": _MOST,
     "orpo": _REFERENCE_FREE,
     "cpo": _REFERENCE_FREE,
+    "online_dpo": (*_DATA, "reward_processing_classes", "peft_config", "compute_metrics", "callbacks", "optimizers"),
     "reward": (*_DATA, "compute_metrics", "callbacks", "optimizers", *_OF_LOGITS, *_QUANTIZED_PEFT),
 }
 
@@ -128,7 +129,7 @@ def check_has_data(arguments: Mapping[str, Any]) -> None:
 
 
 def named(trainer: type[_Algorithm], data: Sequence[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, for the constructor of a trainer on a fixed dataset, which takes them in TRL's order.
+    """All arguments by name, for a constructor that takes those after `args` in TRL's order.
 
     Raises:
         TypeError: There are too many positional arguments, or one is given twice.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.model_config import ModelConfig, get_peft_config, get_quantization_config
+from prefrl.scripts.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
 
 
 def test_options_of_lora_are_those_of_peft() -> None:
@@ -62,3 +62,10 @@ def test_eight_bits_and_none() -> None:
     assert get_quantization_config(ModelConfig()) is None
     with pytest.raises(ConfigError, match="dtype='auto' with load_in_4bit=True: the type of matrix products"):
         get_quantization_config(ModelConfig(load_in_4bit=True, dtype="auto"))
+
+
+def test_a_quantized_model_is_loaded_on_the_accelerator_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for is_available, device_map in ((False, None), (True, {"": 3})):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda found=is_available: found)
+        assert get_kbit_device_map() == device_map

@@ -42,7 +42,7 @@ GRPO_RULES = [
         id="steps per generation",
     ),
     pytest.param(
-        {"steps_per_generation": 1, "gradient_accumulation_steps": 2}, "learns from one generation. Set 2.", id="part"
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 3}, "learns from one generation. Set 3.", id="part"
     ),
     pytest.param(
         {"filter_overlong_prompts": True, "max_prompt_length": None}, "max_prompt_length=None", id="nothing to filter"
@@ -250,6 +250,13 @@ def test_generation_sizes_follow_from_each_other(tmp_path: Path) -> None:
     assert config.micro_batches_per_generation == 4
     assert config.updates_per_generation == 2
     assert config.completions_per_rank == 32
+
+
+@pytest.mark.parametrize("given", [{"steps_per_generation": 2}, {"generation_batch_size": 16}, {}])
+def test_an_optimizer_step_learns_from_one_generation_batch(given: dict[str, int], tmp_path: Path) -> None:
+    """Smaller batches would be sampled with the same weights."""
+    config = GRPOConfig(str(tmp_path), use_cpu=True, gradient_accumulation_steps=4, **given)
+    assert (config.micro_batches_per_generation, config.updates_per_generation) == (4, 1)
 
 
 def test_groups_need_not_fit_into_the_completions_of_one_process(

@@ -1,0 +1,222 @@
+"""The scheduler behind prefrl's options of schedules: a torch scheduler that also knows plateaus and weight decays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from transformers import TrainerCallback
+
+from prefrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from prefrl.trainer.base.schedule_options import PlateauParams, ScheduleOptions
+
+__all__ = ["Scheduler", "WatchPlateau", "own_scheduler", "refresh"]
+
+_log = logging.getLogger(__name__)
+
+# What torch's ReduceLROnPlateau remembers besides its options.
+_REMEMBERED = ("best", "num_bad_epochs")
+
+# Attributes of the scheduler that the options decide.
+_NOT_SAVED = ("plateau", "_weight_decay_factor", "_weight_decays")
+
+
+class Plateau:
+    """The factor to which reductions on a plateau have brought the learning rate.
+
+    A reduction multiplies it by `params.factor`, as torch's ReduceLROnPlateau decides: after more than `patience`
+    values in a row that do not surpass the best one by the share `threshold`.
+
+    Args:
+        params: Hyperparameters.
+        most: The largest number of reductions.
+    """
+
+    def __init__(self, params: PlateauParams, most: int) -> None:
+        self.params = params
+        self.most = most
+        self.num_reductions = 0
+        self._sum, self._count = 0.0, 0  # of the window
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        self._torch = ReduceLROnPlateau(
+            optimizer,
+            mode=params.mode or "min",
+            factor=params.factor,
+            patience=params.patience,
+            threshold=params.threshold,
+            eps=0.0,
+        )
+
+    @property
+    def factor(self) -> float:
+        """What the learning rate is multiplied by."""
+        return float(self.params.factor**self.num_reductions)
+
+    def observe(self, value: float) -> bool:
+        """Take a value of the metric; whether the learning rate must be reduced now."""
+        if self.num_reductions >= self.most:
+            return False
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count < self.params.window:
+            return False
+        mean, self._sum, self._count = self._sum / self._count, 0.0, 0
+        before = self._torch.get_last_lr()
+        self._torch.step(mean)
+        is_reduced = self._torch.get_last_lr() != before
+        self.num_reductions += is_reduced
+        return is_reduced
+
+    def state(self) -> dict[str, float]:
+        """Everything that later decisions depend on."""
+        remembered = {name: float(getattr(self._torch, name)) for name in _REMEMBERED}
+        return {**remembered, "num_reductions": self.num_reductions, "sum": self._sum, "count": self._count}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` returned."""
+        for name in _REMEMBERED:
+            setattr(self._torch, name, state[name])
+        self.num_reductions = int(state["num_reductions"])
+        self._sum, self._count = state["sum"], int(state["count"])
+
+
+class Scheduler(LambdaLR):
+    """learning rate of a step = initial one * factor(step) * plateau factor, for each parameter group.
+
+    Args:
+        optimizer: Its learning rates and weight decays are the initial ones.
+        factor: Of the learning rates; see `ScheduleOptions.learning_rate_factor`.
+        weight_decay_factor: Of the weight decays; None: they stay as they are.
+        plateau: Reduces the learning rate when a metric stops improving.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        factor: Callable[[int], float],
+        *,
+        weight_decay_factor: Callable[[int], float] | None = None,
+        plateau: Plateau | None = None,
+    ) -> None:
+        self.plateau = plateau
+        self._weight_decay_factor = weight_decay_factor
+        self._weight_decays = [group.get("weight_decay") for group in optimizer.param_groups]
+        super().__init__(optimizer, lambda step: factor(step) * (1.0 if plateau is None else plateau.factor))
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the learning rates and weight decays of the next step."""
+        super().step(epoch)
+        self.set_weight_decays()
+
+    @property
+    def weight_decay_factor(self) -> float:
+        """What the weight decays of the step that the schedule is at are multiplied by."""
+        return 1.0 if self._weight_decay_factor is None else self._weight_decay_factor(self.last_epoch)
+
+    def set_weight_decays(self) -> None:
+        """Set the weight decays of the step that the schedule is at."""
+        if self._weight_decay_factor is None:
+            return
+        factor = self.weight_decay_factor
+        for group, initial in zip(self.optimizer.param_groups, self._weight_decays, strict=True):
+            if initial is not None:
+                group["weight_decay"] = initial * factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of torch's scheduler, and that of the plateau."""
+        state = {name: value for name, value in super().state_dict().items() if name not in _NOT_SAVED}
+        return state if self.plateau is None else {**state, "plateau": self.plateau.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Read what `state_dict` returned; a scheduler without a plateau may have written it."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "plateau"})
+        if self.plateau is not None and "plateau" in state_dict:
+            self.plateau.load(state_dict["plateau"])
+
+
+def own_scheduler(
+    config: ScheduleOptions, given: Any, optimizer: Optimizer, num_training_steps: int
+) -> Scheduler | None:
+    """The scheduler that the options ask for; None: HuggingFace's.
+
+    Args:
+        config: Options.
+        given: A scheduler that there is already.
+        optimizer: New, or before its state is read.
+        num_training_steps: Steps of the training.
+
+    Raises:
+        ConfigError: An argument of the schedule does not fit the number of steps, or another scheduler is given.
+    """
+    if not config.has_own_schedule or isinstance(given, Scheduler):
+        return None
+    if given is not None:
+        raise ConfigError(
+            f"lr_scheduler_type={str(config.lr_scheduler_type)!r} and the options of schedules have no effect because "
+            "the trainer, or DeepSpeed's config, has a scheduler of its own. Remove it, or these options."
+        )
+    plateau = Plateau(config.plateau_params, config.reduce_on_plateau) if config.reduces_on_plateau else None
+    return Scheduler(
+        optimizer,
+        config.learning_rate_factor(num_training_steps),
+        weight_decay_factor=config.weight_decay_factor(num_training_steps),
+        plateau=plateau,
+    )
+
+
+def refresh(scheduler: LambdaLR) -> None:
+    """Set learning rates and weight decays of the current step, after what they depend on has changed."""
+    groups = scheduler.optimizer.param_groups
+    for group, initial, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = initial * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in groups]  # what is logged
+    if isinstance(scheduler, Scheduler):
+        scheduler.set_weight_decays()
+
+
+class WatchPlateau(TrainerCallback):
+    """Shows the plateau of the scheduler the metric that it waits for."""
+
+    def __init__(self, metric: str) -> None:
+        self.metric = metric
+        self._was_seen = False
+        self._was_evaluated = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """HuggingFace's hook."""
+        self._was_seen = self._was_evaluated = False
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """HuggingFace's hook, called with the metrics of some steps or of an evaluation.
+
+        Raises:
+            ConfigError: Steps or an evaluation have passed, but there is no such metric.
+        """
+        logs, scheduler = kwargs["logs"], kwargs["lr_scheduler"]
+        if not isinstance(scheduler, Scheduler) or scheduler.plateau is None:
+            return
+        if self.metric in logs:
+            self._was_seen = True
+            if scheduler.plateau.observe(logs[self.metric]):
+                refresh(scheduler)
+                _log.info(
+                    "step %d: %s does not improve; the learning rate is reduced, %d of reduce_on_plateau=%d times.",
+                    *(state.global_step, self.metric, scheduler.plateau.num_reductions, scheduler.plateau.most),
+                )
+        elif "loss" in logs:
+            if not self._was_seen and (self._was_evaluated or not self.metric.startswith("eval_")):
+                raise ConfigError(
+                    f"reduce_on_plateau_kwargs: metric={self.metric!r} is not among the metrics that are logged. "
+                    f"Choose one that is; of training there are {', '.join(sorted(logs))}."
+                )
+        else:
+            self._was_evaluated = self._was_evaluated or any(name.startswith("eval_") for name in logs)
