@@ -89,6 +89,7 @@ __all__ = [
     "announce_backward",
     "bare_copy",
     "check_backend",
+    "check_changed_layers",
     "check_chooses_optimizer",
     "check_deepspeed",
     "check_devices",

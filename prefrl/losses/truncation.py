@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from prefrl.losses.determinism import cumsum_permitted
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -161,7 +163,8 @@ def _nucleus(logits: Tensor, values: Tensor, lowest: Tensor, cuts: Truncation) -
     largest = values[:, :1]
     while True:
         weights = (values - largest).exp().masked_fill(values < lowest[:, None], 0.0)
-        sums = weights.cumsum(1)
+        with cumsum_permitted():
+            sums = weights.cumsum(1)
         if cuts.top_k:  # tokens as likely as the last of the top_k are kept, too
             num_more = (logits >= lowest[:, None]).sum(1) - (weights > 0).sum(1)
             wanted = cuts.top_p * (sums[:, -1] + num_more * (lowest[:, None] - largest).exp().squeeze(1))

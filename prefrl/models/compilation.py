@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transformers.modeling_layers import GradientCheckpointingLayer
-
-from prefrl.errors import ConfigError
-from prefrl.models.scoring import inner_model, prepare_for_scoring
+from prefrl.models.layers import layers_of
+from prefrl.models.scoring import prepare_for_scoring
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,15 +31,9 @@ def compile_layers(model: nn.Module, *, backend: str, mode: str | None) -> None:
         mode: Of torch.compile; None: its default.
 
     Raises:
-        ConfigError: It has no layers that are known to be alike.
+        ConfigError: It has no layers that are known.
     """
-    inner = inner_model(model)
-    layers = [part for part in inner.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            f"torch_compile=True: {type(inner).__name__} has no layers that can be compiled one by one. Set it to False."
-        )
-    for layer in layers:
+    for layer in layers_of(model, needed_by="torch_compile=True"):
         for part in layer.children():
             part.compile(backend=backend, mode=mode, dynamic=True)
     prepare_for_scoring(model).is_compiled = True

@@ -29,6 +29,7 @@ from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, padded_with
+from prefrl.models.precision import coarsest_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +45,6 @@ __all__ = [
     "ScoredSequences",
     "ScoredTokens",
     "ScoringState",
-    "coarsest_dtype",
     "head_logits",
     "inner_model",
     "inside",
@@ -496,13 +496,3 @@ def logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
     divisor: float = getattr(config, "logits_scaling", None) or 1.0
     softcap: float | None = getattr(config, "final_logit_softcapping", None)
     return scale / divisor, softcap
-
-
-def coarsest_dtype(model: PreTrainedModel, output: Tensor) -> torch.dtype:
-    """Of those that a pass which gave `output` computed in."""
-    # ZeRO-3 would gather a `weight` that is asked for by name here, and would do so in each pass from then on.
-    dtypes = [output.dtype, next(model.get_input_embeddings().parameters()).dtype]
-    if torch.is_autocast_enabled(output.device.type):
-        dtypes.append(torch.get_autocast_dtype(output.device.type))
-    coarsest: torch.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return coarsest

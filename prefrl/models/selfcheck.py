@@ -18,8 +18,8 @@ from prefrl.models.images import image_rules
 from prefrl.models.liger import liger_options_of, without_liger
 from prefrl.models.modes import eval_mode, uncompiled
 from prefrl.models.plans import FlatInputs, Verdict, lay_out
+from prefrl.models.precision import coarsest_dtype
 from prefrl.models.scoring import (
-    coarsest_dtype,
     inner_model,
     is_classifier,
     needed_head,

@@ -29,6 +29,7 @@ from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
+from prefrl.trainer.base.precision_options import check_precision
 from prefrl.trainer.base.profiling import PROFILE, check_profile
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
 from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, derive_sizes, take_automatic
@@ -188,6 +189,10 @@ class BaseConfig(
         False,
         "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
         "its rows need. Costs some time, never changes the update.",
+    )
+    fp8: bool = opt(
+        False,
+        "Matrix products of the layers in 8-bit floating point, by torchao; with bf16=True, on GPUs that have it.",
     )
     profile: bool = opt(False, "Trace some steps for a timeline viewer, into the folder profile of output_dir.")
     profile_kwargs: KwargsValue = opt(None, PROFILE.help)
@@ -356,15 +361,6 @@ class BaseConfig(
                 f"train_sampling_strategy={self.train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches "
                 "are not padded, so grouping by length has no use; max_tokens_per_micro_batch balances tokens."
             )
-        if self.log_flops and self.torch_compile:
-            raise ConfigError(
-                "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of "
-                "them to False."
-            )
-        if self.fp16 and self.device.type == "cpu":
-            raise ConfigError(
-                "fp16=True on the CPU: float16 is for GPUs, and has no effect here. Set bf16=True, or neither."
-            )
         if self.on_nan == "stop":
             because = "on_nan='stop': the first step ends training"
             check_unset(self, "nan_patience", because=because, remedy="Set on_nan='skip'.")
@@ -379,6 +375,7 @@ class BaseConfig(
                 "of a padded row, and there are none here. Leave it None."
             )
         self._check_trackers()
+        check_precision(self)
         self._validate_activations()
         self._validate_liger()
         check_checkpoints(self)

@@ -152,6 +152,8 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
         distributed.check_backend(self.args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=type(self).__name__)
         distributed.check_quantized(self.accelerator, model)
+        changed = "torch_compile=True" if self.args.torch_compile else "fp8=True" if self.args.fp8 else None
+        distributed.check_changed_layers(self.accelerator, option=changed)
         distributed.keep_outputs_exact(self.accelerator)
 
     def _count_flops(self) -> None:
