@@ -24,7 +24,10 @@ MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
 # Pages that list the keys of an option that is a mapping; the others are in docs/losses.md.
-KEY_PAGES = {"vllm_kwargs": "vllm.md", "vllm_importance_sampling_kwargs": "vllm.md"}
+KEY_PAGES = {
+    **{"vllm_kwargs": "vllm.md", "vllm_importance_sampling_kwargs": "vllm.md"},
+    "profile_kwargs": "profiling.md",
+}
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 
@@ -64,6 +67,7 @@ def rows_of(name: str) -> str:
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
         "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
+        "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines())])

@@ -213,10 +213,10 @@ def test_layers_may_change_unless_deepspeed_gathers_weights_inside_them(stage: i
     check_changed_layers(found, option=None)
     if stage != 3:
         return check_changed_layers(found, option="fp8=True")
-    with pytest.raises(ConfigError, match="fp8=True with DeepSpeed ZeRO-3: .* Use ZeRO-2"):
+    with pytest.raises(ConfigError, match=r"fp8=True with DeepSpeed ZeRO-3: .* Use ZeRO-2"):
         check_changed_layers(found, option="fp8=True")
 
 
 def test_megatron_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="MEGATRON_LM .* FSDP2"):
+    with pytest.raises(ConfigError, match=r"MEGATRON_LM .* FSDP2"):
         check_processes(arguments(), {"ACCELERATE_USE_MEGATRON_LM": "true"})

@@ -36,12 +36,16 @@ def test_fp8_is_an_option_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         SFTConfig(output_dir="x", use_cpu=True)
 
 
-def test_tensor_float_32_is_as_coarse_as_float16_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_float_32_is_as_coarse_as_float16_on_gpus_alone() -> None:
     assert of_products(torch.float32, "cuda") == torch.float32
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    assert of_products(torch.float32, "cuda") == torch.float16
-    assert of_products(torch.float32, "cpu") == torch.float32
-    assert of_products(torch.bfloat16, "cuda") == torch.bfloat16
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert of_products(torch.float32, "cuda") == torch.float16
+        assert of_products(torch.float32, "cpu") == torch.float32
+        assert of_products(torch.bfloat16, "cuda") == torch.bfloat16
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("is_on", [False, True])
