@@ -1,4 +1,4 @@
-"""What torch's deterministic mode refuses although results here do not depend on it."""
+"""What torch's deterministic mode refuses and sampling needs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ __all__ = ["cumsum_permitted"]
 
 @contextmanager
 def cumsum_permitted() -> Iterator[None]:
-    """Context in which `full_determinism` lets CUDA sum cumulatively: torch then warns once, instead of an error.
+    """Context in which deterministic mode lets CUDA sum cumulatively: torch warns instead of an error.
 
-    CUDA adds the numbers of several rows in a fixed order. Those of a single row it may add in another one each time,
-    which changes float64 sums by a relative 1e-16.
-
-    Source: `torch.use_deterministic_algorithms`, which lists cumsum.
+    It has no deterministic algorithm for this, see `torch.use_deterministic_algorithms`. What may differ is the order
+    in which the probabilities of tokens are added.
     """
     is_on = torch.are_deterministic_algorithms_enabled()
     is_lenient = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -395,7 +395,7 @@ def _check_compiled(model: nn.Module, verdict: Verdict) -> None:
 def _read_hidden(model: nn.Module, inputs: ModelInputs, *, own_logits: bool) -> Tensor:
     """[N, h] what a pass gives to its readout, at the positions that predict responses."""
 
-    def readout(_: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+    def readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         return {"output": output if output.dim() == 2 else predicting(output, request)}
 
     hidden: Tensor = read_out(model, inputs, inputs.predictors, readout, own_logits=own_logits)["output"]

@@ -27,10 +27,10 @@ from prefrl.trainer.base.checkpoint_options import CHECKPOINT_OPTIONS, Checkpoin
 from prefrl.trainer.base.evaluation_options import EvaluationOptions, check_evaluation
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
-from prefrl.trainer.base.precision_options import check_precision
-from prefrl.trainer.base.profiling import PROFILE, check_profile
+from prefrl.trainer.base.precision_options import PrecisionOptions, check_precision
+from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
 from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, derive_sizes, take_automatic
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
@@ -83,6 +83,8 @@ class BaseConfig(
     SizeOptions,
     OptimizerOptions,
     TokenizerOptions,
+    PrecisionOptions,
+    ProfileOptions,
     ScheduleOptions,
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
@@ -115,8 +117,6 @@ class BaseConfig(
         "liger_kernel_config",
         "dataset_num_proc",
         "log_flops",
-        "profile",
-        "profile_kwargs",
         "allow_resume_changes",
         "save_in_background",
         "max_train_time",
@@ -190,12 +190,6 @@ class BaseConfig(
         "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
         "its rows need. Costs some time, never changes the update.",
     )
-    fp8: bool = opt(
-        False,
-        "Matrix products of the layers in 8-bit floating point, by torchao; with bf16=True, on GPUs that have it.",
-    )
-    profile: bool = opt(False, "Trace some steps for a timeline viewer, into the folder profile of output_dir.")
-    profile_kwargs: KwargsValue = opt(None, PROFILE.help)
 
     allow_resume_changes: list[str] | None = opt(
         None,
@@ -360,6 +354,11 @@ class BaseConfig(
             raise ConfigError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches "
                 "are not padded, so grouping by length has no use; max_tokens_per_micro_batch balances tokens."
+            )
+        if self.log_flops and self.torch_compile:
+            raise ConfigError(
+                "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of "
+                "them to False."
             )
         if self.on_nan == "stop":
             because = "on_nan='stop': the first step ends training"

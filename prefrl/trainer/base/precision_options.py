@@ -1,25 +1,34 @@
-"""Checks of the options that decide in what precision, and by what code, a model computes."""
+"""Options that decide in what precision, and by what code, a model computes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
+from transformers import TrainingArguments
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import opt
 from prefrl.options.suggest import nearest
 
-if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["check_precision"]
+__all__ = ["PrecisionOptions", "check_precision"]
 
 # Of torch.compile: they replay recorded kernels on fixed memory, which rows of other lengths do not fit into.
 _RECORDING = ("reduce-overhead", "max-autotune")
 _FP8_SINCE = (8, 9)  # compute capability
 
 
-def check_precision(config: BaseConfig) -> None:
+@dataclass
+class PrecisionOptions(TrainingArguments):
+    """Precision in addition to HuggingFace's options; see docs/profiling.md."""
+
+    fp8: bool = opt(
+        False,
+        "Matrix products of the layers in 8-bit floating point, by torchao; with bf16=True, on GPUs that have it.",
+    )
+
+
+def check_precision(config: PrecisionOptions) -> None:
     """Reject precisions that the device does not have, and what torch.compile cannot do here.
 
     Raises:
@@ -40,7 +49,7 @@ def check_precision(config: BaseConfig) -> None:
         _check_compilation(config)
 
 
-def _check_fp8(config: BaseConfig) -> None:
+def _check_fp8(config: PrecisionOptions) -> None:
     device = config.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FP8_SINCE:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
@@ -52,7 +61,7 @@ def _check_fp8(config: BaseConfig) -> None:
         raise ConfigError("fp8=True with bf16=False: what is not in 8 bits is in bfloat16. Set bf16=True.")
 
 
-def _check_compilation(config: BaseConfig) -> None:
+def _check_compilation(config: PrecisionOptions) -> None:
     known = torch.compiler.list_backends(())
     if config.torch_compile_backend not in known:
         raise ConfigError(
@@ -63,9 +72,4 @@ def _check_compilation(config: BaseConfig) -> None:
         raise ConfigError(
             f"torch_compile_mode={config.torch_compile_mode!r}: records CUDA graphs, each for one length of rows, and "
             "rows have other lengths in every step. Leave it out, or set 'max-autotune-no-cudagraphs'."
-        )
-    if config.log_flops:
-        raise ConfigError(
-            "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of "
-            "them to False."
         )
