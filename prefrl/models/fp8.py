@@ -2,13 +2,14 @@
 
 Weights, inputs and the gradients of outputs are rounded to 8 bits for each product, after a division by a scale: the
 largest magnitude of the tensor, rounded to a power of 2. With such scales a number is rounded alike whatever else is
-in its row, so that the way in which work is cut changes the update little. Weights stay what they are for the
+in its row, so that log-probs do not depend on the way in which work is cut. Weights stay what they are for the
 optimizer and for checkpoints. Embeddings and heads are left out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -16,11 +17,9 @@ from prefrl.errors import ConfigError
 from prefrl.models.layers import layers_of
 from prefrl.optional import require
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+__all__ = ["compute_in_fp8", "without_fp8"]
 
-__all__ = ["compute_in_fp8"]
-
+_NAME = "Float8Linear"  # torchao's class, a subclass of torch's with no other parameters
 _MULTIPLE = 16  # of which the sizes of such products must be
 
 
@@ -46,6 +45,20 @@ def compute_in_fp8(model: nn.Module, *, emulate: bool = False) -> None:
     config = float8.Float8LinearConfig(pad_inner_dim=True, round_scales_to_power_of_2=True, emulate=emulate)
     for layer in layers:
         float8.convert_to_float8_training(layer, module_filter_fn=lambda part, _: id(part) in wanted, config=config)
+
+
+@contextmanager
+def without_fp8(model: nn.Module) -> Iterator[None]:
+    """Context in which such modules compute as they did before."""
+    converted = [module for module in model.modules() if type(module).__name__ == _NAME]
+    classes = [type(module) for module in converted]
+    for module in converted:
+        module.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for module, its_class in zip(converted, classes, strict=True):
+            module.__class__ = its_class
 
 
 def _fitting(layer: nn.Module) -> Iterator[nn.Linear]:

@@ -14,6 +14,7 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
+from prefrl.models.fp8 import without_fp8
 from prefrl.models.images import image_rules
 from prefrl.models.liger import liger_options_of, without_liger
 from prefrl.models.modes import eval_mode, uncompiled
@@ -84,15 +85,16 @@ def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> Ve
     It runs without gradients, in eval mode, with token ids from a separate generator, so weights, modes and random
     states do not change. Every call runs the same number of forward passes, so that sharded ranks stay in step. For a
     sequence classifier that is not just a base model with a score head, only its own forward is tried. With Liger's
-    kernels, the plain forward must give the same as without them. Compiled layers run only at the end: the plan that
-    was found must give the same with them.
+    kernels, the plain forward must give the same as without them. Products in 8 bits, whose errors are larger than
+    what is looked for, are off. Compiled layers run only at the end: the plan that was found must give the same with
+    them.
 
     Raises:
         ConfigError: A sequence classifier needs its own forward, but that forward reads padding; or Liger's kernels
             or torch.compile change what the model computes.
     """
     state = prepare_for_scoring(model)
-    with uncompiled(state.is_compiled):
+    with uncompiled(state.is_compiled), without_fp8(model):
         verdict = _checked_plans(model, image_example)
     if state.is_compiled:
         _check_compiled(model, verdict)
@@ -380,9 +382,10 @@ def _check_compiled(model: nn.Module, verdict: Verdict) -> None:
             with uncompiled(True):
                 eager = _read_hidden(bare, inputs, own_logits=verdict.own_logits)
     except Exception as error:
+        cause = " ".join(str(error).partition("\n\n")[0].split())  # without torch's advice to its developers
         raise ConfigError(
             f"torch_compile=True: the layers of {type(inner).__name__} cannot be compiled here: "
-            f"{type(error).__name__}: {error}. Set it to False, or choose another torch_compile_backend."
+            f"{type(error).__name__}: {cause}. Set it to False, or choose another torch_compile_backend."
         ) from error
     change = _relative_error(compiled, eager)
     if not change <= _SEQUENCE_TOLERANCES[coarsest_dtype(inner, compiled)][0]:
