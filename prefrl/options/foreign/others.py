@@ -31,7 +31,6 @@ OTHERS: dict[str, Row] = {
     "reduce_on_plateau_rate": renamed("reduce_on_plateau_kwargs", "factor"),
     "reduce_eval_metric": renamed("reduce_on_plateau_kwargs", "metric"),
     "reduce_eval_split": not_there("a metric of reduce_on_plateau_kwargs of evaluations begins with eval_"),
-    "validation_metric": renamed("metric_for_best_model"),
     "skip_all_evaluation": not_needed("eval_strategy is 'no' unless it is set"),
     "steps_per_checkpoint": renamed("save_steps"),
     "checkpoints_per_epoch": not_there("save_strategy='epoch' and save_epochs, the epochs between two checkpoints"),

@@ -148,7 +148,9 @@ _MODEL: dict[str, Row] = {
 _ACTOR: dict[str, Row] = {
     "strategy": not_there(_LAUNCH),
     "fsdp_config": not_there(_LAUNCH),
-    "megatron": not_there(_LAUNCH),
+    "megatron": not_there(
+        "Megatron-LM has models of its own; DeepSpeed ZeRO and FSDP2 share out weights: see docs/distributed.md"
+    ),
     "ulysses_sequence_parallel_size": not_there("see sequence parallelism in docs/distributed.md"),
     "ppo_mini_batch_size": not_there(
         "per_device_train_batch_size * processes * gradient_accumulation_steps counts the completions of a step"
@@ -183,7 +185,7 @@ _ACTOR: dict[str, Row] = {
     "shuffle": not_there("every pass over a rollout has the order of the first"),
     "data_loader_seed": if_set("data_seed"),
     "grad_clip": renamed("max_grad_norm"),
-    "use_torch_compile": not_needed("torch_compile=True compiles the model"),
+    "use_torch_compile": not_needed("torch_compile=True compiles the layers; entropies need no compiler here"),
     "use_remove_padding": not_needed("batches are laid out without padding"),
     "use_fused_kernels": not_needed("the logits of all tokens are never in memory"),
     "entropy_from_logits_with_chunking": not_needed("the logits of all tokens are never in memory"),
@@ -243,7 +245,14 @@ _ACTOR: dict[str, Row] = {
     ),
     "checkpoint.async_save": renamed("save_in_background"),
     "checkpoint": not_needed("checkpoints hold everything that a resumed run needs"),
-    "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "profiler.enable": renamed("profile"),
+    "profiler.ranks": renamed("profile_kwargs", "ranks"),
+    "profiler.all_ranks": becomes(
+        "the key 'ranks' of profile_kwargs: None",
+        lambda value: {"profile_kwargs": {"ranks": None}} if value else {},
+        "profile_kwargs",
+    ),
+    "profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
 }
 _ROLLOUT: dict[str, Row] = {
     "name": becomes(
@@ -422,7 +431,8 @@ VERL: dict[str, Row] = {
         "reward_funcs: [module:function]; verl's arguments are known, see docs/rewards.md", _reward, "reward_funcs"
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
-    "global_profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),
+    "global_profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
     "ray_kwargs": not_needed("there is no Ray"),
     "ray_init": not_needed("there is no Ray"),
 }
