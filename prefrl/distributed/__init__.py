@@ -32,7 +32,12 @@ from prefrl.distributed.launch_checks import (
     check_quantized,
     check_state_read,
 )
-from prefrl.distributed.parallelism import check_deepspeed, check_model, set_up_parallelism
+from prefrl.distributed.parallelism import (
+    accelerator_arguments,
+    check_deepspeed,
+    check_model,
+    set_up_parallelism,
+)
 from prefrl.distributed.processes import (
     exchange,
     from_main,
@@ -80,6 +85,7 @@ from prefrl.distributed.unpickling import only_data
 __all__ = [
     "Reader",
     "Scorer",
+    "accelerator_arguments",
     "announce_backward",
     "bare_copy",
     "check_backend",

@@ -238,7 +238,7 @@ def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]
         for option in REGISTRY[algorithm].load_config().kwargs_options
         for choices, found in option.keys().items()
         for key in found
-        if not option.name.startswith(("vllm_", "critic_"))
+        if not option.name.startswith(("vllm_", "critic_")) and option not in BaseConfig.kwargs_options
     }
 
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import FunctionType
 from typing import Generic, get_args, get_type_hints
 
 import grimp
@@ -48,6 +49,9 @@ HOOKS = {
     "_build_accelerator_args": ["kwargs"],
     "_clip_grad_norm": ["model"],
     "_finish_current_push": [],
+    "_init_training_state": [
+        *("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial")
+    ],
     "_issue_warnings_after_load": ["load_result"],
     "_load_best_model": [],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
@@ -62,6 +66,7 @@ HOOKS = {
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_track_num_input_tokens": ["inputs"],
     "create_optimizer": ["model"],
+    "create_scheduler": ["num_training_steps", "optimizer"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "end": [],
     "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
@@ -249,7 +254,7 @@ def test_every_overridden_hook_is_pinned() -> None:
         name
         for cls in classes
         for name, value in vars(cls).items()
-        if inspect.isfunction(value) and name in vars(Trainer)
+        if isinstance(value, FunctionType | staticmethod) and name in vars(Trainer)
     }
     assert overridden - VARIADIC - REPLACED == set(HOOKS)
 

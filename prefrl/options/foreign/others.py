@@ -6,11 +6,8 @@ from prefrl.options.foreign.row import Row, not_needed, not_there, renamed
 
 __all__ = ["OTHERS"]
 
-_EARLY = "add transformers.EarlyStoppingCallback to callbacks, with load_best_model_at_end=True"
-
 OTHERS: dict[str, Row] = {
-    "early_stop": not_there(_EARLY),
-    "early_stopping_patience": not_there(_EARLY),
+    "early_stop": renamed("early_stopping_patience"),
     "block_wise": not_needed("8-bit optimizers of bitsandbytes always round in blocks"),
     "percentile_clipping": not_there("bitsandbytes has removed it; max_grad_norm clips gradients"),
     "clipglobalnorm": renamed("max_grad_norm"),

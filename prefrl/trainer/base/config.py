@@ -27,8 +27,9 @@ from prefrl.trainer.base.checkpoint_options import CHECKPOINT_OPTIONS, Checkpoin
 from prefrl.trainer.base.evaluation_options import EvaluationOptions, check_evaluation
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
-from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
+from prefrl.trainer.base.profiling import PROFILE, check_profile
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
 from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, derive_sizes, take_automatic
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
@@ -91,6 +92,7 @@ class BaseConfig(
         AUTO_SIZE,
         *AUTOPILOT,
         *CHECKPOINT_OPTIONS,
+        PROFILE,
     )
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
@@ -112,6 +114,8 @@ class BaseConfig(
         "liger_kernel_config",
         "dataset_num_proc",
         "log_flops",
+        "profile",
+        "profile_kwargs",
         "allow_resume_changes",
         "save_in_background",
         "max_train_time",
@@ -185,6 +189,8 @@ class BaseConfig(
         "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
         "its rows need. Costs some time, never changes the update.",
     )
+    profile: bool = opt(False, "Trace some steps for a timeline viewer, into the folder profile of output_dir.")
+    profile_kwargs: KwargsValue = opt(None, PROFILE.help)
 
     allow_resume_changes: list[str] | None = opt(
         None,
@@ -381,6 +387,7 @@ class BaseConfig(
         check_optimizer(self)
         check_evaluation(self)
         check_autopilot(self)
+        check_profile(self)
 
     def _validate_activations(self) -> None:
         if self.device.type == "cpu":

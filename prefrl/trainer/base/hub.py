@@ -30,7 +30,7 @@ _MODEL = [
     *("added_tokens.json", "vocab*", "merges.txt"),
 ]
 # What of an output_dir is not: checkpoints, prompts and completions, and what only this run needs.
-_NOT_MODEL = ["_*", ".*", "checkpoint-*", "completions/*", "nan-step-*", "run.json", "*.log"]
+_NOT_MODEL = ["_*", ".*", "checkpoint-*", "completions/*", "profile/*", "nan-step-*", "run.json", "*.log"]
 _LATER = (408, 429)  # HTTP status codes of a server that asks for another try
 
 

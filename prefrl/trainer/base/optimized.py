@@ -1,4 +1,4 @@
-"""A trainer with optimizers, learning rates and penalties that HuggingFace's lacks."""
+"""A trainer with optimizers, learning rates, schedules and penalties that HuggingFace's lacks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.trainer.base.muon import MuonWithAdamW, hidden_matrices
 from prefrl.trainer.base.optimizers import OPTIMIZERS, added_arguments, named_optimizer, works_under
+from prefrl.trainer.base.scheduler import WatchPlateau, own_scheduler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +25,7 @@ __all__ = ["OptimizedTrainer", "regroup"]
 
 
 class OptimizedTrainer(Trainer):
-    """HuggingFace's loop with the optimizers of `OPTIMIZERS`, rates by name, penalties and clipping by value.
+    """HuggingFace's loop with the optimizers of `OPTIMIZERS`, rates by name, schedules, penalties, clipping by value.
 
     Args:
         args: Options.
@@ -32,6 +33,7 @@ class OptimizedTrainer(Trainer):
     """
 
     args: BaseConfig
+    lr_scheduler: Any
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         super().__init__(args=args, **arguments)
@@ -50,6 +52,8 @@ class OptimizedTrainer(Trainer):
             )
         for option in args.set_on_gradients:
             distributed.check_gradients_seen(self.accelerator, option)
+        if args.reduces_on_plateau:
+            self.add_callback(WatchPlateau(args.plateau_params.metric))
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: PreTrainedModel | None = None) -> tuple[Any, Any]:
@@ -79,6 +83,13 @@ class OptimizedTrainer(Trainer):
         if self.args.learning_rates:
             rates = _rates(cast("dict[str, float]", self.args.learning_rates), model)
             regroup(optimizer, lambda parameter: {"lr": rates[id(parameter)]} if id(parameter) in rates else {})
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """HuggingFace's hook."""
+        own = own_scheduler(self.args, self.lr_scheduler, optimizer or self.optimizer, num_training_steps)
+        if own is not None:
+            self.lr_scheduler, self._created_lr_scheduler = own, True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """HuggingFace's hook, called with the gradients of a step, unless `max_grad_norm` is 0."""

@@ -33,7 +33,6 @@ from prefrl.trainer.base.optimized import OptimizedTrainer
 from prefrl.trainer.base.partial_state import best_beside, check_parts, load_schedule, save_schedule
 from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.schedule_free import use_averaged_weights
-from prefrl.trainer.base.scheduler import WatchPlateau, own_scheduler
 from prefrl.trainer.base.stateful_callback import StatefulCallback
 from prefrl.trainer.base.step_plan import StepPlan
 from prefrl.trainer.base.trackers import contain_trackers
@@ -65,7 +64,6 @@ class ResumableTrainer(OptimizedTrainer):
 
     algorithm: str  # name in the registry
     args: BaseConfig
-    lr_scheduler: Any
     hub_model_id: str | None  # the repository's full name, once it is known to exist
     plan: StepPlan
 
@@ -73,8 +71,6 @@ class ResumableTrainer(OptimizedTrainer):
         self._hub = Hub(args)
         super().__init__(args=args, **arguments)
         contain_trackers(self.callback_handler.callbacks)
-        if args.reduces_on_plateau:
-            self.add_callback(WatchPlateau(args.plateau_params.metric))
         self.plan = StepPlan(args, unit=args.steps_of_a_generation)
         self.callback_handler.callbacks.insert(0, self.plan)  # others shall see its epoch
         if args.early_stopping_patience is not None:
@@ -351,13 +347,6 @@ class ResumableTrainer(OptimizedTrainer):
     @abstractmethod
     def write_model(self, folder: Path) -> None:
         """Write model, tokenizer and options to a folder. All processes must call it."""
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """HuggingFace's hook."""
-        own = own_scheduler(self.args, self.lr_scheduler, optimizer or self.optimizer, num_training_steps)
-        if own is not None:
-            self.lr_scheduler, self._created_lr_scheduler = own, True
-        return super().create_scheduler(num_training_steps, optimizer)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.checkpoint_params.save_optimizer:

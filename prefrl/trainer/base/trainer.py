@@ -32,6 +32,7 @@ from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import TRAINING, explained, size_of
 from prefrl.trainer.base.new_training import NewTraining
+from prefrl.trainer.base.profiling import profilers
 from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
@@ -129,7 +130,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
             eval_dataset=self._prepared(eval_dataset, processing_class, training=False),
             processing_class=processing_class,
             compute_metrics=compute_metrics,
-            callbacks=[EpochIntervals(args), *(callbacks or [])],
+            callbacks=[EpochIntervals(args), *(callbacks or []), *profilers(args)],
             optimizers=optimizers,
         )
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
@@ -160,7 +161,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
         """HuggingFace's hook, called before it creates its accelerator."""
-        return {**super()._build_accelerator_args(**arguments), "parallelism_config": self._parallelism}
+        return distributed.accelerator_arguments(super()._build_accelerator_args(**arguments), self._parallelism)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
