@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefrl.models.critic import Critic
     from prefrl.trainer.ppo_config import CriticOptimizer, PPOConfig
 
-__all__ = ["add_critic_groups", "clip_apart", "set_weight_decays", "warm_up_critic"]
+__all__ = ["add_critic_groups", "clip_apart", "set_decays", "warm_up_critic"]
 
 
 def clip_apart(accelerator: Any, model: nn.Module, critic: Critic, args: PPOConfig) -> Any:
@@ -78,22 +78,6 @@ def _check_rates(args: PPOConfig, names: list[str]) -> None:
             )
 
 
-def set_weight_decays(
-    optimizer: torch.optim.Optimizer, scheduler: Any, of_policy: Iterable[float], *, learns: bool
-) -> None:
-    """Set the weight decays of the policy's groups, which come first, for a step.
-
-    Args:
-        optimizer: Of policy and critic.
-        scheduler: May change weight decays, too.
-        of_policy: What `add_critic_groups` returned.
-        learns: Whether the policy learns in this step; otherwise, it does not decay either.
-    """
-    factor = scheduler.weight_decay_factor if isinstance(scheduler, Scheduler) else 1.0
-    for group, weight_decay in zip(optimizer.param_groups, of_policy, strict=False):
-        group["weight_decay"] = weight_decay * factor if learns else 0.0
-
-
 def _changed(group: Mapping[str, Any], options: CriticOptimizer, *, decays: bool) -> dict[str, Any]:
     """What the critic's options change in a parameter group."""
     changed: dict[str, Any] = {}
@@ -107,6 +91,20 @@ def _changed(group: Mapping[str, Any], options: CriticOptimizer, *, decays: bool
     if decays and options.weight_decay is not None:
         changed["weight_decay"] = options.weight_decay
     return changed
+
+
+def set_decays(optimizer: Any, scheduler: Any, weight_decays: Iterable[float], *, is_warmup: bool) -> None:
+    """Set the weight decays of the policy for a step: 0 in the steps of `critic_warmup`.
+
+    Args:
+        optimizer: The groups of the policy come first.
+        scheduler: May have a schedule of the weight decay.
+        weight_decays: Those of the policy's groups at the start.
+        is_warmup: Whether the policy does not learn in this step.
+    """
+    factor = scheduler.weight_decay_factor if isinstance(scheduler, Scheduler) else 1.0
+    for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=False):
+        group["weight_decay"] = 0.0 if is_warmup else weight_decay * factor
 
 
 def warm_up_critic(scheduler: Any, args: PPOConfig, num_training_steps: int, *, first: int) -> Any:

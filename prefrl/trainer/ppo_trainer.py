@@ -26,7 +26,7 @@ from prefrl.trainer.ppo_critic import (
     save_gathered,
     split_state,
 )
-from prefrl.trainer.ppo_optimizer import add_critic_groups, clip_apart, set_weight_decays, warm_up_critic
+from prefrl.trainer.ppo_optimizer import add_critic_groups, clip_apart, set_decays, warm_up_critic
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """See `OnlineTrainer`; during `critic_warmup`, weight decay of the policy is off, too."""
-        set_weight_decays(self.optimizer, self.lr_scheduler, self._weight_decays, learns=not self._is_warmup)
+        set_decays(self.optimizer, self.lr_scheduler, self._weight_decays, is_warmup=self._is_warmup)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:

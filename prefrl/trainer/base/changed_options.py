@@ -20,6 +20,7 @@ _SETTINGS = {
     "adam_epsilon": ("eps",),
     "critic_optim_kwargs": ("betas", "eps", "weight_decay"),
     "weight_decay": ("weight_decay",),
+    "weight_decay_schedule": ("weight_decay",),
 }
 
 

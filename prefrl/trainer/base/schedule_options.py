@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
@@ -62,7 +61,7 @@ class PlateauParams(Params):
     )
     patience: Annotated[int, Ge(0)] = opt(10, "Values in a row without improvement that change nothing.")
     factor: Annotated[float, Gt(0), Lt(1)] = opt(0.1, "What a reduction multiplies the learning rate by.")
-    threshold: Annotated[float, Ge(0)] = opt(1e-4, "Share by which the best value must be surpassed.")
+    threshold: Annotated[float, Ge(0)] = opt(1e-4, "Share of the best value by which it must be surpassed.")
     window: Annotated[int, Ge(1)] = opt(1, "Logged values whose mean is one value.")
 
 
@@ -279,7 +278,7 @@ class ScheduleOptions(TrainingArguments):
 
     def _check_own(self) -> None:
         """Check what only prefrl's scheduler can do."""
-        name, optim = self._schedule_name, str(OptimizerNames(self.optim).value)
+        name, optim = self._schedule_name, str(getattr(self.optim, "value", self.optim))
         options = [option for option in _OPTIONS if getattr(self, option) != getattr(ScheduleOptions, option)]
         if name in _OF_METRICS:
             raise ConfigError(
