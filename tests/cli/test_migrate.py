@@ -364,6 +364,21 @@ def test_uploads_of_cosmos_rl(tmp_path: Path) -> None:
     assert not {"upload_to", "upload_kwargs"} & off.keys()
 
 
+def test_the_critic_of_verl_has_its_own_optimizer(tmp_path: Path) -> None:
+    text = (
+        "algorithm:\n  adv_estimator: gae\nactor_rollout_ref:\n  model:\n    path: m\n  actor:\n    optim:\n"
+        "      optimizer: Adam\n      clip_grad: 0.5\ncritic:\n  grad_clip: 2.0\n  optim:\n    lr: 0.00002\n"
+        "    lr_warmup_steps: 3\n    weight_decay: 0.1\n    betas: [0.9, 0.95]\n"
+    )
+    result = migrate_verl(text, is_command=False)
+    (tmp_path / "data.jsonl").touch()
+    given = f"dataset_name: {tmp_path}/data.jsonl\nreward_funcs: [think_format_reward]\n"
+    config = parsed(f"{given}{result.text}", tmp_path, "ppo")[1]
+    assert (config.optim, config.max_grad_norm, config.critic_learning_rate) == ("adam", 0.5, 2e-5)
+    own = {"max_grad_norm": 2.0, "warmup_steps": 3, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
+    assert (config.critic_optim_kwargs, len(result.open)) == (own, 1)  # verl's rewards
+
+
 COSMOS = """\
 [train]
 epoch = 2

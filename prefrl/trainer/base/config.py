@@ -77,15 +77,16 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class BaseConfig(
+    # These define options of TrainingArguments anew, so they come before classes that inherit them.
     CheckpointOptions,
     AutopilotOptions,
-    EvaluationOptions,
-    SizeOptions,
     OptimizerOptions,
     TokenizerOptions,
+    ScheduleOptions,
+    EvaluationOptions,
+    SizeOptions,
     PrecisionOptions,
     ProfileOptions,
-    ScheduleOptions,
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 

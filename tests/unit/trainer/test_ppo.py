@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.models.export import PolicyWeights
-from prefrl.trainer.ppo_critic import without_critic
+from prefrl.trainer.ppo_optimizer import without_critic
 from prefrl.trainer.ppo_trainer import PPOTrainer
 from tests.assets import tiny_model, tiny_reward_model
 from tests.contract.cases import make_trainer, stopping_model
