@@ -28,9 +28,7 @@ def vector(model: torch.nn.Module) -> torch.Tensor:
 
 # One completion for each prompt, whatever the seed: a run with larger batches from the start samples the same.
 # Of the softmax: the only token that is kept has log-prob 0, whatever the weights are.
-GREEDY = {
-    **{"beta": 0.0, "top_k": 1, "truncated_logprobs": "softmax", "num_generations": 1, "shuffle_dataset": False}
-}
+GREEDY = {**{"beta": 0.0, "top_k": 1, "truncated_logprobs": "softmax", "num_generations": 1, "shuffle_dataset": False}}
 
 
 @pytest.mark.parametrize(
