@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
-
-if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
 
 __all__ = ["EvaluationOptions", "check_evaluation"]
 
@@ -40,8 +37,11 @@ class EvaluationOptions:
     )
 
 
-def check_evaluation(config: BaseConfig) -> None:
+def check_evaluation(config: Any) -> None:
     """Reject intervals of epochs that have no effect, or that leave the best model without a checkpoint.
+
+    Args:
+        config: `EvaluationOptions` with HuggingFace's options.
 
     Raises:
         ConfigError: Names the option, its value and what to do.
