@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
+from prefrl.trainer.base.schedule_options import ScheduleOptions
 
 __all__ = ["EvaluationOptions", "check_evaluation"]
 
@@ -17,7 +18,7 @@ _Epochs = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class EvaluationOptions:
+class EvaluationOptions(ScheduleOptions):  # a subclass of TrainingArguments alone would bring its fields back
     """When evaluations take place and checkpoints are saved, counted in epochs, and what is evaluated."""
 
     changeable: ClassVar[tuple[str, ...]] = (
@@ -37,11 +38,8 @@ class EvaluationOptions:
     )
 
 
-def check_evaluation(config: Any) -> None:
+def check_evaluation(config: EvaluationOptions) -> None:
     """Reject intervals of epochs that have no effect, or that leave the best model without a checkpoint.
-
-    Args:
-        config: `EvaluationOptions` with HuggingFace's options.
 
     Raises:
         ConfigError: Names the option, its value and what to do.
