@@ -32,7 +32,7 @@ from prefrl.scripts import demo
 
 RESULTS = Path(__file__).parent / "results" / "autopilot.json"
 STEPS, EVERY = 100, 10
-RATES = {"usual": 3e-4, "high": 3e-3}
+RATES = {"usual": 3e-4, "high": 1e-3}
 EVALUATED: dict[str, Any] = {
     **COMMON,
     "beta": 0.0,

@@ -25,6 +25,7 @@ from prefrl.distributed.company import Scorer, in_company, missing_passes
 from prefrl.distributed.launch_checks import (
     check_backend,
     check_chooses_optimizer,
+    check_chooses_schedule,
     check_devices,
     check_gradients_seen,
     check_optimizer,
@@ -93,6 +94,7 @@ __all__ = [
     "bare_copy",
     "check_backend",
     "check_chooses_optimizer",
+    "check_chooses_schedule",
     "check_deepspeed",
     "check_devices",
     "check_first_training",

@@ -12,6 +12,7 @@ from prefrl.errors import ConfigError
 __all__ = [
     "check_backend",
     "check_chooses_optimizer",
+    "check_chooses_schedule",
     "check_devices",
     "check_gradients_seen",
     "check_optimizer",
@@ -173,6 +174,21 @@ def check_chooses_optimizer(accelerator: Any, options: str) -> None:
         return
     if "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config:
         raise ConfigError(f"{options} have no effect: DeepSpeed's config has an optimizer. Remove it from the config.")
+
+
+def check_chooses_schedule(accelerator: Any) -> None:
+    """Refuse schedules that transformers does not have if DeepSpeed's config has a scheduler or an optimizer.
+
+    Raises:
+        ConfigError: It has.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    found = [part for part in ("scheduler", "optimizer") if plugin is not None and part in plugin.deepspeed_config]
+    if found:
+        raise ConfigError(
+            f"lr_scheduler_type and other options of schedules: DeepSpeed's config has {' and '.join(found)} of its "
+            "own, which would leave them without effect. Remove that from the config."
+        )
 
 
 def check_state_read(accelerator: Any, name: str) -> None:

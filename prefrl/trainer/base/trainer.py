@@ -133,6 +133,7 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
             callbacks=[EpochIntervals(args), *(callbacks or []), *profilers(args)],
             optimizers=optimizers,
         )
+        self.check_training_set()
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)
@@ -152,6 +153,8 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         distributed.check_backend(self.args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=type(self).__name__)
         distributed.check_quantized(self.accelerator, model)
+        if self.args.has_own_schedule:
+            distributed.check_chooses_schedule(self.accelerator)
         distributed.keep_outputs_exact(self.accelerator)
 
     def _count_flops(self) -> None:
