@@ -33,6 +33,8 @@ JOBS = (
     "zero1:grpo_reuse",
     "zero2:sft_lora",
     "zero2:sft_nadam_rates",
+    "zero2:sft_averaged",
+    "fsdp2:sft_averaged",
     "fsdp2:sft_muon",
     "zero3:grpo_reuse",
     "zero3:dpo_lora",
@@ -83,6 +85,9 @@ def test_runs_are_resumed_and_exported_under_every_backend(tmp_path: Path) -> No
         assert written_by == {"backend": SIGNATURES[backend], "num_processes": 2}
         assert results[job]["steps"] == 6, job
         assert distance(results[job]["resumed"], results[job]["whole"]) == 0, job
+        averages, resumed_averages = results[job]["averages"], results[job]["resumed_averages"]
+        assert bool(averages) == name.endswith("_averaged"), job
+        assert not averages or distance(resumed_averages, averages) == 0, job
         check_export(tmp_path, job, results[job]["whole"])
         has_weights = (checkpoint / "model.safetensors").exists() or (
             checkpoint / "adapter_model.safetensors"

@@ -11,18 +11,22 @@ from prefrl.options.foreign.row import (
     becomes,
     column,
     if_set,
+    if_set_key,
     layers,
     loggers,
     not_needed,
     not_there,
     renamed,
+    sampled_top_k,
     server,
 )
 
-__all__ = ["COSMOS_RL", "DEFAULTS"]
+__all__ = ["COSMOS_RL", "DECAYS", "DEFAULTS"]
 
 _LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
 _REWARDS = {"boxed_math": "accuracy_reward", "format": "think_format_reward", "gsm8k": "numeric_reward"}
+# How the learning rate falls.
+DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
 _VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dapo": {"dynamic_sampling": True},
@@ -95,6 +99,7 @@ _POLICY: dict[str, Row] = {
     "min_filter_prefix_tokens": renamed("loss_kwargs", "min_filter_prefix_tokens"),
     "max_retry_for_on_policy": renamed("dynamic_sampling_kwargs", "max_tries"),
     "reference_reset_interval": not_there("sync_ref_model=True, ref_model_mixup_alpha=1.0 and ref_model_sync_steps"),
+    "reset_optimizer_with_reference": not_there("the optimizer keeps its state when the reference moves"),
     "use_decoupled_loss": renamed("vllm_importance_sampling_correction"),
     "behav_imp_weight_cap": not_there(
         "vllm_importance_sampling_mode='token_mask', vllm_importance_sampling_kwargs={'clip_max': ...}"
@@ -110,10 +115,10 @@ _TRAIN: dict[str, Row] = {
     ),
     "epoch": renamed("num_train_epochs"),
     "epsilon": renamed("adam_epsilon"),
-    "optm_name": becomes("optim='adamw_torch_fused'", lambda value: {"AdamW": {}}[value]),
+    "optm_name": asked("optim", {"AdamW": "adamw_torch_fused", "Adam": "adam"}),
     "optm_impl": not_needed("optim names the implementation, too"),
     "optm_lr": becomes(
-        "learning_rate, and for other rates of some parameters learning_rates",
+        "learning_rate, and learning_rates for other rates of some parameters",
         lambda value: {"learning_rate": float(value)},
         "learning_rate",
     ),
@@ -123,11 +128,17 @@ _TRAIN: dict[str, Row] = {
     ),
     "optm_warmup_steps": renamed("warmup_steps"),
     "optm_grad_norm_clip": renamed("max_grad_norm"),
-    "optm_decay_type": not_there("set lr_scheduler_type"),
-    "optm_decay_ratio": not_there("lr_scheduler_type='warmup_stable_decay' and its lr_scheduler_kwargs"),
-    "optm_min_lr_factor": not_there(
-        "lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': ...}"
+    "optm_warmup_start_factor": becomes(
+        "warmup_start_factor", lambda value: {"warmup_start_factor": value} if value else {}, "warmup_start_factor"
     ),
+    "optm_decay_type": asked(
+        "lr_scheduler_kwargs",
+        {name: {"decay_type": ours} for name, ours in DECAYS.items()},
+        "lr_scheduler_type='wsd' and the key decay_type of lr_scheduler_kwargs, sqrt is '1-sqrt'; without a decay "
+        "lr_scheduler_type='constant_with_warmup'",
+    ),
+    "optm_decay_ratio": renamed("lr_scheduler_kwargs", "decay_fraction"),
+    "optm_min_lr_factor": renamed("lr_scheduler_kwargs", "min_lr_ratio"),
     "max_num_steps": if_set("max_steps"),
     "compile": renamed("torch_compile"),
     "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
@@ -144,13 +155,20 @@ _TRAIN: dict[str, Row] = {
     "fsdp_reduce_dtype": not_there(_LAUNCH),
     "fsdp_offload": not_there(_LAUNCH),
     "fsdp_reshard_after_forward": not_there(_LAUNCH),
-    "fp8": not_there("training in 8 bits is not supported"),
-    "fp4": not_there("training in 4 bits is not supported"),
+    "fp8.enable_fp8": becomes(
+        "fp8=True with bf16=True", lambda value: {"fp8": True, "bf16": True} if value else {}, "fp8"
+    ),
+    "fp8": not_needed("scales are of whole tensors, taken anew in each product, and powers of 2"),
+    "fp4": not_there("fp8=True computes in 8 bits; load_in_4bit=True trains an adapter on weights of 4 bits"),
     "ckpt.enable_checkpoint": becomes(
         "save_strategy", lambda value: {} if value else {"save_strategy": "no"}, "save_strategy"
     ),
     "ckpt.save_freq": renamed("save_steps"),
-    "ckpt.save_freq_in_epoch": not_there("save_strategy='epoch' saves after every epoch"),
+    "ckpt.save_freq_in_epoch": becomes(
+        "save_strategy='epoch' and save_epochs",
+        lambda value: {"save_strategy": "epoch", "save_epochs": value} if value else {},
+        "save_epochs",
+    ),
     "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
     "ckpt.max_keep": if_set("save_total_limit"),
     "ckpt.export_safetensors": not_needed(
@@ -224,15 +242,28 @@ COSMOS_RL: dict[str, Row] = {
     "logging.logger": loggers(),
     "logging.project_name": renamed("project"),
     "logging.experiment_name": if_set("run_name"),
-    "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "profiler.enable_profiler": _flag("profile", True),
+    "profiler.enable_nsys": not_there("start the run under nsys profile; phases are ranges of record_function"),
+    "profiler.active_steps": renamed("profile_kwargs", "active"),
+    "profiler.warmup_steps": renamed("profile_kwargs", "warmup"),
+    "profiler.wait_steps": renamed("profile_kwargs", "wait"),
+    "profiler.rank_filter": renamed("profile_kwargs", "ranks"),
+    "profiler.record_shape": renamed("profile_kwargs", "record_shapes"),
+    "profiler.profile_memory": renamed("profile_kwargs", "profile_memory"),
+    "profiler.with_stack": renamed("profile_kwargs", "with_stack"),
+    "profiler.with_modules": not_needed("the phases of a step are ranges of the trace; with_stack has the modules"),
+    "profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
     "validation.enable": _flag("eval_strategy", "steps"),
     "validation.freq": renamed("eval_steps"),
     "validation.batch_size": if_set("per_device_eval_batch_size"),
     "validation.temperature": renamed("temperature_eval"),
     "validation.n_generation": renamed("num_generations_eval"),
+    "validation.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
+    "validation.top_k": sampled_top_k(),
+    "validation.repetition_penalty": if_set_key("eval_sampling_kwargs", "repetition_penalty"),
     "validation.dataset.name": not_needed("evaluation reads another split of the same dataset"),
     "validation.dataset.test_split": if_set("dataset_test_split"),
-    "validation": not_there("evaluation samples and is rewarded as training is"),
+    "validation": not_there("evaluations have the rewards of training, and its max_completion_length"),
     "redis": not_needed("there is no controller"),
     "custom": not_there("give the values to your own script"),
 }

@@ -12,11 +12,13 @@ from prefrl.options.foreign.row import (
     becomes,
     column,
     if_set,
+    if_set_key,
     layers,
     loggers,
     not_needed,
     not_there,
     renamed,
+    sampled_top_k,
     server,
 )
 
@@ -28,6 +30,11 @@ _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL_ESTIMATORS |= {"kl+": "k1+", "k1+": "k1+", "abs+": "abs+", "low_var_kl+": "k3+", "k3+": "k3+", "full": "full"}
+# Classes of torch.optim and bitsandbytes.optim, and Megatron's name.
+_OPTIMIZERS = {
+    **{"AdamW": "adamw_torch_fused", "Adam": "adam", "SGD": "sgd", "AdamW8bit": "adamw_8bit"},
+    **{"PagedAdamW8bit": "paged_adamw_8bit", "adam": "adamw_torch_fused"},
+}
 _REDUCTIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 LOSSES: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -39,6 +46,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo"},
     "geo_mean": {"loss_type": "gmpo"},
 }
+_DECAYS = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+_DECAYS |= {"inverse_square_root": "inverse_sqrt", "WSD": "wsd"}
 # The algorithm that an advantage estimator stands for is the name of the command.
 _ESTIMATORS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("gae", "grpo", "rloo", "reinforce_plus_plus")},
@@ -111,6 +120,7 @@ _DATA: dict[str, Row] = {
     "return_raw_chat": not_needed("rewards get the messages"),
     "return_full_prompt": not_needed("rewards get the prompt"),
     "return_multi_modal_inputs": not_needed("the trainer passes images on"),
+    "val_max_samples": if_set("max_eval_samples"),
     "validation_shuffle": not_needed("evaluation keeps the order of the dataset"),
     "use_shm": not_needed("datasets are memory-mapped"),
     "custom_cls": not_there(_PYTHON),
@@ -138,14 +148,16 @@ _MODEL: dict[str, Row] = {
 _ACTOR: dict[str, Row] = {
     "strategy": not_there(_LAUNCH),
     "fsdp_config": not_there(_LAUNCH),
-    "megatron": not_there(_LAUNCH),
+    "megatron": not_there(
+        "Megatron-LM has models of its own; DeepSpeed ZeRO and FSDP2 share out weights: see docs/distributed.md"
+    ),
     "ulysses_sequence_parallel_size": not_there("see sequence parallelism in docs/distributed.md"),
     "ppo_mini_batch_size": not_there(
         "per_device_train_batch_size * processes * gradient_accumulation_steps counts the completions of a step"
     ),
     "ppo_micro_batch_size": not_there("per_device_train_batch_size counts the completions of a process"),
     "ppo_micro_batch_size_per_gpu": renamed("per_device_train_batch_size"),
-    "use_dynamic_bsz": not_there("set max_tokens_per_micro_batch"),
+    "use_dynamic_bsz": not_there("set max_tokens_per_micro_batch, to a number or to 'auto'"),
     "ppo_max_token_len_per_gpu": renamed("max_tokens_per_micro_batch"),
     "clip_ratio": renamed("epsilon"),
     "clip_ratio_low": renamed("epsilon"),
@@ -173,7 +185,7 @@ _ACTOR: dict[str, Row] = {
     "shuffle": not_there("every pass over a rollout has the order of the first"),
     "data_loader_seed": if_set("data_seed"),
     "grad_clip": renamed("max_grad_norm"),
-    "use_torch_compile": not_needed("torch_compile=True compiles the model"),
+    "use_torch_compile": not_needed("torch_compile=True compiles the layers; entropies need no compiler here"),
     "use_remove_padding": not_needed("batches are laid out without padding"),
     "use_fused_kernels": not_needed("the logits of all tokens are never in memory"),
     "entropy_from_logits_with_chunking": not_needed("the logits of all tokens are never in memory"),
@@ -196,9 +208,28 @@ _ACTOR: dict[str, Row] = {
     ),
     "optim.num_cycles": not_there("lr_scheduler_kwargs={'num_cycles': ...}"),
     "optim.total_training_steps": not_needed("the schedule ends with the training"),
-    "optim.use_checkpoint_opt_param_scheduler": not_needed(
-        "a resumed run has the schedule of its checkpoint, but for the options that allow_resume_changes names"
+    "optim.lr_warmup_init": not_there("warmup_start_factor is its share of learning_rate"),
+    "optim.lr_decay_steps": if_set("lr_decay_steps"),
+    "optim.lr_decay_style": asked("lr_scheduler_type", _DECAYS),
+    "optim.lr_wsd_decay_style": not_there(
+        "lr_scheduler_type='wsd', lr_scheduler_kwargs={'decay_type': ...}; minus_sqrt is '1-sqrt'"
     ),
+    "optim.lr_wsd_decay_steps": not_there(
+        "lr_scheduler_type='wsd', lr_scheduler_kwargs={'decay_fraction': ...}, a share of all steps"
+    ),
+    "optim.min_lr": not_there("lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr': ...}"),
+    "optim.weight_decay_incr_style": becomes(
+        "weight_decay_schedule",
+        lambda value: {} if value == "constant" else {"weight_decay_schedule": value},
+        "weight_decay_schedule",
+    ),
+    "optim.use_checkpoint_opt_param_scheduler": not_needed(
+        "a resumed run goes on with its schedule; allow_resume_changes names options that may be others"
+    ),
+    "optim.clip_grad": renamed("max_grad_norm"),
+    "optim.optimizer": asked("optim", _OPTIMIZERS),
+    "optim.optimizer_impl": not_needed("optim names the implementation, too"),
+    "optim.override_optimizer_config": not_there("optim_args, adam_epsilon; see docs/optimizers.md"),
     "optim": not_there("see the options of transformers.TrainingArguments"),
     "checkpoint.save_contents": becomes(
         "checkpoint_kwargs={'save_optimizer': False} without optimizer, save_only_model=True for the model alone; "
@@ -214,7 +245,14 @@ _ACTOR: dict[str, Row] = {
     ),
     "checkpoint.async_save": renamed("save_in_background"),
     "checkpoint": not_needed("checkpoints hold everything that a resumed run needs"),
-    "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "profiler.enable": renamed("profile"),
+    "profiler.ranks": renamed("profile_kwargs", "ranks"),
+    "profiler.all_ranks": becomes(
+        "the key 'ranks' of profile_kwargs: None",
+        lambda value: {"profile_kwargs": {"ranks": None}} if value else {},
+        "profile_kwargs",
+    ),
+    "profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
 }
 _ROLLOUT: dict[str, Row] = {
     "name": becomes(
@@ -257,7 +295,9 @@ _ROLLOUT: dict[str, Row] = {
     "val_kwargs.temperature": renamed("temperature_eval"),
     "val_kwargs.n": renamed("num_generations_eval"),
     "val_kwargs.do_sample": not_needed("temperature_eval=0 decodes greedily"),
-    "val_kwargs": not_there("evaluation samples as training does"),
+    "val_kwargs.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
+    "val_kwargs.top_k": sampled_top_k(),
+    "val_kwargs": not_there("eval_sampling_kwargs has the keys top_p, top_k, min_p and repetition_penalty"),
     "multi_turn.max_assistant_turns": if_set("max_turns"),
     "multi_turn": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
     "agent": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
@@ -270,6 +310,13 @@ _CRITIC: dict[str, Row] = {
         lambda value: {"critic_optim_kwargs": {"adam_beta1": value[0], "adam_beta2": value[1]}},
         "critic_optim_kwargs",
     ),
+    "optim.lr_warmup_steps": becomes(
+        "the key 'warmup_steps' of critic_optim_kwargs",
+        lambda value: {} if value in (None, -1) else {"critic_optim_kwargs": {"warmup_steps": value}},
+        "critic_optim_kwargs",
+    ),
+    "optim.lr_warmup_steps_ratio": renamed("critic_optim_kwargs", "warmup_steps"),
+    "optim.clip_grad": renamed("critic_optim_kwargs", "max_grad_norm"),
     "optim": not_there(
         "the critic has the optimizer and the schedule of the policy, critic_learning_rate and critic_optim_kwargs"
     ),
@@ -348,9 +395,10 @@ _TRAINER: dict[str, Row] = {
     ),
     "resume_from_path": if_set("resume_from_checkpoint"),
     "balance_batch": not_needed("losses are divided by the count of all processes"),
-    "log_val_generations": not_there("log_completions=True prints the completions of training"),
     "rollout_data_dir": not_needed("the folder completions in output_dir has every rollout"),
-    "validation_data_dir": not_there("the metrics of evaluation are logged, not its completions"),
+    "validation_data_dir": not_there(
+        "log_val_generations says how many completions of each evaluation go to the folder evaluations in output_dir"
+    ),
     "ray_wait_register_center_timeout": not_needed("there is no Ray"),
     "use_legacy_worker_impl": not_needed("there are no workers"),
 }
@@ -383,7 +431,8 @@ VERL: dict[str, Row] = {
         "reward_funcs: [module:function]; verl's arguments are known, see docs/rewards.md", _reward, "reward_funcs"
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
-    "global_profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),
+    "global_profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
     "ray_kwargs": not_needed("there is no Ray"),
     "ray_init": not_needed("there is no Ray"),
 }

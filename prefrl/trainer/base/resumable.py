@@ -25,7 +25,6 @@ from prefrl.run.identity import Identity, write_identity
 from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
-from prefrl.trainer.base.early_stopping import EarlyStopping
 from prefrl.trainer.base.hub import Hub, tell_not_created
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
@@ -73,9 +72,6 @@ class ResumableTrainer(OptimizedTrainer):
         contain_trackers(self.callback_handler.callbacks)
         self.plan = StepPlan(args, unit=args.steps_of_a_generation)
         self.callback_handler.callbacks.insert(0, self.plan)  # others shall see its epoch
-        if args.early_stopping_patience is not None:
-            threshold = args.early_stopping_params.threshold
-            self.add_callback(EarlyStopping(args.early_stopping_patience, threshold))
         self.stop_request = StopRequest(args.max_train_time)
         self.run_folder = RunFolder(
             Path(args.output_dir),
