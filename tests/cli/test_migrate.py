@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from prefrl.registry import REGISTRY
+from prefrl.scripts.dataset_config import DatasetConfig, load_part
 from prefrl.scripts.main import main
 from prefrl.scripts.migrate_config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
 from prefrl.scripts.migrate_python import migrate_script
@@ -316,6 +318,19 @@ def test_yaml_of_verl_and_what_it_leaves_open(tmp_path: Path) -> None:
     assert [line for line, _ in result.open] == [7, 10, 17]
     assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards:compute_score"]
     assert "# Open: line 17: data.prompt_key: the column must be called 'prompt'" in result.text
+
+
+def test_files_of_verl_are_splits_of_a_dataset(tmp_path: Path) -> None:
+    for name, prompts in (("a", ["1"]), ("b", ["2", "3"]), ("c", ["4", "5", "6"])):
+        Dataset.from_dict({"prompt": prompts}).to_parquet(tmp_path / f"{name}.parquet")
+    a, b, c = (f"{tmp_path}/{name}.parquet" for name in "abc")
+    result = migrate_verl(f"data:\n  train_files: [{a}, {b}]\n  val_files: {c}\n", is_command=False)
+    (entry,) = yaml.safe_load(result.text)["datasets"]
+    found = {split: load_part(DatasetConfig(**entry, split=split), streaming=False) for split in ("train", "test")}
+    assert [rows["prompt"][:] for rows in found.values()] == [["1", "2", "3"], ["4", "5", "6"]]
+    assert "files" not in str(result.open)
+    mixed = migrate_verl(f"data:\n  train_files: {a}\n  val_files: c.jsonl\n", is_command=False)
+    assert "files of several formats" in mixed.text
 
 
 def test_checkpoints_of_verl(tmp_path: Path) -> None:

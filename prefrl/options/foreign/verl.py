@@ -100,7 +100,11 @@ def _loaded(value: Any) -> Mapping[str, Any]:
 
 _DATA: dict[str, Row] = {
     "train_files": becomes("dataset_name, or several paths in datasets", _files, "dataset_name"),
-    "val_files": not_there("name a split of the dataset, --dataset_test_split, or give eval_dataset in Python"),
+    "val_files": becomes(
+        "datasets: [{path: parquet, data_files: {train: ..., test: ...}}] with train_files",
+        lambda value: {},
+        "datasets",
+    ),
     "tokenizer": not_there("give the tokenizer as processing_class in Python"),
     "prompt_key": column("prompt"),
     "image_key": renamed("image_key"),
@@ -276,6 +280,7 @@ _ROLLOUT: dict[str, Row] = {
     "max_num_batched_tokens": server("--max-num-batched-tokens"),
     "max_num_seqs": server("--max-num-seqs"),
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
+    "engine_kwargs.sglang": not_there("SGLang is not supported; use_vllm=True asks a vLLM server"),
     "engine_kwargs": server("options that it does not know go on to vLLM"),
     "cudagraph_capture_sizes": server("options that it does not know go on to vLLM"),
     "disable_log_stats": server("--disable-log-stats"),
