@@ -12,6 +12,7 @@ from prefrl.errors import ConfigError
 __all__ = [
     "check_backend",
     "check_chooses_optimizer",
+    "check_chooses_schedule",
     "check_devices",
     "check_gradients_seen",
     "check_optimizer",
@@ -181,6 +182,21 @@ def check_chooses_optimizer(accelerator: Any, options: str) -> None:
         raise ConfigError(f"{options} have no effect: DeepSpeed's config has an optimizer. Remove it from the config.")
 
 
+def check_chooses_schedule(accelerator: Any) -> None:
+    """Refuse schedules that transformers does not have if DeepSpeed's config has a scheduler or an optimizer.
+
+    Raises:
+        ConfigError: It has.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    found = [part for part in ("scheduler", "optimizer") if plugin is not None and part in plugin.deepspeed_config]
+    if found:
+        raise ConfigError(
+            f"lr_scheduler_type and other options of schedules: DeepSpeed's config has {' and '.join(found)} of its "
+            "own, which would leave them without effect. Remove that from the config."
+        )
+
+
 def check_state_read(accelerator: Any, name: str) -> None:
     """Refuse to save the state of an optimizer that has none, if it could not be read again.
 
@@ -204,6 +220,20 @@ def check_gradients_seen(accelerator: Any, option: str) -> None:
         raise ConfigError(
             f"{option} under DeepSpeed, which updates within the backward pass: gradients cannot be changed before. "
             "Use FSDP2 or DDP, or leave it None."
+        )
+
+
+def check_weights_stay(accelerator: Any, option: str) -> None:
+    """Refuse an option that needs the weights between the passes.
+
+    Raises:
+        ConfigError: With ZeRO-3 they are empty then.
+    """
+    is_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
+    if is_deepspeed and accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] == 3:
+        raise ConfigError(
+            f"{option} with DeepSpeed ZeRO-3, whose weights are empty between the passes: they are not averaged. Use "
+            "ZeRO-2, DDP or FSDP2; the command prefrl soup averages checkpoints afterwards."
         )
 
 

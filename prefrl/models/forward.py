@@ -13,17 +13,12 @@ from torch.nn.functional import pad
 from prefrl.distributed import is_main, num_processes, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
+from prefrl.models.heads import is_classifier
 from prefrl.models.histories import token_truncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import ForwardPlan, ModelInputs, Plan, Verdict, lay_out, own_part
-from prefrl.models.scoring import (
-    ScoredTokens,
-    inner_model,
-    is_classifier,
-    prepare_for_scoring,
-    score_tokens,
-)
+from prefrl.models.scoring import ScoredTokens, inner_model, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import check_plans, fingerprint
 from prefrl.types import TokenBatch
 

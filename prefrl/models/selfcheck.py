@@ -15,6 +15,7 @@ import torch
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
 from prefrl.models.fp8 import without_fp8
+from prefrl.models.heads import is_classifier, needed_head, output_head, pad_token_id
 from prefrl.models.images import image_rules
 from prefrl.models.liger import liger_options_of, without_liger
 from prefrl.models.modes import eval_mode, uncompiled
@@ -22,10 +23,6 @@ from prefrl.models.plans import FlatInputs, Verdict, lay_out
 from prefrl.models.precision import coarsest_dtype
 from prefrl.models.scoring import (
     inner_model,
-    is_classifier,
-    needed_head,
-    output_head,
-    pad_token_id,
     predicting,
     prepare_for_scoring,
     read_out,

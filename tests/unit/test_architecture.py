@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import FunctionType
 from typing import Generic, get_args, get_type_hints
 
 import grimp
@@ -22,6 +23,7 @@ from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.parser import CommandParser
+from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.optimized import OptimizedTrainer
@@ -48,6 +50,9 @@ HOOKS = {
     "_build_accelerator_args": ["kwargs"],
     "_clip_grad_norm": ["model"],
     "_finish_current_push": [],
+    "_init_training_state": [
+        *("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial")
+    ],
     "_issue_warnings_after_load": ["load_result"],
     "_load_best_model": [],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
@@ -62,6 +67,7 @@ HOOKS = {
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_track_num_input_tokens": ["inputs"],
     "create_optimizer": ["model"],
+    "create_scheduler": ["num_training_steps", "optimizer"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "end": [],
     "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
@@ -143,7 +149,8 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     trainer = row.load_trainer()
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
-    assert _bases(BaseTrainer) == [EvaluatingTrainer]
+    assert _bases(BaseTrainer) == [AveragingTrainer]
+    assert _bases(AveragingTrainer) == [EvaluatingTrainer]
     assert _bases(EvaluatingTrainer) == [SizedTrainer]
     assert _bases(SizedTrainer) == [GuardedTrainer]
     assert _bases(GuardedTrainer) == [ResumableTrainer]
@@ -249,7 +256,7 @@ def test_every_overridden_hook_is_pinned() -> None:
         name
         for cls in classes
         for name, value in vars(cls).items()
-        if inspect.isfunction(value) and name in vars(Trainer)
+        if isinstance(value, FunctionType | staticmethod) and name in vars(Trainer)
     }
     assert overridden - VARIADIC - REPLACED == set(HOOKS)
 

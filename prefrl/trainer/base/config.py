@@ -32,7 +32,7 @@ from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimi
 from prefrl.trainer.base.precision_options import PrecisionOptions, check_precision
 from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
-from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, derive_sizes, take_automatic
+from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, check_rate, derive_sizes, take_automatic
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ class BaseConfig(
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
         "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic.md. Changes memory and speed, "
-        "never the update.",
+        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic_sizes.md. Changes memory and "
+        "speed, never the update.",
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
@@ -381,6 +381,7 @@ class BaseConfig(
         check_ignored_options(self)
         self.validate_schedule()
         check_optimizer(self)
+        check_rate(self)
         check_evaluation(self)
         check_autopilot(self)
         check_profile(self)

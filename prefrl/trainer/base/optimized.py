@@ -1,9 +1,9 @@
-"""A trainer with optimizers, learning rates and penalties that HuggingFace's lacks."""
+"""A trainer with optimizers, learning rates, schedules and penalties that HuggingFace's lacks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.trainer.base.muon import MuonWithAdamW, hidden_matrices
 from prefrl.trainer.base.optimizers import OPTIMIZERS, added_arguments, named_optimizer, works_under
+from prefrl.trainer.base.scheduler import WatchPlateau, own_scheduler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,12 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OptimizedTrainer", "regroup"]
 
-# These act on gradients between the backward pass and the update.
-_ON_GRADIENTS = ("max_grad_value", "regularization_type")
-
 
 class OptimizedTrainer(Trainer):
-    """HuggingFace's loop with the optimizers of `OPTIMIZERS`, rates by name, penalties and clipping by value.
+    """HuggingFace's loop with the optimizers of `OPTIMIZERS`, rates by name, schedules, penalties, clipping by value.
 
     Args:
         args: Options.
@@ -35,6 +33,7 @@ class OptimizedTrainer(Trainer):
     """
 
     args: BaseConfig
+    lr_scheduler: Any
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         super().__init__(args=args, **arguments)
@@ -42,7 +41,7 @@ class OptimizedTrainer(Trainer):
         if self.optimizer is None:
             distributed.check_optimizer(self.accelerator, name, works_under(name))
             saves_state = args.save_strategy != "no" and not args.save_only_model
-            if name == "sgd" and "momentum" not in (args.optim_args or "") and saves_state:
+            if name == "sgd" and saves_state and not self.get_optimizer_cls_and_kwargs(args)[1].get("momentum"):
                 distributed.check_state_read(self.accelerator, name)
             if name in OPTIMIZERS or args.learning_rates:
                 distributed.check_chooses_optimizer(self.accelerator, "optim and learning_rates")
@@ -51,9 +50,10 @@ class OptimizedTrainer(Trainer):
                 f"learning_rates={args.learning_rates!r} has no effect on the optimizer in optimizers=. Give it "
                 "parameter groups with these rates, or choose it by name with optim."
             )
-        for option in _ON_GRADIENTS:
-            if getattr(args, option) is not None:
-                distributed.check_gradients_seen(self.accelerator, option)
+        for option in args.set_on_gradients:
+            distributed.check_gradients_seen(self.accelerator, option)
+        if args.reduces_on_plateau:
+            self.add_callback(WatchPlateau(args.plateau_params.metric))
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: PreTrainedModel | None = None) -> tuple[Any, Any]:
@@ -71,14 +71,25 @@ class OptimizedTrainer(Trainer):
         """
         is_new = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        model = self.model if model is None else model
-        if is_new and isinstance(optimizer, MuonWithAdamW):
+        if is_new:
+            self.group_parameters(optimizer, self.model if model is None else model)
+        return optimizer
+
+    def group_parameters(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Give a new optimizer parameter groups for Muon and for `learning_rates`."""
+        if isinstance(optimizer, MuonWithAdamW):
             matrices, settings = {id(p) for p in hidden_matrices(model)}, optimizer.muon_settings
             regroup(optimizer, lambda parameter: settings if id(parameter) in matrices else {})
-        if is_new and self.args.learning_rates:
+        if self.args.learning_rates:
             rates = _rates(cast("dict[str, float]", self.args.learning_rates), model)
             regroup(optimizer, lambda parameter: {"lr": rates[id(parameter)]} if id(parameter) in rates else {})
-        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """HuggingFace's hook."""
+        own = own_scheduler(self.args, self.lr_scheduler, optimizer or self.optimizer, num_training_steps)
+        if own is not None:
+            self.lr_scheduler, self._created_lr_scheduler = own, True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """HuggingFace's hook, called with the gradients of a step, unless `max_grad_norm` is 0."""
@@ -97,6 +108,10 @@ class OptimizedTrainer(Trainer):
                     parameter.grad.clamp_(-limit, limit)
         return norm
 
+    def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """The parameters in the penalty of a step."""
+        return model.parameters()
+
     @torch.no_grad()
     def add_penalty(self, model: nn.Module) -> None:
         """Add the gradient of `regularization_type` to the gradients of a step: c sign(w), 2 c w, or both."""
@@ -104,7 +119,7 @@ class OptimizedTrainer(Trainer):
         if kind is None:
             return
         weight = self.args.regularization_lambda * distributed.loss_scale(self.accelerator)
-        for parameter in model.parameters():
+        for parameter in self.penalized(model):
             if parameter.grad is None:
                 continue
             if kind != "l2":
