@@ -369,7 +369,7 @@ class BaseConfig(
                 "of a padded row, and there are none here. Leave it None."
             )
         self._check_trackers()
-        check_precision(self)
+        check_precision(self, fp8=self.fp8)
         self._validate_activations()
         self._validate_liger()
         check_checkpoints(self)
