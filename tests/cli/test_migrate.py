@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +163,87 @@ def test_what_has_no_counterpart_stays_and_is_told(call: str, words: str) -> Non
     assert result.text == f"{IMPORT.replace('trl', 'prefrl')}x = {call}\n"
     assert words in result.open[0][1]
     assert result.open[0][0] == 2
+
+
+PARSED = '''\
+"""Run: python ppo.py --reward_model_path RM --max_completion_length 4 --num_mini_batches 2"""
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification as Rewards, HfArgumentParser
+from trl import ModelConfig
+from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+
+if __name__ == "__main__":
+    parser = HfArgumentParser((PPOConfig, ModelConfig))
+    training_args, model_args = parser.parse_args_into_dataclasses()
+    remote = {"trust_remote_code": model_args.trust_remote_code}
+    trainer = PPOTrainer(
+        args=training_args,
+        model=model_args.model_name_or_path,
+        reward_model=Rewards.from_pretrained(training_args.reward_model_path, **remote),
+        value_model=Rewards.from_pretrained(training_args.reward_model_path, **remote),
+        train_dataset=load_dataset("json", data_files="prompts.jsonl", split="train"),
+    )
+    trainer.train()
+    STEPS = trainer.state.global_step
+
+    trainer.generate_completions()
+'''
+PARSED_CHANGES = """\
++import dataclasses
+-from transformers import AutoModelForSequenceClassification as Rewards, HfArgumentParser
+-from trl import ModelConfig
+-from trl.experimental.ppo import PPOConfig, PPOTrainer
++from prefrl import ArgumentParser
++from transformers import AutoModelForSequenceClassification as Rewards
++from prefrl import ModelConfig
++from prefrl import PPOConfig, PPOTrainer
++@dataclasses.dataclass
++class PPOScriptConfig(PPOConfig):
++    \"\"\"Options that only this script reads.\"\"\"
++    reward_model_path: str | None = None
+-    parser = HfArgumentParser((PPOConfig, ModelConfig))
++    parser = ArgumentParser((PPOScriptConfig, ModelConfig))
+-    remote = {"trust_remote_code": model_args.trust_remote_code}
++    remote = {"trust_remote_code": training_args.trust_remote_code}
+-    trainer.generate_completions()
+"""
+
+
+def test_a_script_that_parses_its_options_is_migrated_and_runs(
+    workspace: Path, model_folder: Path, reward_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = migrate_script(PARSED)
+    lines = difflib.unified_diff(PARSED.splitlines(), result.text.splitlines(), lineterm="", n=0)
+    changed = [line for line in lines if line[:2] not in ("--", "++", "@@") and line[1:]]  # empty lines match anywhere
+    assert changed == PARSED_CHANGES.splitlines()
+    assert [(line, said.split()[0]) for line, said in result.open] == [(1, "--num_mini_batches"), (9, "PPOConfig")]
+    assert migrate_script(result.text).text == result.text
+    words = f"--model_name_or_path {model_folder} --reward_model_path {reward_folder} --output_dir out --use_cpu"
+    more = "--missing_eos_penalty 1 --max_completion_length 2 --max_steps 1 --per_device_train_batch_size 2"
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *words.split(), *more.split()])
+    # Where a script runs, its module is there: dataclasses look for it.
+    monkeypatch.setitem(sys.modules, "__main__", module := types.ModuleType("__main__"))
+    exec(compile(result.text, "migrated", "exec"), module.__dict__)
+    assert module.STEPS == 1
+
+
+def test_a_parser_alone_is_replaced_and_a_block_keeps_a_statement() -> None:
+    script = (
+        "from transformers import HfArgumentParser\nfrom trl import BCOConfig, BCOTrainer\n"
+        "(args,) = HfArgumentParser(BCOConfig).parse_args_into_dataclasses()\nif args:\n    t.generate_completions()\n"
+    )
+    assert migrate_script(script).text == (
+        "from prefrl import ArgumentParser\nfrom prefrl import BCOConfig, BCOTrainer\n"
+        "(args,) = ArgumentParser(BCOConfig).parse_args_into_dataclasses()\nif args:\n    pass\n"
+    )
+
+
+def test_a_namesake_stays_imported_from_trl() -> None:
+    script = "from trl.experimental.bema_for_ref_model import DPOTrainer\n"
+    result = migrate_script(script)
+    assert result.text == script
+    assert [line for line, _ in result.open] == [1]
 
 
 def test_imports_of_what_is_not_there_stay() -> None:

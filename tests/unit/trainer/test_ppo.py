@@ -29,7 +29,7 @@ def ppo(folder: Path, **options: Any) -> PPOTrainer:
 def test_a_critic_that_is_given_is_trained_in_place(tmp_path: Path) -> None:
     given = tiny_reward_model(seed=5)
     before = given.score.weight.detach().clone()
-    trainer = ppo(tmp_path, value_model=given, **CRITIC)
+    trainer = ppo(tmp_path, value_model=given, critic_learning_rate=0.1)  # as in TRL, no option is needed
     assert trainer.critic.module is given
     trainer.train()
     assert not torch.equal(given.score.weight, before)
@@ -56,7 +56,8 @@ def test_a_critic_checkpoints_the_layers_that_the_options_name(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"value_model": "anything"}, "value_model has no effect with critic='head'"),
+        ({"value_model": "anything", "critic": "head"}, "value_model has no effect with critic='head'"),
+        ({"value_model": "anything", "detach_trunk": True}, "detach_trunk=True has no effect because value_model"),
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "PPO's optimizer also trains the critic"),
     ],
 )
