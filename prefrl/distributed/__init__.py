@@ -6,6 +6,7 @@ from prefrl.distributed.backend import (
     is_finding_scale,
     keep_outputs_exact,
     leave_out_update,
+    loss_scale,
     no_sync,
     prepare_frozen,
     tell_deepspeed,
@@ -15,13 +16,29 @@ from prefrl.distributed.checkpoint import (
     check_first_training,
     check_resumable,
     keeps_checkpoints_partitioned,
+    keeps_optimizer_apart,
     sign_checkpoint,
     whole_on_host,
     writer_of,
 )
 from prefrl.distributed.company import Scorer, in_company, missing_passes
-from prefrl.distributed.launch_checks import check_backend, check_devices, check_processes, check_quantized
-from prefrl.distributed.parallelism import check_deepspeed, check_model, set_up_parallelism
+from prefrl.distributed.launch_checks import (
+    check_backend,
+    check_chooses_optimizer,
+    check_chooses_schedule,
+    check_devices,
+    check_gradients_seen,
+    check_optimizer,
+    check_processes,
+    check_quantized,
+    check_state_read,
+)
+from prefrl.distributed.parallelism import (
+    accelerator_arguments,
+    check_deepspeed,
+    check_model,
+    set_up_parallelism,
+)
 from prefrl.distributed.processes import (
     exchange,
     from_main,
@@ -69,16 +86,22 @@ from prefrl.distributed.unpickling import only_data
 __all__ = [
     "Reader",
     "Scorer",
+    "accelerator_arguments",
     "announce_backward",
     "bare_copy",
     "check_backend",
+    "check_chooses_optimizer",
+    "check_chooses_schedule",
     "check_deepspeed",
     "check_devices",
     "check_first_training",
+    "check_gradients_seen",
     "check_model",
+    "check_optimizer",
     "check_processes",
     "check_quantized",
     "check_resumable",
+    "check_state_read",
     "class_of",
     "copy_of",
     "divided_update",
@@ -99,8 +122,10 @@ __all__ = [
     "is_sharded",
     "keep_outputs_exact",
     "keeps_checkpoints_partitioned",
+    "keeps_optimizer_apart",
     "leave_out_update",
     "load_whole",
+    "loss_scale",
     "max_over_ranks",
     "memory_of",
     "min_over_ranks",

@@ -72,6 +72,11 @@ def is_finding_scale(accelerator: Any) -> bool:
     return bool(accelerator.deepspeed_engine_wrapped.engine.optimizer.loss_scale > 1.0)
 
 
+def loss_scale(accelerator: Any) -> float:
+    """What gradients are multiplied by until float16's scaler divides them, before clipping; 1 without float16."""
+    return 1.0 if accelerator.scaler is None else float(accelerator.scaler.get_scale())
+
+
 @contextmanager
 def divided_update(accelerator: Any, model: nn.Module, divisor: float) -> Iterator[None]:
     """Divide all gradients of an optimizer step by `divisor` before the update.

@@ -105,6 +105,11 @@ def keeps_checkpoints_partitioned(accelerator: Any) -> bool:
     return bool(zero["stage"] == 3 and zero.get("stage3_gather_16bit_weights_on_model_save") is not True)
 
 
+def keeps_optimizer_apart(accelerator: Any) -> bool:
+    """Whether a checkpoint has the optimizer's state, whole, in a file of its own."""
+    return _this_run(accelerator).backend == _UNSHARDED
+
+
 def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
     """Whole copies on the host of tensors that may be partitioned. All ranks must call it, with the same names.
 

@@ -9,7 +9,17 @@ import torch
 
 from prefrl.errors import ConfigError
 
-__all__ = ["check_backend", "check_devices", "check_processes", "check_quantized"]
+__all__ = [
+    "check_backend",
+    "check_chooses_optimizer",
+    "check_chooses_schedule",
+    "check_devices",
+    "check_gradients_seen",
+    "check_optimizer",
+    "check_processes",
+    "check_quantized",
+    "check_state_read",
+]
 
 # Set by `prefrl launch` for its training processes.
 _NUM_PROCESSES = "PREFRL_NUM_PROCESSES"
@@ -126,6 +136,84 @@ def check_quantized(accelerator: Any, model: Any) -> None:
         raise ConfigError(
             f"bnb_4bit_quant_storage={storage} with {accelerator.mixed_precision}: the backend would cast the stored "
             f"weights. Set bnb_4bit_quant_storage={computed}, which stores the same four bits."
+        )
+
+
+def check_optimizer(accelerator: Any, name: str, works_under: Mapping[str, bool]) -> None:
+    """Refuse an optimizer that would make another update of partitioned weights than of whole ones, or fail.
+
+    Args:
+        accelerator: The trainer's accelerator.
+        name: The optimizer.
+        works_under: Whether it works under "ZeRO" and "FSDP2".
+
+    Raises:
+        ConfigError: It does not; says under what it does.
+    """
+    backend = {"DEEPSPEED": "ZeRO", "FSDP": "FSDP2"}.get(accelerator.distributed_type.value)
+    if backend is None or works_under[backend]:
+        return
+    because = {
+        "ZeRO": "ZeRO cuts weights into parts of a vector, and this optimizer needs whole ones",
+        "FSDP2": "its library cannot update weights of which each process has a part",
+    }[backend]
+    other = next((f"{other} or DDP" for other, works in works_under.items() if works), "DDP")
+    raise ConfigError(
+        f"optim={name!r} under {backend}: {because}. Use {other}, or another optimizer: docs/optimizers.md has "
+        "a table."
+    )
+
+
+def check_chooses_optimizer(accelerator: Any, options: str) -> None:
+    """Refuse options of the optimizer if DeepSpeed's config has an optimizer of its own.
+
+    Raises:
+        ConfigError: It has.
+    """
+    if accelerator.distributed_type.value != "DEEPSPEED":
+        return
+    if "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config:
+        raise ConfigError(f"{options} have no effect: DeepSpeed's config has an optimizer. Remove it from the config.")
+
+
+def check_chooses_schedule(accelerator: Any) -> None:
+    """Refuse schedules that transformers does not have if DeepSpeed's config has a scheduler or an optimizer.
+
+    Raises:
+        ConfigError: It has.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    found = [part for part in ("scheduler", "optimizer") if plugin is not None and part in plugin.deepspeed_config]
+    if found:
+        raise ConfigError(
+            f"lr_scheduler_type and other options of schedules: DeepSpeed's config has {' and '.join(found)} of its "
+            "own, which would leave them without effect. Remove that from the config."
+        )
+
+
+def check_state_read(accelerator: Any, name: str) -> None:
+    """Refuse to save the state of an optimizer that has none, if it could not be read again.
+
+    Raises:
+        ConfigError: FSDP2 partitions the state.
+    """
+    if accelerator.distributed_type.value == "FSDP":
+        raise ConfigError(
+            f"optim={name!r} without momentum under FSDP2: torch cannot read a checkpoint of an optimizer without "
+            "state. Set optim_args='momentum=0.9', or save_only_model=True, which saves no state."
+        )
+
+
+def check_gradients_seen(accelerator: Any, option: str) -> None:
+    """Refuse an option that changes gradients between the backward pass and the update.
+
+    Raises:
+        ConfigError: DeepSpeed updates within the backward pass.
+    """
+    if accelerator.distributed_type.value == "DEEPSPEED":
+        raise ConfigError(
+            f"{option} under DeepSpeed, which updates within the backward pass: gradients cannot be changed before. "
+            "Use FSDP2 or DDP, or leave it None."
         )
 
 

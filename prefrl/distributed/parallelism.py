@@ -17,6 +17,13 @@ _SAVE_MEMORY = (
 )
 
 
+def accelerator_arguments(given: dict[str, Any], parallelism: Any) -> dict[str, Any]:
+    """What HuggingFace gives to its accelerator, with our parallelism; and without compilation, which is done here."""
+    plugin = given["dynamo_plugin"]
+    plugin.backend = type(plugin.backend).NO
+    return {**given, "parallelism_config": parallelism}
+
+
 def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool, longest_wait: float) -> Any:
     """Check the requested parallelism, limit waits and form the teams. All processes must call it.
 

@@ -31,6 +31,7 @@ from prefrl.losses.chunks import (
 )
 from prefrl.losses.kl.full import ReferenceLogits, full_kl, reference_log_probs
 from prefrl.losses.scores import ScoreName, TokenScores, WantName
+from prefrl.losses.truncation import KeptSet, Mask, TokenTruncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,7 @@ def chunked_logprobs(
     *,
     temperature: float,
     want: Collection[WantName],
+    truncation: TokenTruncation | None = None,
     reference: ReferenceLogits | None = None,
     chunk_size: int | None = None,
     keep_bytes: int | None = None,
@@ -86,6 +88,7 @@ def chunked_logprobs(
         head: Output head, gradient flows.
         temperature: Logits are divided by it.
         want: What to compute besides log-probs, by its name in `TokenScores`.
+        truncation: Cuts softmax(logits / temperature); None: it is not cut.
         reference: The reference distribution of `full_kl`; None: `full_kl` is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
         keep_bytes: If the probabilities of all tokens take at most this many bytes, they are kept for backward instead
@@ -104,16 +107,17 @@ def chunked_logprobs(
         raise ValueError(f"head.weight {tuple(head.weight.shape)}: needs to be [V, {hidden.shape[1]}] to match hidden")
     if head.softcap is not None and head.softcap <= 0:
         raise ValueError(f"head.softcap={head.softcap}: needs to be positive, or None for no cap")
+    is_penalized = truncation is not None and truncation.history is not None
     plan = ChunkPlan(
         scale=head.scale,
         softcap=head.softcap,
         temperature=temperature,
         chunk_size=chunk_size,
-        # The gradient of full_kl needs the logits, so kept probabilities would be of no use.
-        keep_bytes=keep_bytes if torch.is_grad_enabled() and reference is None else 0,
+        # The gradients of full_kl and of penalized logits need the logits, so kept probabilities would be of no use.
+        keep_bytes=keep_bytes if torch.is_grad_enabled() and reference is None and not is_penalized else 0,
         product_dtype=product_dtype_of(hidden, head.weight),
     )
-    wanted = _Wanted(frozenset(want), _ref_log_probs(reference, hidden, temperature))
+    wanted = _Wanted(frozenset(want), _ref_log_probs(reference, hidden, temperature, truncation), truncation)
     logprobs, *columns = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, plan, wanted
     )
@@ -137,6 +141,7 @@ def module_logprobs(
     *,
     temperature: float,
     want: Collection[WantName],
+    truncation: TokenTruncation | None = None,
     reference: ReferenceLogits | None = None,
     chunk_size: int | None = None,
     min_chunks: int = 1,
@@ -151,6 +156,7 @@ def module_logprobs(
         head_fn: [m, h] -> [m, V] logits as the model's own forward computes them; gradient flows to its parameters.
         temperature: Logits are divided by it.
         want: What to compute besides log-probs, by its name in `TokenScores`.
+        truncation: Cuts softmax(logits / temperature); None: it is not cut.
         reference: The reference distribution of `full_kl`; None: `full_kl` is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
         min_chunks: Call the head at least this many times, on empty chunks if need be.
@@ -163,13 +169,21 @@ def module_logprobs(
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     _check(hidden, targets, temperature, want, chunk_size)
-    ref_log_probs = _ref_log_probs(reference, hidden, temperature)
+    ref_log_probs = _ref_log_probs(reference, hidden, temperature, truncation)
 
     def score(rows: slice) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         row_targets = targets[rows]
         logits = head_fn(hidden[rows])
         logits = logits.to(score_dtype(logits))
-        log_probs = (logits / temperature).log_softmax(1)
+        scaled, mask = logits / temperature, None
+        if truncation is not None:
+            penalties = truncation[rows].penalties(scaled)
+            scaled = scaled if penalties is None else scaled * penalties
+            kept = truncation.kept(scaled.detach())
+            mask = None if kept is None else kept.mask(scaled.detach(), row_targets)
+        restricted = scaled if mask is None else mask.restrict(scaled.clone())
+        log_normalizers = restricted.logsumexp(1, keepdim=True)
+        log_probs = restricted - log_normalizers
         constant = log_probs.detach()
         columns = (
             _entropy(log_probs if "entropy_gradient" in want else constant) if "entropy" in want else None,
@@ -177,9 +191,9 @@ def module_logprobs(
             logits.argmax(1) if "predicted" in want else None,
             logits.detach().mean(1) if "mean_logit" in want else None,
             _log_sum_of_squares(constant.exp()) if "log_collision" in want else None,
-            None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows)),
+            None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows, mask)),
         )
-        return log_probs.gather(1, row_targets[:, None]).squeeze(1), columns
+        return (scaled.gather(1, row_targets[:, None]) - log_normalizers).squeeze(1), columns
 
     # Empty chunks call the head too, so that its parameters get a gradient of zeros.
     slices = slices_of(hidden.shape[0], chunk_size)
@@ -217,21 +231,22 @@ def _check(hidden: Tensor, targets: Tensor, temperature: float, want: Collection
 
 
 def _ref_log_probs(
-    reference: ReferenceLogits | None, hidden: Tensor, temperature: float
-) -> Callable[[slice], Tensor] | None:
+    reference: ReferenceLogits | None, hidden: Tensor, temperature: float, truncation: TokenTruncation | None
+) -> Callable[[slice, Mask | None], Tensor] | None:
     if reference is None:
         return None
     if reference.hidden.shape[:-1] != hidden.shape[:1]:
         raise ValueError(
             f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}: need to be [M, h] each"
         )
-    return reference_log_probs(reference, temperature=temperature, dtype=score_dtype(hidden))
+    return reference_log_probs(reference, temperature=temperature, truncation=truncation, dtype=score_dtype(hidden))
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     names: frozenset[WantName]
-    ref_log_probs: Callable[[slice], Tensor] | None  # [c, V] log q of some rows
+    ref_log_probs: Callable[[slice, Mask | None], Tensor] | None  # [c, V] log q of some rows
+    truncation: TokenTruncation | None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -270,8 +285,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         constants = (entropy, columns.correct, columns.predicted, mean_logit, columns.log_collision)
         ctx.mark_non_differentiable(*(column for column in constants if column is not None))
         ctx.plan, ctx.wanted = plan, wanted
+        sets = (None, None) if columns.kept is None else (columns.kept.lowest, columns.kept.log_share)
         ctx.save_for_backward(
-            hidden, weight, bias, targets, columns.expected_logits, columns.expected_differences, kept
+            hidden, weight, bias, targets, columns.expected_logits, columns.expected_differences, kept, *sets
         )
         return (
             columns.logprobs,
@@ -288,7 +304,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *others: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, bias, targets, expected_logits, expected_differences, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, expected_logits, expected_differences, kept, *sets = ctx.saved_tensors
+        kept_set = None if sets[0] is None else KeptSet(*sets)
         plan: ChunkPlan = ctx.plan
         wanted: _Wanted = ctx.wanted
         dtype = score_dtype(hidden)
@@ -309,7 +326,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 kept = None  # gradients of entropy and full_kl need the logits
             for chunk in chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch, kept=kept):
                 rows = chunk.rows
-                _logits_to_grad(chunk, targets[rows], grads[rows], plan, wanted)
+                _logits_to_grad(chunk, targets[rows], grads[rows], plan, wanted, kept_set)
                 if grad_bias is not None:
                     grad_bias += chunk.logits.sum(0)
                 if chunk.product.dtype != dtype:
@@ -341,6 +358,7 @@ class _Columns:
     log_collision: Tensor | None
     full_kl: Tensor | None
     expected_differences: Tensor | None  # sum p (z - log q), for the gradient of full_kl
+    kept: KeptSet | None  # of a truncation, for the gradient
 
     @classmethod
     def empty(cls, hidden: Tensor, targets: Tensor, wanted: _Wanted) -> Self:
@@ -358,18 +376,19 @@ class _Columns:
             log_collision=column("log_collision" in want),
             full_kl=column(has_reference),
             expected_differences=column(has_reference),
+            kept=None if wanted.truncation is None else wanted.truncation.empty(hidden, score_dtype(hidden)),
         )
 
     def fill(self, chunk: Chunk, targets: Tensor, room: Tensor, plan: ChunkPlan, wanted: _Wanted) -> None:
         """Fill the rows of a chunk. Its probabilities are written to `room`; its logits are overwritten."""
         rows, logits = chunk.rows, chunk.logits
-        target_logits = logits.gather(1, targets[:, None]).squeeze(1)
         if self.correct is not None:
             self.correct[rows] = logits.argmax(1) == targets
         if self.predicted is not None:
             self.predicted[rows] = logits.argmax(1)
         if self.mean_logit is not None and plan.softcap is not None:
             self.mean_logit[rows] = logits.mean(1) * plan.temperature
+        target_logits, mask = self._truncate(logits, targets, rows, wanted.truncation)
         largest = logits.amax(1)
         probs = torch.softmax(logits, 1, out=room)
         # From p = exp(z - log sum exp z) at the largest logit, where p >= 1 / V cannot underflow.
@@ -378,7 +397,7 @@ class _Columns:
         if self.log_collision is not None:
             self.log_collision[rows] = _log_sum_of_squares(probs)
         if self.full_kl is not None and self.expected_differences is not None and wanted.ref_log_probs is not None:
-            log_ref = wanted.ref_log_probs(rows)
+            log_ref = wanted.ref_log_probs(rows, mask)
             check_same_shape(logits=logits, reference_logits=log_ref)
             # Subtract log p - log q before summing: where the two are close the terms are small and stay precise.
             differences = log_ref.neg_().add_(logits).sub_(log_normalizers[:, None])
@@ -387,6 +406,22 @@ class _Columns:
         if self.entropy is not None and self.expected_logits is not None:
             self.expected_logits[rows] = logits.mul_(probs).sum(1)
             self.entropy[rows] = log_normalizers - self.expected_logits[rows]
+
+    def _truncate(
+        self, logits: Tensor, targets: Tensor, rows: slice, truncation: TokenTruncation | None
+    ) -> tuple[Tensor, Mask | None]:
+        """Truncate the chunk's logits, in place. Returns the targets' logits [c] after the penalty, and S."""
+        if truncation is not None:
+            penalties = truncation[rows].penalties(logits)
+            if penalties is not None:
+                logits.mul_(penalties)
+        target_logits, mask = logits.gather(1, targets[:, None]).squeeze(1), None
+        if truncation is not None and self.kept is not None:
+            kept = truncation.kept(logits)
+            assert kept is not None
+            self.kept[rows], mask = kept, kept.mask(logits, targets)
+            mask.restrict(logits)
+        return target_logits, mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,20 +456,31 @@ class _RowGrads:
         )
 
 
-def _logits_to_grad(chunk: Chunk, targets: Tensor, grads: _RowGrads, plan: ChunkPlan, wanted: _Wanted) -> None:
+def _logits_to_grad(
+    chunk: Chunk, targets: Tensor, grads: _RowGrads, plan: ChunkPlan, wanted: _Wanted, kept: KeptSet | None
+) -> None:
     """Replace the chunk's logits by the gradient with respect to the logits before `_transform`."""
-    logits = chunk.logits
+    logits, rows = chunk.logits, chunk.rows
     slope = None if plan.softcap is None else 1 - (logits * (plan.temperature / plan.softcap)).square_()
+    penalties, mask = None, None
+    if chunk.probs is None:  # kept probabilities are truncated already, and without a penalty
+        penalties = None if wanted.truncation is None else wanted.truncation[rows].penalties(logits)
+        if penalties is not None:
+            logits.mul_(penalties)
+        if kept is not None:
+            mask = kept[rows].mask(logits, targets)
+            mask.restrict(logits)
     probs = torch.softmax(logits, 1, out=chunk.scratch) if chunk.probs is None else chunk.probs
     if grads.logits is None:
         torch.mul(probs, grads.offsets[:, None], out=logits)
     else:
         logits.mul_(grads.logits[:, None])
         if grads.differences is not None and wanted.ref_log_probs is not None:
-            logits.addcmul_(wanted.ref_log_probs(chunk.rows), grads.differences[:, None], value=-1)
+            logits.addcmul_(wanted.ref_log_probs(rows, mask), grads.differences[:, None], value=-1)
         logits.add_(grads.offsets[:, None]).mul_(probs)
     logits.scatter_add_(1, targets[:, None], grads.logprobs[:, None])
-    if slope is not None:
-        logits.mul_(slope)
+    for factor in (penalties, slope):
+        if factor is not None:
+            logits.mul_(factor)
     if plan.scale != plan.temperature:
         logits.mul_(plan.scale / plan.temperature)

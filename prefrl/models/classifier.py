@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
 from prefrl.models.forward import in_company, inputs_of, verdict_of
-from prefrl.models.scoring import inner_model, is_classifier, score_sequences
+from prefrl.models.heads import is_classifier
+from prefrl.models.scoring import inner_model, score_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -25,15 +25,11 @@ from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.forward import in_company, inputs_of, prepare_like, verdict_of
+from prefrl.models.heads import is_classifier
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import in_pieces
 from prefrl.models.plans import Plan
-from prefrl.models.scoring import (
-    inner_model,
-    is_classifier,
-    predicting,
-    read_out,
-)
+from prefrl.models.scoring import inner_model, predicting, read_out
 from prefrl.models.seeding import seeded
 from prefrl.optional import require
 

@@ -13,16 +13,12 @@ from torch.nn.functional import pad
 from prefrl.distributed import is_main, num_processes, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
+from prefrl.models.heads import is_classifier
+from prefrl.models.histories import token_truncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import ForwardPlan, ModelInputs, Plan, Verdict, lay_out, own_part
-from prefrl.models.scoring import (
-    ScoredTokens,
-    inner_model,
-    is_classifier,
-    prepare_for_scoring,
-    score_tokens,
-)
+from prefrl.models.scoring import ScoredTokens, inner_model, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import check_plans, fingerprint
 from prefrl.types import TokenBatch
 
@@ -30,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.kl.full import ReferenceLogits
+    from prefrl.losses.truncation import Truncation
     from prefrl.models.routers import RouterRecord
 
 __all__ = [
@@ -58,6 +55,7 @@ def token_logprobs(
     temperature: float = 1.0,
     want: Collection[WantName] = (),
     plan: Plan = "auto",
+    truncation: Truncation | None = None,
     reference: ReferenceLogits | None = None,
     routers: RouterRecord | None = None,
 ) -> TokenScores:
@@ -74,6 +72,7 @@ def token_logprobs(
         temperature: > 0, divides the logits.
         want: What to compute besides log-probs, by its name in `TokenScores`.
         plan: How the rows are laid out.
+        truncation: Cuts the distribution as a sampler did, see `losses.truncation`; None: it is not cut.
         reference: For `full_kl`: the reference's hidden states [N, h] of the batch's tokens, and `Reference.logits`.
         routers: Collects the balancing losses of the routers of a mixture of experts; None: they are not computed.
     Returns:
@@ -101,6 +100,7 @@ def token_logprobs(
         temperature=temperature,
         want=want,
         own_logits=verdict.own_logits,
+        truncation=None if truncation is None else token_truncation(rows, truncation),
         reference=reference,
         routers=routers,
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["checkpoint_activations", "disable_dropout", "dropout_rates", "eval_mode"]
+__all__ = ["checkpoint_activations", "disable_dropout", "dropout_rates", "eval_mode", "uncompiled"]
 
 
 @contextmanager
@@ -54,3 +55,12 @@ def checkpoint_activations(model: PreTrainedModel, arguments: dict[str, Any] | N
     # The second name is that of transformers before 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(of_checkpoint or None, **of_layers)
+
+
+def uncompiled(is_compiled: bool) -> AbstractContextManager[Any]:
+    """Context in which compiled modules run as they are written.
+
+    Args:
+        is_compiled: Whether there are any.
+    """
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

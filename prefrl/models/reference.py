@@ -21,14 +21,16 @@ from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import prepare_like, token_logprobs
+from prefrl.models.heads import needed_head
 from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import joined, score_pieces
-from prefrl.models.scoring import head_logits, inner_model, needed_head
+from prefrl.models.scoring import head_logits, inner_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from prefrl.losses.truncation import Truncation
     from prefrl.models.forward import Plan
     from prefrl.types import TokenBatch
 
@@ -45,7 +47,13 @@ class Reference(Protocol):
         ...
 
     def scores(
-        self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None, want: Collection[WantName] = ()
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float,
+        truncation: Truncation | None = None,
+        max_tokens: int | None = None,
+        want: Collection[WantName] = (),
     ) -> TokenScores:
         """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
         ...
@@ -129,6 +137,7 @@ def scores_in_pieces(
     *,
     temperature: float,
     max_tokens: int | None,
+    truncation: Truncation | None = None,
     plan: Plan = "auto",
     want: Collection[WantName] = (),
 ) -> TokenScores:
@@ -141,6 +150,7 @@ def scores_in_pieces(
         batch: B rows, N response tokens, possibly none.
         temperature: Temperature of the scored distribution.
         max_tokens: Limit per pass; a longer row gets its own pass. None: one pass.
+        truncation: Cuts the scored distribution; None: it is not cut.
         plan: How a pass lays out its rows.
         want: What to compute besides log-probs, by its name in `TokenScores`.
 
@@ -150,7 +160,7 @@ def scores_in_pieces(
     Raises:
         ConfigError: Hidden states are wanted, but cannot be read from this model.
     """
-    score = partial(token_logprobs, model, temperature=temperature, want=want, plan=plan)
+    score = partial(token_logprobs, model, temperature=temperature, truncation=truncation, want=want, plan=plan)
     pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
     names = list(scores[0].wanted)
     logprobs = joined(batch, pieces, [each.logprobs for each in scores])
@@ -182,11 +192,23 @@ class _Base(ABC):
         return self.scores(batch, temperature=temperature, max_tokens=max_tokens).logprobs
 
     def scores(
-        self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None, want: Collection[WantName] = ()
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float,
+        truncation: Truncation | None = None,
+        max_tokens: int | None = None,
+        want: Collection[WantName] = (),
     ) -> TokenScores:
         with self._in_place() as model, eval_mode(model):
             return scores_in_pieces(
-                model, batch, temperature=temperature, max_tokens=max_tokens, plan=self._plan, want=want
+                model,
+                batch,
+                temperature=temperature,
+                truncation=truncation,
+                max_tokens=max_tokens,
+                plan=self._plan,
+                want=want,
             )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -218,10 +240,16 @@ class _Separate(_Base):
         self.own_model = model
 
     def scores(
-        self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None, want: Collection[WantName] = ()
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float,
+        truncation: Truncation | None = None,
+        max_tokens: int | None = None,
+        want: Collection[WantName] = (),
     ) -> TokenScores:
         self._go_to(batch.device)
-        return super().scores(batch, temperature=temperature, max_tokens=max_tokens, want=want)
+        return super().scores(batch, temperature=temperature, truncation=truncation, max_tokens=max_tokens, want=want)
 
     def logits(self, hidden: Tensor) -> Tensor:
         self._go_to(hidden.device)

@@ -21,18 +21,27 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
+from prefrl.distributed import is_sharded, max_over_ranks, sum_over_team
 from prefrl.errors import ConfigError
 from prefrl.losses.kl.full import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
 from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
+from prefrl.models.heads import (
+    has_foreign_hooks,
+    is_classifier,
+    logit_transform,
+    output_head,
+    pad_token_id,
+)
+from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, padded_with
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
 
+    from prefrl.losses.truncation import TokenTruncation
     from prefrl.models.plans import ModelInputs, Verdict
     from prefrl.models.routers import RouterRecord
     from prefrl.types import TokenBatch
@@ -46,12 +55,7 @@ __all__ = [
     "head_logits",
     "inner_model",
     "inside",
-    "is_classifier",
-    "logit_transform",
-    "needed_head",
-    "output_head",
     "packed",
-    "pad_token_id",
     "predicting",
     "prepare_for_scoring",
     "read_out",
@@ -112,6 +116,7 @@ class ScoringState:
     verdict: Verdict | None = None
     image_example: TokenBatch | None = None  # rows with images, for the self-check
     is_inside: bool = False  # whether a task is running inside the model's call
+    is_compiled: bool = False  # whether passes that score run compiled layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A state whose forward is bound to the copied model."""
@@ -152,35 +157,6 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
             "Load it with AutoModelForCausalLM or AutoModelForSequenceClassification."
         )
     return inner
-
-
-def is_classifier(model: PreTrainedModel) -> bool:
-    """Whether the model returns one vector of scores per sequence."""
-    return any(parent.__name__.endswith("ForSequenceClassification") for parent in type(model).__mro__)
-
-
-def output_head(model: PreTrainedModel) -> nn.Module | None:
-    """The module that maps hidden states to logits: the language-model head or, in a sequence classifier, `score`."""
-    head: nn.Module | None = model._modules.get("score") if is_classifier(model) else model.get_output_embeddings()
-    return head
-
-
-def needed_head(model: PreTrainedModel) -> nn.Module:
-    """`output_head` of a model that needs one.
-
-    Raises:
-        ConfigError: The model has none.
-    """
-    head = output_head(model)
-    if head is None:
-        raise ConfigError(f"model is a {type(model).__name__}, whose scores do not come from a head of its own.")
-    return head
-
-
-def pad_token_id(model: PreTrainedModel) -> int | None:
-    """The token that a classifier's own forward treats as padding when it looks for a row's last token."""
-    token: int | None = model.config.get_text_config().pad_token_id
-    return token
 
 
 def prepare_for_scoring(model: nn.Module) -> ScoringState:
@@ -236,7 +212,8 @@ def _scoring_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 state.is_inside = False
         if prefrl_scoring is None:
-            return state.original_forward(*args, **kwargs)
+            with uncompiled(state.is_compiled):
+                return state.original_forward(*args, **kwargs)
         return _score(self, state, prefrl_scoring, *args, **kwargs)
 
     # HF's Trainer and generate() read the signature. Not via `__wrapped__`: accelerate would unwrap our function.
@@ -271,6 +248,7 @@ def score_tokens(
     temperature: float,
     want: Collection[WantName],
     own_logits: bool,
+    truncation: TokenTruncation | None = None,
     reference: ReferenceLogits | None = None,
     routers: RouterRecord | None = None,
 ) -> ScoredTokens:
@@ -288,7 +266,7 @@ def score_tokens(
     positions = batch.trainable_positions
     if reference is not None:
         reference = replace(reference, hidden=reference.hidden[positions])
-    readout = _TokenReadout(batch.response_ids[positions], temperature, want, reference)
+    readout = _TokenReadout(batch.response_ids[positions], temperature, want, truncation, reference)
     where = inputs.predictors[positions]
     output = read_out(model, inputs, where, readout, own_logits=own_logits, routers=routers)
     scores, _ = unpacked(output, {*want, *(() if reference is None else ("full_kl",))})
@@ -377,18 +355,20 @@ class _TokenReadout:
     targets: Tensor  # [M] int64, for all requested positions
     temperature: float
     want: Collection[WantName]
+    cuts: TokenTruncation | None
     reference: ReferenceLogits | None
 
     def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         if request.held is not None:
             assert self.reference is None, "trainers that compare whole distributions do not share rows"
-            part = replace(self, targets=self.targets[request.held])
+            cuts = None if self.cuts is None else self.cuts[request.held]
+            part = replace(self, targets=self.targets[request.held], cuts=cuts)
             return part(model, output, replace(request, held=None))
         rows = predicting(output, request)
         head = None if request.own_logits else output_head(model)
         if head is None:
             return packed(module_logprobs(rows, self.targets, _identity, **self._options))
-        if HEAD_FORWARD not in vars(head) or _has_foreign_hooks(head):
+        if HEAD_FORWARD not in vars(head) or has_foreign_hooks(head):
             return packed(module_logprobs(rows, self.targets, partial(head_logits, model, head), **self._options))
         # One call for any number of chunks, so that ranks that gather weights for it make equally many calls.
         scores: dict[str, Tensor] = head(rows, prefrl_readout=partial(self._in_head, model))
@@ -406,7 +386,12 @@ class _TokenReadout:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "want": self.want, "reference": self.reference}
+        return {
+            "temperature": self.temperature,
+            "want": self.want,
+            "truncation": self.cuts,
+            "reference": self.reference,
+        }
 
 
 def most_chunks(rows: Tensor) -> int:
@@ -457,13 +442,6 @@ def _sequence_readout(model: PreTrainedModel, output: Tensor, request: ScoringRe
     return {"scores": head(predicting(output, request)).float()}
 
 
-def _has_foreign_hooks(head: nn.Module) -> bool:
-    """Whether the head has hooks that are not a backend's and expect logits: they must run in a call per chunk."""
-    return any(
-        not is_backend_hook(hook) for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    )
-
-
 def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:
     """Whether the head is just a weight and a bias, without LoRA or quantization, which change its forward."""
     forward = getattr(head, HEAD_FORWARD)
@@ -472,18 +450,6 @@ def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:
 
 def _identity(logits: Tensor) -> Tensor:
     return logits
-
-
-def logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
-    """(scale, softcap) that the model's own forward applies to the head's output, according to its config.
-
-    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma caps at `final_logit_softcapping`.
-    """
-    config = model.config.get_text_config()
-    scale: float = getattr(config, "logit_scale", None) or 1.0
-    divisor: float = getattr(config, "logits_scaling", None) or 1.0
-    softcap: float | None = getattr(config, "final_logit_softcapping", None)
-    return scale / divisor, softcap
 
 
 def coarsest_dtype(model: PreTrainedModel, output: Tensor) -> torch.dtype:

@@ -14,17 +14,17 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
+from prefrl.models.heads import is_classifier, needed_head, output_head, pad_token_id
 from prefrl.models.images import image_rules
 from prefrl.models.liger import liger_options_of, without_liger
-from prefrl.models.modes import eval_mode
+from prefrl.models.modes import eval_mode, uncompiled
 from prefrl.models.plans import FlatInputs, Verdict, lay_out
 from prefrl.models.scoring import (
     coarsest_dtype,
     inner_model,
-    is_classifier,
-    needed_head,
-    output_head,
-    pad_token_id,
+    predicting,
+    prepare_for_scoring,
+    read_out,
     score_sequences,
     score_tokens,
     user_model,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.models.plans import ForwardPlan, ModelInputs
+    from prefrl.models.scoring import ScoringRequest
 
 __all__ = ["check_plans", "fingerprint"]
 
@@ -80,12 +81,22 @@ def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> Ve
     It runs without gradients, in eval mode, with token ids from a separate generator, so weights, modes and random
     states do not change. Every call runs the same number of forward passes, so that sharded ranks stay in step. For a
     sequence classifier that is not just a base model with a score head, only its own forward is tried. With Liger's
-    kernels, the plain forward must give the same as without them.
+    kernels, the plain forward must give the same as without them. Compiled layers run only at the end: the plan that
+    was found must give the same with them.
 
     Raises:
         ConfigError: A sequence classifier needs its own forward, but that forward reads padding; or Liger's kernels
-            change what the model computes.
+            or torch.compile change what the model computes.
     """
+    state = prepare_for_scoring(model)
+    with uncompiled(state.is_compiled):
+        verdict = _checked_plans(model, image_example)
+    if state.is_compiled:
+        _check_compiled(model, verdict)
+    return verdict
+
+
+def _checked_plans(model: nn.Module, image_example: TokenBatch | None) -> Verdict:
     inner = inner_model(model)
     bare = user_model(model)  # without gradients there is nothing to synchronize
     foreign = _foreign_parts(inner) if is_classifier(inner) else None
@@ -350,6 +361,42 @@ def _check_kernels(model: nn.Module, batch: TokenBatch) -> None:
             f"use_liger_kernel=True: with Liger's kernels, the hidden states of this {type(inner).__name__} change "
             f"by a relative {error:.2g}. Leave it False, or leave the kernel that differs out of liger_kernel_config."
         )
+
+
+def _check_compiled(model: nn.Module, verdict: Verdict) -> None:
+    """Check that compiled layers compute what the model does, with rows laid out as they will be.
+
+    What is compared is the output of the layers, or of the model's own forward if that is what scores.
+    """
+    inner, bare = inner_model(model), user_model(model)
+    batch = _random_batch(inner)
+    inputs = lay_out(batch, "padded" if "packed" in verdict.reasons else "packed")
+    try:
+        with eval_mode(bare), torch.no_grad():
+            compiled = _read_hidden(bare, inputs, own_logits=verdict.own_logits)
+            with uncompiled(True):
+                eager = _read_hidden(bare, inputs, own_logits=verdict.own_logits)
+    except Exception as error:
+        raise ConfigError(
+            f"torch_compile=True: the layers of {type(inner).__name__} cannot be compiled here: "
+            f"{type(error).__name__}: {error}. Set it to False, or choose another torch_compile_backend."
+        ) from error
+    change = _relative_error(compiled, eager)
+    if not change <= _SEQUENCE_TOLERANCES[coarsest_dtype(inner, compiled)][0]:
+        raise ConfigError(
+            f"torch_compile=True: compiled, the outputs of {type(inner).__name__} change by a relative {change:.2g}. "
+            "Set it to False, or choose another torch_compile_backend."
+        )
+
+
+def _read_hidden(model: nn.Module, inputs: ModelInputs, *, own_logits: bool) -> Tensor:
+    """[N, h] what a pass gives to its readout, at the positions that predict responses."""
+
+    def readout(_: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+        return {"output": output if output.dim() == 2 else predicting(output, request)}
+
+    hidden: Tensor = read_out(model, inputs, inputs.predictors, readout, own_logits=own_logits)["output"]
+    return hidden
 
 
 def _last_hidden(model: nn.Module, batch: TokenBatch) -> Tensor:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from prefrl.losses.reduce import row_sums
+from prefrl.losses.truncation import TokenTruncation, Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,15 +122,23 @@ class Problem:
     reference: Tensor  # [D]
     rewards: Tensor  # [C]
     critic: Tensor  # [S] a critic's value of each prefix; need not be accurate
+    sampled: Truncation = Truncation()  # of the policies that sample, and of the objectives' policies
+    scored: Truncation = Truncation()  # of the log-probs that a loss reads
 
     def table(self, parameters: Tensor) -> Tensor:
         """[S, V] nats, log-probs of each token after each prefix; gradient flows."""
         return (self.features @ parameters).log_softmax(-1)
 
+    def sampled_table(self, parameters: Tensor) -> Tensor:
+        """[S, V] nats, log-probs of each token after each prefix in a sampler, about -1e20 for tokens that are cut."""
+        table = self.table(parameters)
+        likeliest = table.detach().argmax(1)
+        return scored_table(table, likeliest, self.sampled)
+
     def completion_logprobs(self, parameters: Tensor) -> Tensor:
         """[C] nats, log-prob of each completion of its prompt; gradient flows."""
         tree = self.tree
-        logprobs = self.table(parameters)[tree.states, tree.tokens]
+        logprobs = self.sampled_table(parameters)[tree.states, tree.tokens]
         return row_sums(logprobs, torch.ones_like(tree.tokens, dtype=torch.bool), tree.row_index, tree.num_completions)
 
     def expectation(self, values: Tensor, parameters: Tensor) -> Tensor:
@@ -214,6 +223,13 @@ def make_problem(*, num_prompts: int, num_tokens: int, length: int, num_features
     )
 
 
+def scored_table(table: Tensor, tokens: Tensor, cuts: Truncation) -> Tensor:
+    """[c, V] nats, log-probs after truncation, which keeps the tokens [c] in any case; gradient flows."""
+    constant = table.detach()
+    kept = TokenTruncation(cuts, None).kept(constant)
+    return table if kept is None else kept.mask(constant, tokens).restrict(table.clone()).log_softmax(1)
+
+
 def _token_kl(problem: Problem, first: Tensor, second: Tensor) -> Tensor:
     """KL(first || second) of the token distributions, summed over tokens, mean over completions; visits constant."""
     divergence = (problem.table(first).exp() * (problem.table(first) - problem.table(second))).sum(-1)
@@ -268,7 +284,9 @@ class Samples:
     group_size: int  # G
     completions: Tensor  # [T * B] int64, the completion of each row
     probabilities: Tensor  # [T] probability of each batch under the sampler
-    leaf: Tensor  # [N, V] nats, the policy's log-probs of all tokens at each position; gradients are taken here
+    leaf: (
+        Tensor  # [N, V] nats, the policy's log-probs of all tokens at each position, not cut; gradients are taken here
+    )
 
     @property
     def num_rows(self) -> int:
@@ -326,11 +344,20 @@ class Samples:
     @property
     def logprobs(self) -> Tensor:
         """[N] nats, log-probs under the policy; gradient flows."""
-        return self.leaf.gather(1, self.tokens[:, None]).squeeze(1)
+        return self._scored(self.leaf)
 
     def logprobs_of(self, parameters: Tensor) -> Tensor:
         """[N] nats, log-probs under the policy with these parameters; constant."""
-        return self.problem.table(parameters)[self.states, self.tokens]
+        return self._scored(self.problem.table(parameters)[self.states])
+
+    @property
+    def sampling_logprobs(self) -> Tensor:
+        """[N] nats, log-probs of the distribution that was sampled from."""
+        return self.problem.sampled_table(self.problem.sampler)[self.states, self.tokens]
+
+    def _scored(self, table: Tensor) -> Tensor:
+        found = scored_table(table, self.tokens, self.problem.scored)
+        return found.gather(1, self.tokens[:, None]).squeeze(1)
 
     @cached_property
     def rewards(self) -> Tensor:

@@ -150,7 +150,7 @@ def sampling_weights(name: str, *, low: float | None = None, high: float | None 
 
     def weights(samples: Samples) -> Tensor:
         problem = samples.problem
-        log_ratio = samples.logprobs_of(problem.old) - samples.logprobs_of(problem.sampler)
+        log_ratio = samples.logprobs_of(problem.old) - samples.sampling_logprobs
         result = importance_weights(
             log_ratio,
             samples.trainable,

@@ -18,6 +18,7 @@ from prefrl.losses.kl.full import full_kl
 from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
 from prefrl.losses.policy.losses import POLICY_LOSSES, LossType, PolicyLoss, PolicyTokens, TokenLoss
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.losses.truncation import Truncation
 from prefrl.options.params import Params
 from prefrl.oracle.exact import Agreement, Objective, Problem, agreement, estimate, every_batch, exact_gradient
 from prefrl.oracle.measure import STEPS, one_prompt, silent, two_prompts
@@ -244,11 +245,21 @@ def correction_lines() -> Iterator[Line]:
             yield Line(f"`{label}`, {words}", _correction_cells(sampling_weights(name, **bounds)))
 
 
-def _correction_cells(weights: PerToken | None) -> tuple[str, ...]:
+def _correction_cells(weights: PerToken | None, **cuts: Truncation) -> tuple[str, ...]:
     recipe = Recipe(reinforce_loss, _advantages("rloo"), weights=weights)
-    found = [_agree(one_prompt().moved(sampler=step), recipe) for step in STEPS.values()]
+    found = [_agree(one_prompt().moved(sampler=step).replace(**cuts), recipe) for step in STEPS.values()]
     far = found[-1]
     return *map(_bias, found), _cosine(far), _number(far.noise)
+
+
+def truncation_lines() -> Iterator[Line]:
+    """REINFORCE with `rloo` advantages for truncated samples, against the expected reward of the truncated policy."""
+    ratio = sampling_weights("sequence_truncate")
+    for name, cuts in (("top_k=2", Truncation(top_k=2)), ("top_p=0.7", Truncation(top_p=0.7))):
+        for scored, which in ((cuts, "exact"), (Truncation(), "softmax")):
+            for weights, how in ((None, "no weights"), (ratio, "weighted")):
+                cells = _correction_cells(weights, sampled=cuts, scored=scored)
+                yield Line(f"`{name}`, `{which}`, {how}", cells)
 
 
 def kl_lines() -> Iterator[Line]:
@@ -325,6 +336,10 @@ TABLES: dict[str, TableOfLines] = {
     "corrections": TableOfLines(
         ("correction", *(f"bias, {step}" for step in STEPS), "cosine, large step", "noise, large step"),
         correction_lines,
+    ),
+    "truncation": TableOfLines(
+        ("log-probs", *(f"bias, {step}" for step in STEPS), "cosine, large step", "noise, large step"),
+        truncation_lines,
     ),
     "kl": TableOfLines(
         (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefrl.rewards.runner import RewardRunner
     from prefrl.rollout.samplers import RolloutSampler
 
-__all__ = ["Collected", "Collector", "Request", "add_greedy", "ask", "prompt_seed"]
+__all__ = ["Collected", "Collector", "Request", "add_greedy", "ask", "joined", "prompt_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,19 @@ class Collected:
             rollouts=[self.rollouts[i] for i in which],
             logged_columns={name: [values[i] for i in which] for name, values in self.logged_columns.items()},
         )
+
+
+def joined(generations: Sequence[Collected], *, num_prompts: int) -> list[Rollout]:
+    """The rollouts of several generation batches, whose groups get different numbers.
+
+    Args:
+        generations: In order. They may have been numbered before, and read from the journal.
+        num_prompts: Prompts of a generation batch, over all ranks.
+    """
+    for i, collected in enumerate(generations):
+        for rollout in collected.rollouts:
+            rollout.group = rollout.group % num_prompts + i * num_prompts
+    return [rollout for collected in generations for rollout in collected.rollouts]
 
 
 def prompt_seed(seed: int, generation: int, group: int) -> int:

@@ -28,7 +28,7 @@ from prefrl.types import Completion, Episode, Rollout, Turn
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "Journal", "read_entry"]
+__all__ = ["Entry", "Journal", "read_entry", "write_entry"]
 
 _METADATA = b"prefrl"
 
@@ -106,7 +106,7 @@ class Journal:
         if self.keep == 0 or generation < self._left_until:
             return
         try:
-            self._write(Entry(self._run, generation, step, parts))
+            write_entry(Entry(self._run, generation, step, parts), self.path_of(step))
         except OSError as error:
             raise CheckpointError(
                 f"the rollouts of step {step} cannot be written to {self.folder}: {error}. Free space or lower "
@@ -132,27 +132,34 @@ class Journal:
         path = self.path_of(step)
         return path.exists() and _identity(pq.read_schema(path)) == (self._run, generation)
 
-    def _write(self, entry: Entry) -> None:
-        if self.folder.is_symlink():
-            raise ConfigError(f"{self.folder} is a symbolic link: its target is not written to. Remove it.")
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        path = self.path_of(entry.step)
-        aside = path.with_suffix(".part")
-        aside.unlink(missing_ok=True)  # it could be a link
-        with aside.open("wb") as file:
-            pq.write_table(_table(entry), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(aside, path)
-        sync_folder(self.folder)
-
     def _files(self) -> list[tuple[int, Path]]:
         """The files of this rank by step."""
         suffix = self.path_of(0).name.removeprefix("completions_00000")
         paths = self.folder.glob(f"completions_*{suffix}")
         numbers = ((path.name.removeprefix("completions_").removesuffix(suffix), path) for path in paths)
         return sorted((int(number), path) for number, path in numbers if number.isdecimal())
+
+
+def write_entry(entry: Entry, path: Path) -> None:
+    """Write a generation batch to a file that only this user can read; it is there whole or not at all.
+
+    Raises:
+        ConfigError: Its folder is a symbolic link.
+        OSError: It cannot be written.
+    """
+    folder = path.parent
+    if folder.is_symlink():
+        raise ConfigError(f"{folder} is a symbolic link: its target is not written to. Remove it.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    aside = path.with_suffix(".part")
+    aside.unlink(missing_ok=True)  # it could be a link
+    with aside.open("wb") as file:
+        pq.write_table(_table(entry), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(aside, path)
+    sync_folder(folder)
 
 
 def read_entry(path: Path) -> Entry:

@@ -34,6 +34,7 @@ __all__ = [
     "print_table",
     "rollout_metrics",
     "staleness",
+    "title_of_step",
 ]
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,8 @@ def log_collected(collected: Collected, *, step: int, limit: int | None, unique:
     parts = distributed.gather_objects(collected)
     if distributed.is_main():
         rollouts = type(collected).concat(parts).rollouts
-        log_completions(one_of_each_prompt(rollouts) if unique else rollouts, step=step, limit=limit)
+        shown = one_of_each_prompt(rollouts) if unique else rollouts
+        log_completions(shown, title=title_of_step(step), limit=limit)
 
 
 def one_of_each_prompt(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -170,32 +172,37 @@ def one_of_each_prompt(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return list({rollout.group: rollout for rollout in reversed(rollouts)}.values())[::-1]
 
 
-def log_completions(rollouts: Sequence[Rollout], *, step: int, limit: int | None) -> None:
+def title_of_step(step: int) -> str:
+    """The title of a table of the completions that an optimizer step is about to learn from."""
+    return f"Completions before step {step + 1}"
+
+
+def log_completions(rollouts: Sequence[Rollout], *, title: str, limit: int | None) -> None:
     """Print the table. If that fails, it is a warning: it must not end the training.
 
     Args:
         rollouts: The rollouts of all ranks, in order.
-        step: The optimizer step that is about to learn from them.
+        title: What they are.
         limit: Number of rows of the table; None: all.
     """
     try:
-        print_table(rollouts, step=step, limit=limit, console=Console())
+        print_table(rollouts, title=title, limit=limit, console=Console())
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", max_characters=1000)
-        logger.warning(f"The completions of step {step} could not be printed: {reason}")
+        logger.warning(f"{title} could not be printed: {reason}")
 
 
-def print_table(rollouts: Sequence[Rollout], *, step: int, limit: int | None, console: Console) -> None:
+def print_table(rollouts: Sequence[Rollout], *, title: str, limit: int | None, console: Console) -> None:
     """Print a table of prompts, completions, rewards and advantages. Long texts are cut off.
 
     Args:
         rollouts: The rollouts, in order.
-        step: The optimizer step that is about to learn from them.
+        title: What they are.
         limit: Number of rows to show; None: all.
         console: The console to print to.
     """
     names = list(rollouts[0].rewards) if rollouts else []
-    table = Table(title=f"Completions before step {step + 1}", show_lines=True)
+    table = Table(title=title, show_lines=True)
     for column in ("Prompt", "Completion"):
         table.add_column(column, overflow="fold")
     for column in (*names, "Advantage"):

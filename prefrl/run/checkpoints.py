@@ -3,6 +3,7 @@
 checkpoint-<step>/           sealed checkpoints
 .saving/checkpoint-<step>/   the one that is being written
 .deleting/                   one that is being deleted
+.uploading/checkpoint-<step>/ one that is being uploaded, see `prefrl.run.uploads`
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from pathlib import Path
 
 from prefrl.run.seal import manifest_of, problem_of, seal, sync_folder
 
-__all__ = ["Found", "checkpoint_name", "clean", "find_last", "publish", "rotate", "staging_folder"]
+__all__ = [
+    "Found",
+    "checkpoint_name",
+    "clean",
+    "find_last",
+    "move_in_place",
+    "own_checkpoints",
+    "publish",
+    "rotate",
+    "staging_folder",
+    "step_of",
+]
 
 _MODEL_ONLY = "it holds a model without the training state (from save_only_model=True)"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -24,6 +36,12 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 def checkpoint_name(step: int) -> str:
     """The name of the checkpoint after an optimizer step, HuggingFace's."""
     return f"checkpoint-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The optimizer steps of a checkpoint by its name; None: it is not the name of one."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match.group(1))
 
 
 def staging_folder(run_folder: Path) -> Path:
@@ -48,10 +66,11 @@ def publish(run_folder: Path, *, run: str, step: int, resumable: bool) -> Path:
     """
     staged = staging_folder(run_folder) / checkpoint_name(step)
     seal(staged, run=run, step=step, resumable=resumable)
-    return _move_in_place(run_folder, staged)
+    return move_in_place(run_folder, staged)
 
 
-def _move_in_place(run_folder: Path, staged: Path) -> Path:
+def move_in_place(run_folder: Path, staged: Path) -> Path:
+    """Move a whole checkpoint from the staging folder to its place, and return that; another one there is deleted."""
     final = run_folder / staged.name
     if final.exists():  # an interruption between the two renames is mended by `clean`
         _hide(run_folder, final)
@@ -70,7 +89,7 @@ def clean(run_folder: Path) -> None:
     staging = staging_folder(run_folder)
     for staged in [] if staging.is_symlink() else _checkpoints_in(staging).values():
         if problem_of(staged) is None:
-            _move_in_place(run_folder, staged)
+            move_in_place(run_folder, staged)
     _delete(staging)
     _delete_hidden(run_folder)
 
@@ -121,11 +140,7 @@ def rotate(run_folder: Path, *, run: str, limit: int | None, best: str | None) -
     """
     if limit is None or limit <= 0:
         return
-    own = {}
-    for step, folder in _checkpoints_in(run_folder).items():
-        manifest = manifest_of(folder)
-        if manifest is not None and manifest.run == run:
-            own[step] = folder
+    own = own_checkpoints(run_folder, run=run)
     last_first = [own[step] for step in sorted(own, reverse=True)]
     kept = set(last_first[:1]) | {folder for folder in last_first if best is not None and folder == Path(best)}
     for folder in last_first:
@@ -137,11 +152,19 @@ def rotate(run_folder: Path, *, run: str, limit: int | None, best: str | None) -
             _delete_hidden(run_folder)
 
 
+def own_checkpoints(run_folder: Path, *, run: str) -> dict[int, Path]:
+    """The sealed checkpoints of a run, by step."""
+    manifests = {step: (folder, manifest_of(folder)) for step, folder in _checkpoints_in(run_folder).items()}
+    return {
+        step: folder for step, (folder, manifest) in manifests.items() if manifest is not None and manifest.run == run
+    }
+
+
 def _checkpoints_in(folder: Path) -> dict[int, Path]:
     if not folder.is_dir():
         return {}
-    matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
-    return {int(match.group(1)): path for match, path in matches if match is not None}
+    steps = [(step_of(path.name), path) for path in folder.iterdir() if path.is_dir()]
+    return {step: path for step, path in steps if step is not None}
 
 
 def _hide(run_folder: Path, checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["MANIFEST", "Manifest", "manifest_of", "problem_of", "seal", "sync_folder", "write_synced"]
+__all__ = ["MANIFEST", "Manifest", "manifest_of", "parsed", "problem_of", "seal", "sync_folder", "write_synced"]
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -61,10 +61,18 @@ def seal(folder: Path, *, run: str, step: int, resumable: bool) -> None:
 def manifest_of(folder: Path) -> Manifest | None:
     """The manifest of a sealed folder; None if it has none that can be read."""
     try:
-        values = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return parsed((folder / MANIFEST).read_bytes())
+    except OSError:
+        return None
+
+
+def parsed(text: bytes) -> Manifest | None:
+    """The manifest that a file `manifest.json` holds; None if it holds none."""
+    try:
+        values = json.loads(text)
         files = {name: FileSeal(**value) for name, value in values["files"].items()}
         return Manifest(values["run"], values["step"], values["resumable"], files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -29,7 +29,12 @@ _TOGETHER = {
     *("trainer.n_gpus_per_node", "algorithm.use_pf_ppo", "custom_reward_function.name"),
     *("train.train_batch_per_replica", "train.train_policy.on_policy"),
     *("policy.parallelism.dp_shard_size", "policy.parallelism.dp_replicate_size"),
+    *("train.optm_decay_type", "train.optm_decay_ratio", "train.optm_min_lr_factor"),
 }
+_OF_EVALUATION = (
+    *("eval_steps", "eval_on_start", "dataset_test_split", "temperature_eval", "num_generations_eval"),
+    *("eval_sampling_kwargs", "log_val_generations", "max_eval_samples"),
+)
 
 
 # TRL: the options have the same places, so the file is edited.
@@ -118,6 +123,7 @@ def migrate_cosmos_rl(text: str) -> Migrated:
     processes = max(1, run.number(places[0], 1)) * max(1, run.number(places[1], 1))
     if command == "grpo":
         _rollouts_of_cosmos_rl(run)
+    _schedule_of_cosmos_rl(run)
     _without_effect(run.options)
     micro = run.options.setdefault("per_device_train_batch_size", 2)
     batches = max(1, run.number("train.train_batch_per_replica", 8) // (micro * processes))
@@ -140,10 +146,28 @@ def _rollouts_of_cosmos_rl(run: _Run) -> None:
         options.pop("delta")
 
 
+def _schedule_of_cosmos_rl(run: _Run) -> None:
+    """The learning rate rises in 20 steps and stays, and falls at the end if a kind of decay is given."""
+    options, kind = run.options, run.value("train.optm_decay_type", "none")
+    options.setdefault("warmup_steps", 20)
+    fraction = run.value("train.optm_decay_ratio", 1.0)
+    if kind not in cosmos_rl.DECAYS or fraction == 0:
+        options["lr_scheduler_type"] = "constant_with_warmup"
+        return
+    options["lr_scheduler_type"] = "wsd"
+    options["lr_scheduler_kwargs"] = {
+        "decay_type": cosmos_rl.DECAYS[kind],
+        "decay_fraction": fraction,
+        "min_lr_ratio": run.value("train.optm_min_lr_factor", 0.0),
+    }
+    if not options["warmup_steps"]:
+        options["lr_scheduler_kwargs"]["warmup_fraction"] = 0.0
+
+
 def _without_effect(options: dict[str, Any]) -> None:
     """Leave out what belongs to evaluation or checkpoints that are off; here it would be an error."""
     if options.get("eval_strategy", "no") == "no":
-        for name in ("eval_steps", "dataset_test_split", "temperature_eval", "num_generations_eval"):
+        for name in _OF_EVALUATION:
             options.pop(name, None)
     if options.get("save_strategy") == "no":
         for name in ("save_steps", "save_in_background", "save_total_limit"):

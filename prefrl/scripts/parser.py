@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from prefrl.options.foreign import advice
 from prefrl.options.suggest import nearest
 from prefrl.scripts.yaml_file import NULL_TAG, read_yaml
 from prefrl.trainer.base.flat_names import flat_parameters
+from prefrl.trainer.base.size_options import AUTO, AUTOMATIC
 
 __all__ = ["ArgumentParser", "CommandParser", "TrlParser"]
 
@@ -88,6 +89,9 @@ class ArgumentParser(HfArgumentParser):
             self._add_dataclass_arguments(cls)
             self._hints |= typing.get_type_hints(cls)
             self._add_flat_names(cls)
+        for action in self._actions:
+            if action.dest in AUTOMATIC:
+                action.type = _or_auto(action.type)
 
     def _add_flat_names(self, cls: type) -> None:
         """Take the keywords of a config that are no fields, without showing them in the help."""
@@ -376,6 +380,16 @@ def _scalar(action: argparse.Action, node: yaml.Node) -> Any:
     if action.choices is not None and value not in action.choices:
         raise ValueError(f"must be one of {', '.join(map(str, action.choices))}")
     return value
+
+
+def _or_auto(convert: Any) -> Callable[[str], Any]:
+    """The type of an option that may also be "auto"."""
+
+    def read(text: str) -> Any:
+        return AUTO if text == AUTO else convert(text)
+
+    read.__name__ = _name(convert)
+    return read
 
 
 def _variables(where: str, node: yaml.Node) -> dict[str, str]:

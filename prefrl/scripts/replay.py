@@ -21,11 +21,12 @@ from prefrl.models.adapters import saved_config
 from prefrl.registry import REGISTRY
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal, read_entry
-from prefrl.rollout.summary import print_table
+from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last
 from prefrl.run.identity import Identity, read_identity
 from prefrl.scripts.replay_dump import replay_dump
 from prefrl.scripts.replay_setup import config_of, never, processing_class_of
+from prefrl.trainer.online.config import OnlineConfig
 
 __all__ = ["main"]
 
@@ -102,10 +103,16 @@ class _Replay:
         self.algorithm = str(identity.decisive["algorithm"])
         self.checkpoint = self._checkpoint()
         self.config = config_of(self.checkpoint, self.algorithm, scratch)
-        if not hasattr(self.config, "steps_of_a_generation"):
+        if not isinstance(self.config, OnlineConfig):
             raise ConfigError(
                 f"run={str(folder)!r}: {self.algorithm} learns from a dataset, which the folder does not hold. Only "
                 "its folder nan-step-N can be computed again, if there is one."
+            )
+        if self.config.increase_batch_size_on_plateau:
+            raise ConfigError(
+                f"run={str(folder)!r}: its batches grew (increase_batch_size_on_plateau="
+                f"{self.config.increase_batch_size_on_plateau}), so the journal does not say which of them a step "
+                "learned from. Only its folder nan-step-N can be computed again, if there is one."
             )
         if step > self.config.max_steps > 0:
             raise _beyond(step, self.config.max_steps)
@@ -142,7 +149,7 @@ class _Replay:
         path = trainer.journal.path_of(self.first)
         if path.exists():
             rollouts = Collected.concat(read_entry(path).parts).rollouts
-            print_table(rollouts, step=self.first, limit=None, console=console)
+            print_table(rollouts, title=title_of_step(self.first), limit=None, console=console)
         console.print(self._table(computed))
 
     def _table(self, computed: Mapping[str, float]) -> Table:

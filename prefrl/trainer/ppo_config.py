@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.params import Params
+from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.optimizer_options import check_decay
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
 
-__all__ = ["PPOConfig"]
+__all__ = ["CriticOptimizer", "PPOConfig"]
+
+
+@dataclass(frozen=True)
+class CriticOptimizer(Params):
+    """How the optimizer's groups of the critic differ from those of the policy. None: they do not."""
+
+    weight_decay: Annotated[float, Ge(0)] | None = opt(None, "Weight decay.")
+    adam_beta1: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of the first moment.")
+    adam_beta2: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of the second moment.")
+    adam_epsilon: Annotated[float, Ge(0)] | None = opt(None, "Term of the denominator.")
+    max_grad_norm: Annotated[float, Gt(0)] | None = opt(None, "Norm that the critic's gradients are clipped to.")
+
+
+CRITIC_OPTIMIZER = KwargsOption(
+    name="critic_optim_kwargs",
+    description="Options of the optimizer that are different for the critic, besides critic_learning_rate.",
+    switch=None,
+    choices={None: CriticOptimizer},
+)
 
 
 @dataclass
 class PPOConfig(PolicyGradientConfig):
     """Options of `PPOTrainer`, and shared options with other defaults."""
+
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (*PolicyGradientConfig.kwargs_options, CRITIC_OPTIMIZER)
 
     gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
     lam: Annotated[float, Ge(0), Le(1)] = opt(
@@ -29,6 +53,7 @@ class PPOConfig(PolicyGradientConfig):
         "value_model, head without it.",
     )
     critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
+    critic_optim_kwargs: dict[str, Any] | str | None = opt(None, CRITIC_OPTIMIZER.help)
     critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start that train only the critic.")
     vf_coef: Annotated[float, Gt(0)] = opt(0.1, "Weight of the value loss.")
     cliprange_value: Annotated[float, Gt(0)] | None = opt(
@@ -58,6 +83,13 @@ class PPOConfig(PolicyGradientConfig):
                 unset=False,
                 because="critic='model' shares nothing with the policy",
                 remedy="Use critic='head'.",
+            )
+        critic = CRITIC_OPTIMIZER.of(self)
+        check_decay(str(self.optim), "critic_optim_kwargs: weight_decay", critic.weight_decay)
+        if critic.max_grad_norm is not None and self.max_grad_norm == 0:
+            raise ConfigError(
+                "critic_optim_kwargs: max_grad_norm has no effect because max_grad_norm=0 turns clipping off. Set "
+                "max_grad_norm to a norm that the policy's gradients do not reach, such as 1e9."
             )
         if 0 < self.max_steps <= self.critic_warmup:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,21 +22,19 @@ from prefrl.trainer.online.policy_objective import token_mean
 from prefrl.types import LossOutput
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from prefrl.trainer.online.policy_batch import CriticBatch
     from prefrl.trainer.ppo_config import PPOConfig
 
 __all__ = [
-    "add_critic_groups",
     "attach_critic",
     "critic_loss",
     "make_critic",
     "refuse_reward_model",
     "save_gathered",
     "split_state",
-    "without_critic",
 ]
 
 # The name under which the critic is a part of the policy.
@@ -105,23 +103,6 @@ def attach_critic(policy: PreTrainedModel, critic: Critic) -> None:
     policy.add_module(_NAME, critic.module)
     names = [f"{_NAME}.{name}" for name in critic.module.state_dict()]
     policy._keys_to_ignore_on_save = [*(policy._keys_to_ignore_on_save or ()), *names]
-
-
-def without_critic(parameters: Iterable[nn.Parameter], critic: Critic) -> list[nn.Parameter]:
-    """The parameters that are not the critic's."""
-    own = {id(parameter) for parameter in critic.parameters()}
-    return [parameter for parameter in parameters if id(parameter) not in own]
-
-
-def add_critic_groups(optimizer: torch.optim.Optimizer, critic: Critic, *, learning_rate: float) -> None:
-    """Move the critic's parameters from the existing groups to new ones, the last, with the same weight decays."""
-    own = {id(parameter) for parameter in critic.parameters()}
-    for group in list(optimizer.param_groups):
-        of_critic = [parameter for parameter in group["params"] if id(parameter) in own]
-        group["params"] = without_critic(group["params"], critic)
-        if of_critic:
-            optimizer.add_param_group({**group, "params": of_critic, "lr": learning_rate})
-    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
 
 
 # The critic is part of the trained model, but is saved to a folder of its own, `critic`.

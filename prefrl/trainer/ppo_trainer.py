@@ -17,17 +17,16 @@ from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.trainer import Optimizers
 from prefrl.trainer.online.policy_batch import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.trainer.ppo_config import PPOConfig
+from prefrl.trainer.ppo_config import CRITIC_OPTIMIZER, PPOConfig
 from prefrl.trainer.ppo_critic import (
-    add_critic_groups,
     attach_critic,
     critic_loss,
     make_critic,
     refuse_reward_model,
     save_gathered,
     split_state,
-    without_critic,
 )
+from prefrl.trainer.ppo_optimizer import add_critic_groups, clip_apart, set_weight_decays
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -106,6 +105,8 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             environment_factory=environment_factory,
             compute_metrics=compute_metrics,
         )
+        if CRITIC_OPTIMIZER.of(self.args).max_grad_norm is not None:
+            distributed.check_gradients_seen(self.accelerator, "critic_optim_kwargs: max_grad_norm")
         self.critic: Critic = make_critic(self.args, self.policy, value_model)
         self.scorer.critic = self.critic
         # The critic becomes part of the trained module, so every backend reduces and shards the gradients of both.
@@ -142,28 +143,24 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         is_new = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if is_new:
-            add_critic_groups(optimizer, self.critic, learning_rate=self.args.critic_learning_rate)
-            own = {id(parameter) for parameter in self.critic.parameters()}
-            of_policy = [group for group in optimizer.param_groups if id(group["params"][0]) not in own]
-            self._weight_decays = [group["weight_decay"] for group in of_policy]
+            model = self.model if model is None else model
+            names = set(self.get_decay_parameter_names(model))
+            decaying = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+            self._weight_decays = add_critic_groups(optimizer, self.critic, self.args, decaying=decaying)
         return optimizer
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """See `OnlineTrainer`; during `critic_warmup`, weight decay of the policy is off, too."""
-        # The groups of the policy come first.
-        for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=False):
-            group["weight_decay"] = 0.0 if self._is_warmup else weight_decay
+        set_weight_decays(self.optimizer, self.lr_scheduler, self._weight_decays, learns=not self._is_warmup)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if distributed.updates_in_backward(self.accelerator):  # it has already clipped the gradients of both together
             return super()._clip_grad_norm(model)
-        policy = without_critic(model.parameters(), self.critic)
-        norm = self.accelerator.clip_grad_norm_(policy, self.args.max_grad_norm)
-        of_critic = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.args.max_grad_norm)
-        return norm + 0.0 * of_critic  # the policy's norm, but not finite if the critic's is not
+        self.add_penalty(model)
+        return clip_apart(self.accelerator, model, self.critic, self.args)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """HuggingFace's hook, called on the process that writes; the critic goes to the folder `critic`."""

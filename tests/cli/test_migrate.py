@@ -420,6 +420,7 @@ def test_a_file_of_cosmos_rl_means_the_same_here(command: str, tmp_path: Path) -
     script, config = parsed(result.text, tmp_path, command)
     assert (script.model_name_or_path, script.dataset_train_split) == ("m", "train+more")
     assert (config.num_train_epochs, config.learning_rate, config.bf16, config.report_to) == (2, 1e-6, True, [])
+    assert (config.lr_scheduler_type, config.warmup_steps) == ("constant_with_warmup", 20)
     assert [line for line, _ in result.open] == [12]
     if command == "grpo":
         assert (script.reward_funcs, config.reward_weights) == (["accuracy_reward", "think_format_reward"], [0.9, 0.1])
@@ -428,6 +429,16 @@ def test_a_file_of_cosmos_rl_means_the_same_here(command: str, tmp_path: Path) -
         assert (config.use_vllm, config.generation_mode, config.max_staleness) == (True, "async", 4)
     else:
         assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (4, 2)
+
+
+def test_a_decay_of_cosmos_rl_is_one_of_wsd(tmp_path: Path) -> None:
+    """From step 10 of 20 on 0.1 + 0.9 (1 - sqrt(p)), without a warm-up."""
+    decay = 'optm_warmup_steps = 0\noptm_decay_ratio = 0.5\noptm_min_lr_factor = 0.1\noptm_decay_type = "sqrt"'
+    text = COSMOS.replace("optm_warmup_steps = 20", decay) + POLICIES["sft"]
+    config = parsed(migrate_cosmos_rl(text).text, tmp_path, "sft")[1]
+    factor = config.learning_rate_factor(20)
+    assert [factor(step) for step in (0, 9)] == [1.0, 1.0]
+    assert [factor(step) for step in (12, 20)] == pytest.approx([1 - 0.9 * 0.2**0.5, 0.1])
 
 
 def test_files_are_written_beside_or_in_place_or_not_at_all(

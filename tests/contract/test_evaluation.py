@@ -11,6 +11,7 @@ import torch
 from transformers import EvalPrediction
 
 from prefrl import ConfigError, GRPOConfig, RewardError, SFTConfig, SFTTrainer
+from prefrl.rollout.collect import Collected
 from prefrl.trainer.base.ignored_options import _ACCELERATOR, _OPTIONS
 from prefrl.trainer.online.learner import state_of
 from prefrl.types import Rollout
@@ -77,10 +78,10 @@ def watched(trainer: Any) -> list[Rollout]:
     seen: list[Rollout] = []
     take = trainer._evaluation.take
 
-    def watch() -> list[Rollout]:
-        rollouts: list[Rollout] = take()
-        seen[:] = rollouts
-        return rollouts
+    def watch() -> Collected:
+        collected: Collected = take()
+        seen[:] = collected.rollouts
+        return collected
 
     trainer._evaluation.take = watch
     return seen

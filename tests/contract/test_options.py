@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from prefrl.options.fields import default_of
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.config import BaseConfig
 from prefrl.trainer.base.kwargs_options import KwargsOption
-from tests.contract.cases import ONLINE, make_trainer, weights_of
+from tests.contract.cases import ONLINE, dataset_of, make_trainer, weights_of
 
 # A second pass over a generation, far enough from the first for ratios to be clipped.
 BASE: dict[str, Any] = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1.0}
@@ -40,6 +41,16 @@ EPOCHS = {**BINARY, "rows": 8, "max_steps": 12, "num_iterations": 1, "learning_r
 
 TALK = {"talks": "faithful"}
 
+
+def answering(completions: list[str], log_extra: Callable[[str, list[Any]], None], **_: Any) -> list[float]:
+    """`two_rewards`, and the answers."""
+    log_extra("answer", [text[:1] for text in completions])
+    return two_rewards(completions)
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2, "eval_dataset": dataset_of("grpo", 2)}
+AT_2 = {**EVALUATED, "reward": answering, "pass_at_k_kwargs": {"k": [2]}}
+
 # Option -> a value, and the options that it needs to act.
 ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     # The rollout loop.
@@ -52,6 +63,7 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "top_k": (3, {}),
     "min_p": (0.2, {}),
     "repetition_penalty": (2.0, {}),
+    "truncated_logprobs": ("softmax", {"top_k": 3}),
     "generation_batch_size": (16, {}),
     "steps_per_generation": (2, {}),
     "num_iterations": (3, {}),
@@ -158,6 +170,14 @@ KEYS: dict[tuple[str, str, str], tuple[Any, dict[str, Any]]] = {
         {"rollout_selection": "best", "selection_kwargs": {"num_selected": 2}},
     ),
     ("selection_kwargs", "pow", "power"): (4.0, {"rollout_selection": "pow"}),
+    ("eval_sampling_kwargs", "all", "top_p"): (0.3, EVALUATED),
+    ("eval_sampling_kwargs", "all", "top_k"): (1, EVALUATED),
+    ("eval_sampling_kwargs", "all", "min_p"): (0.5, EVALUATED),
+    ("eval_sampling_kwargs", "all", "repetition_penalty"): (3.0, EVALUATED),
+    ("pass_at_k_kwargs", "all", "k"): ([2], EVALUATED),
+    ("pass_at_k_kwargs", "all", "reward"): ("two_rewards", {**AT_2, **TWO}),
+    ("pass_at_k_kwargs", "all", "threshold"): (-1.0, AT_2),
+    ("pass_at_k_kwargs", "all", "answer"): ("answer", AT_2),
 }
 # What is learned must not depend on these, or they belong to evaluation, logs or a server.
 NEUTRAL = {
@@ -178,6 +198,7 @@ NEUTRAL = {
     "ds3_gather_for_generation",  # tests/distributed
     "cache_implementation",  # test_gpu
     "log_completions",  # test_summary
+    "log_val_generations",  # test_evaluation_options
     "num_completions_to_print",  # test_summary
     "log_unique_prompts",  # test_summary
     "journal_keep",  # test_survival
@@ -214,7 +235,7 @@ def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]
         for option in REGISTRY[algorithm].load_config().kwargs_options
         for choices, found in option.keys().items()
         for key in found
-        if not option.name.startswith("vllm_")
+        if not option.name.startswith("vllm_") and option not in BaseConfig.kwargs_options
     }
 
 
@@ -238,12 +259,15 @@ def shown_here(algorithm: str) -> list[str]:
 CASES = [(algorithm, name) for algorithm in ONLINE for name in shown_here(algorithm) if name not in NEUTRAL]
 
 
+TIMES = ("time/", "step_time", "train_", "total", "eval_time/", "eval_runtime")
+
+
 def trace(algorithm: str, folder: Path, options: dict[str, Any]) -> tuple[list[torch.Tensor], list[Any]]:
     """The weights at the end, and everything that was logged but times."""
     trainer = make_trainer(algorithm, folder, **{**BASE, **options})
     trainer.train()
     logs = [
-        {key: value for key, value in entry.items() if not key.startswith(("time/", "step_time", "train_", "total"))}
+        {key: value for key, value in entry.items() if not key.startswith(TIMES) and not key.endswith("_per_second")}
         for entry in trainer.state.log_history
     ]
     return list(weights_of(trainer.model).values()), [str(entry) for entry in logs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,29 @@ def test_a_fresh_minibatch_needs_no_pass_for_old_logprobs(tmp_path: Path) -> Non
     trainer.policy.register_forward_hook(note)
     trainer.train()
     assert passes == [True, True]
+
+
+CUTS = {"temperature": 0.8, "top_k": 30, "top_p": 0.7, "min_p": 0.02, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize("kl_estimator", ["k3", "full"])
+def test_truncated_samples_of_the_policy_itself_have_ratio_one(tmp_path: Path, kl_estimator: str) -> None:
+    options: dict[str, Any] = {"arrival": 0, "use_vllm": True, "beta": 0.5, "kl_estimator": kl_estimator, **CUTS}
+    trainer = make_trainer("grpo", tmp_path, **options)
+    with torch.no_grad():  # so that the distributions differ from uniform ones
+        trainer.policy.get_input_embeddings().weight.mul_(3)
+    assert isinstance(trainer, OnlineTrainer)
+    assert trainer.reference is not None
+    trainer.reference.mix(trainer.policy, 1.0)
+    trainer.train()
+    assert last(trainer, "sampling/sampling_logp_difference/max") < 1e-4
+    assert last(trainer, "sampling/clipped_share") == 0
+    assert last(trainer, "kl") == pytest.approx(0, abs=1e-6)
+    assert 0 < last(trainer, "entropy") < math.log(CUTS["top_k"])
+
+
+def test_log_probs_of_the_whole_softmax_are_a_choice_and_switch_the_correction_off(tmp_path: Path) -> None:
+    trainer = make_trainer("grpo", tmp_path, arrival=0, use_vllm=True, truncated_logprobs="softmax", **CUTS)
+    trainer.train()
+    assert not any("sampling/clipped_share" in entry for entry in trainer.state.log_history)
+    assert trainer.args.scoring_truncation is None

@@ -51,6 +51,11 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 # Layers as wide as bitsandbytes' blocks, in four bits, which FSDP2 shares out in floating-point storage alone.
 WIDE = {"architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+SCHEDULE: dict[str, Any] = {
+    **{"max_steps": 4, "weight_decay": 0.3, "weight_decay_schedule": "linear"},
+    **{"lr_scheduler_type": "exponential", "lr_scheduler_kwargs": {"decay_rate": 0.5, "decay_steps": 2}},
+    **{"reduce_on_plateau": 2, "reduce_on_plateau_kwargs": {"patience": 0, "factor": 0.5, "threshold": 0.9}},
+}
 FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
 BUDGET = {"max_tokens_per_micro_batch": 25}
 LEAN = {"activation_checkpointing": True}  # passes without gradients are no larger than those with
@@ -66,6 +71,17 @@ def good_at_subtraction(prompts: list[str], completions: list[str], **_: Any) ->
     """Groups of other prompts have no advantage."""
     values = ragged_reward(completions)
     return [value * ("-" in prompt) for value, prompt in zip(values, prompts, strict=True)]
+
+
+def answering(completions: list[str], log_extra: Callable[[str, list[Any]], None], **_: Any) -> list[float]:
+    """`ragged_reward`, and an answer in most completions."""
+    log_extra("answer", [text[:1] for text in completions])
+    return ragged_reward(completions)
+
+
+def from_two_sources(num_rows: int) -> Dataset:
+    """Prompts with a column that says where they come from."""
+    return dataset_of("grpo", num_rows).add_column("data_source", [("math", "code")[i % 2] for i in range(num_rows)])
 
 
 def num_predicted(evaluated: EvalPrediction) -> dict[str, float]:
@@ -88,7 +104,14 @@ CASES: dict[str, Case] = {
     "ppo": Case(
         "ppo", {**ADAM, **EVAL, "critic_learning_rate": 1e-2, "critic_warmup": 1, "max_grad_norm": 0.0}, eval_rows=3
     ),
-    "online_dpo": Case("online_dpo", EVAL, model=TIED, eval_rows=1),  # one rank has no completions
+    # One rank has no completions.
+    "online_dpo": Case(
+        "online_dpo",
+        {**EVAL, "pass_at_k_kwargs": {"k": [2], "answer": "answer"}},
+        model=TIED,
+        reward=answering,
+        eval_rows=1,
+    ),
     # The head, the forward pass, and how the work is cut.
     "sft_llama_tied": Case("sft", model=LLAMA_TIED),
     "sft_micro_batches": Case("sft", {"gradient_accumulation_steps": 2}, rows_per_micro_batch=2),
@@ -104,10 +127,19 @@ CASES: dict[str, Case] = {
     "sft_by_name": Case("sft", model=TIED, by_name=True),
     "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
     "sft_adam": Case("sft", ADAM),
+    # Rates by name, with an optimizer that needs whole weights, penalties and clipped numbers, or without them.
+    "sft_lars": Case(
+        "sft",
+        {
+            **{"max_steps": 3, "optim": "lars", "learning_rate": 1.0, "max_grad_norm": 0.5, "max_grad_value": 0.05},
+            **{"learning_rates": {"q_proj": 0.1}, "regularization_type": "l1_l2", "regularization_lambda": 1e-3},
+        },
+    ),
+    "sft_nadam_rates": Case("sft", {**ADAM, "optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}),
     "sft_window": Case("sft", model={"architecture": "mistral", "sliding_window": 4, "num_key_value_heads": 1}),
     "sft_eval": Case(
         "sft",
-        {**EVAL, "compute_metrics": num_predicted, "callbacks": [BEMACallback(update_freq=1)]},
+        {**EVAL, **SCHEDULE, "compute_metrics": num_predicted, "callbacks": [BEMACallback(update_freq=1)]},
         model=TIED,
         eval_rows=7,
     ),
@@ -135,7 +167,18 @@ CASES: dict[str, Case] = {
     "grpo_one_signal": Case("grpo", {"beta": 0.0, **BUDGET, **REUSE}, reward=good_at_subtraction),
     # Rollouts.
     "grpo_reuse": Case("grpo", {"beta": 0.04, **REUSE}),
-    "grpo_not_gathered": Case("grpo", {"ds3_gather_for_generation": False, **EVAL}, eval_rows=5),
+    "grpo_not_gathered": Case(
+        "grpo",
+        {
+            "ds3_gather_for_generation": False,
+            "eval_dataset": from_two_sources(5),
+            "pass_at_k_kwargs": {"k": [1, 2, 4], "answer": "answer"},
+            "log_val_generations": 3,
+            **EVAL,
+        },
+        reward=answering,
+        eval_rows=5,
+    ),
     "grpo_full_kl_by_name": Case("grpo", {"beta": 0.1, "kl_estimator": "full"}, by_name=True),
     # Ranks whose episodes have different numbers of turns sample together.
     "grpo_episodes": Case("grpo", {"talks": "forgetful", "turn_credit": "return"}),

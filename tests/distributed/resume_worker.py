@@ -36,6 +36,8 @@ RESUMED: dict[str, Case] = {
     "sft_untied": Case("sft", {**ADAM, "optim": "adamw_torch_fused", "lr_scheduler_type": "linear"}),
     "sft_bf16": Case("sft", {**ADAM, "bf16": True, "use_cpu": True}, model=TIED),
     "sft_frozen": Case("sft", {**ADAM, "freeze": ["layers.0", "norm"]}, model=TIED, by_name=True),
+    "sft_muon": Case("sft", {**ADAM, "optim": "muon"}),
+    "sft_nadam_rates": Case("sft", {**ADAM, "optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}),
     "sft_lora": Case("sft", ADAM, lora=ATTENTION),
     "sft_lora_embeddings": Case("sft", ADAM, lora=EMBEDDINGS),
     "sft_lora_head": Case("sft", ADAM, lora=("q_proj", "lm_head"), by_name=True),

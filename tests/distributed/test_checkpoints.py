@@ -32,6 +32,8 @@ JOBS = (
     "ddp:dpo_running_mean",
     "zero1:grpo_reuse",
     "zero2:sft_lora",
+    "zero2:sft_nadam_rates",
+    "fsdp2:sft_muon",
     "zero3:grpo_reuse",
     "zero3:dpo_lora",
     "zero3:ppo_model",

@@ -52,7 +52,8 @@ def make(name: str, case: Case, folder: Path, **options: Any) -> BaseTrainer:
 
         arguments["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules=list(case.lora))
     if case.eval_rows:
-        arguments |= {"eval_dataset": dataset_of(case.algorithm, case.eval_rows), "per_device_eval_batch_size": 8}
+        arguments.setdefault("eval_dataset", dataset_of(case.algorithm, case.eval_rows))
+        arguments["per_device_eval_batch_size"] = 8
     leave_training()
     arguments["model"] = model_of(case.algorithm, **case.model)
     if case.by_name:

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import FunctionType
 from typing import Generic, get_args, get_type_hints
 
 import grimp
@@ -22,8 +23,11 @@ from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.parser import CommandParser
+from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer
+from prefrl.trainer.base.optimized import OptimizedTrainer
 from prefrl.trainer.base.resumable import ResumableTrainer
+from prefrl.trainer.base.sized import SizedTrainer
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.offline.trainer import OfflineTrainer
@@ -45,6 +49,9 @@ HOOKS = {
     "_build_accelerator_args": ["kwargs"],
     "_clip_grad_norm": ["model"],
     "_finish_current_push": [],
+    "_init_training_state": [
+        *("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial")
+    ],
     "_issue_warnings_after_load": ["load_result"],
     "_load_best_model": [],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
@@ -59,6 +66,7 @@ HOOKS = {
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_track_num_input_tokens": ["inputs"],
     "create_optimizer": ["model"],
+    "create_scheduler": ["num_training_steps", "optimizer"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "end": [],
     "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
@@ -66,6 +74,7 @@ HOOKS = {
     "floating_point_ops": ["inputs"],
     "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
     "get_eval_dataloader": ["eval_dataset"],
+    "get_optimizer_cls_and_kwargs": ["args", "model"],
     "get_total_train_batch_size": ["args"],
     "get_train_dataloader": [],
     "log": ["logs", "start_time"],
@@ -88,7 +97,8 @@ REPLACED = {"init_hf_repo", "push_to_hub"}
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
     "peft": ("prefrl/models/", "prefrl/rewards/model.py"),
-    "bitsandbytes": ("prefrl/models/",),
+    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers.py"),
+    "pytorch_optimizer": ("prefrl/trainer/base/optimizers.py",),
     "deepspeed": ("prefrl/distributed/",),
     "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
@@ -138,9 +148,12 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     trainer = row.load_trainer()
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
-    assert _bases(BaseTrainer) == [GuardedTrainer]
+    assert _bases(BaseTrainer) == [EvaluatingTrainer]
+    assert _bases(EvaluatingTrainer) == [SizedTrainer]
+    assert _bases(SizedTrainer) == [GuardedTrainer]
     assert _bases(GuardedTrainer) == [ResumableTrainer]
-    assert _bases(ResumableTrainer) == [Trainer]
+    assert _bases(ResumableTrainer) == [OptimizedTrainer]
+    assert _bases(OptimizedTrainer) == [Trainer]
     assert trainer.algorithm == row.name
     assert len(inspect.getsource(trainer).splitlines()) <= MAX_LEAF_LINES
 
@@ -226,13 +239,22 @@ def test_hooks_of_the_huggingface_loop_have_the_signature_that_was_read(name: st
 
 
 def test_every_overridden_hook_is_pinned() -> None:
-    bases = [ResumableTrainer, GuardedTrainer, BaseTrainer, OfflineTrainer, OnlineTrainer]
+    bases = [
+        OptimizedTrainer,
+        ResumableTrainer,
+        GuardedTrainer,
+        SizedTrainer,
+        EvaluatingTrainer,
+        BaseTrainer,
+        OfflineTrainer,
+        OnlineTrainer,
+    ]
     classes = [*bases, *(row.load_trainer() for row in REGISTRY.values())]
     overridden = {
         name
         for cls in classes
         for name, value in vars(cls).items()
-        if inspect.isfunction(value) and name in vars(Trainer)
+        if isinstance(value, FunctionType | staticmethod) and name in vars(Trainer)
     }
     assert overridden - VARIADIC - REPLACED == set(HOOKS)
 

@@ -101,7 +101,7 @@ class TokenSampler:
 
 
 def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:
-    # In the same order as in transformers' generate.
+    # In vLLM's order, which `losses.truncation` follows, too: transformers' generate applies min_p last.
     processors: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
@@ -109,12 +109,12 @@ def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:
         return processors
     if sampling.temperature != 1.0:
         processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(sampling.min_p))
     if sampling.top_k:
         processors.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         processors.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        processors.append(MinPLogitsWarper(sampling.min_p))
     return processors
 
 

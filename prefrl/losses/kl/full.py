@@ -22,6 +22,8 @@ from prefrl.losses.checks import check_same_shape
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from prefrl.losses.truncation import Mask, TokenTruncation
+
 __all__ = ["ReferenceLogits", "full_kl", "reference_log_probs"]
 
 
@@ -34,10 +36,11 @@ class ReferenceLogits:
 
 
 def reference_log_probs(
-    reference: ReferenceLogits, *, temperature: float, dtype: torch.dtype
-) -> Callable[[slice], Tensor]:
+    reference: ReferenceLogits, *, temperature: float, dtype: torch.dtype, truncation: TokenTruncation | None = None
+) -> Callable[[slice, Mask | None], Tensor]:
     """A function that returns [c, V] log softmax(logits / temperature) for a slice of tokens, without gradients.
 
+    With a truncation, the softmax is over the tokens that the policy keeps, after the same repetition penalty.
     The head runs under the autocast state of this call, even if the returned function is called later, in backward.
     Each call returns a new tensor.
     """
@@ -49,12 +52,14 @@ def reference_log_probs(
         enabled=torch.is_autocast_enabled(device_type),
     )
 
-    def log_probs(rows: slice) -> Tensor:
+    def log_probs(rows: slice, mask: Mask | None = None) -> Tensor:
         with torch.no_grad():
             with autocast():
                 logits = reference.head(reference.hidden[rows])
             logits = logits.to(dtype) / temperature
-            return logits.log_softmax(1)
+            penalties = None if truncation is None else truncation[rows].penalties(logits)
+            logits = logits if penalties is None else logits.mul_(penalties)
+            return (logits if mask is None else mask.restrict(logits)).log_softmax(1)
 
     return log_probs
 

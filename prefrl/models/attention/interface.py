@@ -150,6 +150,7 @@ def _attention_or_flat(
     return output, None
 
 
+@torch.compiler.disable  # the layout changes with every step; compiled layers call this as it is
 def _sdpa_or_flat(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> _AttentionResult:
@@ -157,6 +158,7 @@ def _sdpa_or_flat(
     return _attention_or_flat(replaced, module, query, key, value, attention_mask, kwargs)
 
 
+@torch.compiler.disable
 def _eager_or_flat(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> _AttentionResult:

@@ -11,18 +11,22 @@ from prefrl.options.foreign.row import (
     becomes,
     column,
     if_set,
+    if_set_key,
     layers,
     loggers,
     not_needed,
     not_there,
     renamed,
+    sampled_top_k,
     server,
 )
 
-__all__ = ["COSMOS_RL", "DEFAULTS"]
+__all__ = ["COSMOS_RL", "DECAYS", "DEFAULTS"]
 
 _LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
 _REWARDS = {"boxed_math": "accuracy_reward", "format": "think_format_reward", "gsm8k": "numeric_reward"}
+# How the learning rate falls.
+DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
 _VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dapo": {"dynamic_sampling": True},
@@ -112,18 +116,28 @@ _TRAIN: dict[str, Row] = {
     "epsilon": renamed("adam_epsilon"),
     "optm_name": becomes("optim='adamw_torch_fused'", lambda value: {"AdamW": {}}[value]),
     "optm_impl": not_needed("optim names the implementation, too"),
-    "optm_lr": renamed("learning_rate"),
+    "optm_lr": becomes(
+        "learning_rate, and for other rates of some parameters learning_rates",
+        lambda value: {"learning_rate": float(value)},
+        "learning_rate",
+    ),
     "optm_weight_decay": renamed("weight_decay"),
     "optm_betas": becomes(
         "adam_beta1 and adam_beta2", lambda value: {"adam_beta1": value[0], "adam_beta2": value[1]}, "adam_beta1"
     ),
     "optm_warmup_steps": renamed("warmup_steps"),
     "optm_grad_norm_clip": renamed("max_grad_norm"),
-    "optm_decay_type": not_there("set lr_scheduler_type"),
-    "optm_decay_ratio": not_there("lr_scheduler_type='warmup_stable_decay' and its lr_scheduler_kwargs"),
-    "optm_min_lr_factor": not_there(
-        "lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': ...}"
+    "optm_warmup_start_factor": becomes(
+        "warmup_start_factor", lambda value: {"warmup_start_factor": value} if value else {}, "warmup_start_factor"
     ),
+    "optm_decay_type": asked(
+        "lr_scheduler_kwargs",
+        {name: {"decay_type": ours} for name, ours in DECAYS.items()},
+        "lr_scheduler_type='wsd' and the key decay_type of lr_scheduler_kwargs, sqrt is '1-sqrt'; without a decay "
+        "lr_scheduler_type='constant_with_warmup'",
+    ),
+    "optm_decay_ratio": renamed("lr_scheduler_kwargs", "decay_fraction"),
+    "optm_min_lr_factor": renamed("lr_scheduler_kwargs", "min_lr_ratio"),
     "max_num_steps": if_set("max_steps"),
     "compile": renamed("torch_compile"),
     "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
@@ -146,7 +160,11 @@ _TRAIN: dict[str, Row] = {
         "save_strategy", lambda value: {} if value else {"save_strategy": "no"}, "save_strategy"
     ),
     "ckpt.save_freq": renamed("save_steps"),
-    "ckpt.save_freq_in_epoch": not_there("save_strategy='epoch' saves after every epoch"),
+    "ckpt.save_freq_in_epoch": becomes(
+        "save_strategy='epoch' and save_epochs",
+        lambda value: {"save_strategy": "epoch", "save_epochs": value} if value else {},
+        "save_epochs",
+    ),
     "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
     "ckpt.max_keep": if_set("save_total_limit"),
     "ckpt.export_safetensors": not_needed("checkpoints are folders of HuggingFace"),
@@ -215,9 +233,12 @@ COSMOS_RL: dict[str, Row] = {
     "validation.batch_size": if_set("per_device_eval_batch_size"),
     "validation.temperature": renamed("temperature_eval"),
     "validation.n_generation": renamed("num_generations_eval"),
+    "validation.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
+    "validation.top_k": sampled_top_k(),
+    "validation.repetition_penalty": if_set_key("eval_sampling_kwargs", "repetition_penalty"),
     "validation.dataset.name": not_needed("evaluation reads another split of the same dataset"),
     "validation.dataset.test_split": if_set("dataset_test_split"),
-    "validation": not_there("evaluation samples and is rewarded as training is"),
+    "validation": not_there("evaluations have the rewards of training, and its max_completion_length"),
     "redis": not_needed("there is no controller"),
     "custom": not_there("give the values to your own script"),
 }

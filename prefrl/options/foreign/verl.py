@@ -12,11 +12,13 @@ from prefrl.options.foreign.row import (
     becomes,
     column,
     if_set,
+    if_set_key,
     layers,
     loggers,
     not_needed,
     not_there,
     renamed,
+    sampled_top_k,
     server,
 )
 
@@ -39,6 +41,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo"},
     "geo_mean": {"loss_type": "gmpo"},
 }
+_DECAYS = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+_DECAYS |= {"inverse_square_root": "inverse_sqrt", "WSD": "wsd"}
 # The algorithm that an advantage estimator stands for is the name of the command.
 _ESTIMATORS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("gae", "grpo", "rloo", "reinforce_plus_plus")},
@@ -95,6 +99,7 @@ _DATA: dict[str, Row] = {
     "return_raw_chat": not_needed("rewards get the messages"),
     "return_full_prompt": not_needed("rewards get the prompt"),
     "return_multi_modal_inputs": not_needed("the trainer passes images on"),
+    "val_max_samples": if_set("max_eval_samples"),
     "validation_shuffle": not_needed("evaluation keeps the order of the dataset"),
     "use_shm": not_needed("datasets are memory-mapped"),
     "custom_cls": not_there(_PYTHON),
@@ -180,6 +185,24 @@ _ACTOR: dict[str, Row] = {
     ),
     "optim.num_cycles": not_there("lr_scheduler_kwargs={'num_cycles': ...}"),
     "optim.total_training_steps": not_needed("the schedule ends with the training"),
+    "optim.lr_warmup_init": not_there("warmup_start_factor is its share of learning_rate"),
+    "optim.lr_decay_steps": if_set("lr_decay_steps"),
+    "optim.lr_decay_style": asked("lr_scheduler_type", _DECAYS),
+    "optim.lr_wsd_decay_style": not_there(
+        "lr_scheduler_type='wsd', lr_scheduler_kwargs={'decay_type': ...}; minus_sqrt is '1-sqrt'"
+    ),
+    "optim.lr_wsd_decay_steps": not_there(
+        "lr_scheduler_type='wsd', lr_scheduler_kwargs={'decay_fraction': ...}, a share of all steps"
+    ),
+    "optim.min_lr": not_there("lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr': ...}"),
+    "optim.weight_decay_incr_style": becomes(
+        "weight_decay_schedule",
+        lambda value: {} if value == "constant" else {"weight_decay_schedule": value},
+        "weight_decay_schedule",
+    ),
+    "optim.use_checkpoint_opt_param_scheduler": not_needed(
+        "a resumed run goes on with its schedule; allow_resume_changes names options that may be others"
+    ),
     "optim": not_there("see the options of transformers.TrainingArguments"),
     "checkpoint": not_needed("checkpoints hold everything that a resumed run needs; save_only_model=True: the model"),
     "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
@@ -223,14 +246,25 @@ _ROLLOUT: dict[str, Row] = {
     "val_kwargs.temperature": renamed("temperature_eval"),
     "val_kwargs.n": renamed("num_generations_eval"),
     "val_kwargs.do_sample": not_needed("temperature_eval=0 decodes greedily"),
-    "val_kwargs": not_there("evaluation samples as training does"),
+    "val_kwargs.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
+    "val_kwargs.top_k": sampled_top_k(),
+    "val_kwargs": not_there("eval_sampling_kwargs has the keys top_p, top_k, min_p and repetition_penalty"),
     "multi_turn.max_assistant_turns": if_set("max_turns"),
     "multi_turn": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
     "agent": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
 }
 _CRITIC: dict[str, Row] = {
     "optim.lr": renamed("critic_learning_rate"),
-    "optim": not_there("the critic has the optimizer and the schedule of the policy, and critic_learning_rate"),
+    "optim.weight_decay": renamed("critic_optim_kwargs", "weight_decay"),
+    "optim.betas": becomes(
+        "the keys adam_beta1 and adam_beta2 of critic_optim_kwargs",
+        lambda value: {"critic_optim_kwargs": {"adam_beta1": value[0], "adam_beta2": value[1]}},
+        "critic_optim_kwargs",
+    ),
+    "optim": not_there(
+        "the critic has the optimizer and the schedule of the policy, critic_learning_rate and critic_optim_kwargs"
+    ),
+    "grad_clip": renamed("critic_optim_kwargs", "max_grad_norm"),
     "cliprange_value": renamed("cliprange_value"),
     "model": not_there("set critic='model', and in Python value_model; critic='head' needs no other model"),
 }
@@ -294,9 +328,10 @@ _TRAINER: dict[str, Row] = {
     ),
     "resume_from_path": if_set("resume_from_checkpoint"),
     "balance_batch": not_needed("losses are divided by the count of all processes"),
-    "log_val_generations": not_there("log_completions=True prints the completions of training"),
     "rollout_data_dir": not_needed("the folder completions in output_dir has every rollout"),
-    "validation_data_dir": not_there("the metrics of evaluation are logged, not its completions"),
+    "validation_data_dir": not_there(
+        "log_val_generations says how many completions of each evaluation go to the folder evaluations in output_dir"
+    ),
     "ray_wait_register_center_timeout": not_needed("there is no Ray"),
     "use_legacy_worker_impl": not_needed("there are no workers"),
 }

@@ -6,7 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
+from prefrl.trainer.base.scheduler import refresh
+
 __all__ = ["GroupOptions"]
+
+_RATES = frozenset({"critic_learning_rate", "learning_rate", "learning_rates"})
+_DECAYS = frozenset({"critic_optim_kwargs", "weight_decay", "weight_decay_schedule"})
 
 
 @dataclass(frozen=True)
@@ -35,14 +42,17 @@ class GroupOptions:
         Args:
             changed: Names of the options that differ from the checkpoint.
             optimizer: After its state was read.
-            scheduler: Its schedule goes on; learning rates are proportional to those at its start.
+            scheduler: Its schedule, which may be another one now, goes on from the same step; learning rates are
+                proportional to those at its start.
         """
-        if "weight_decay" in changed:
+        if not _DECAYS.isdisjoint(changed):
             for group, weight_decay in zip(optimizer.param_groups, self.weight_decays, strict=True):
                 group["weight_decay"] = weight_decay
-        if "learning_rate" in changed:
+        if not _RATES.isdisjoint(changed):
             for group, initial in zip(optimizer.param_groups, self.learning_rates, strict=True):
                 group["lr"] *= initial / group["initial_lr"]
                 group["initial_lr"] = initial
             scheduler.base_lrs = list(self.learning_rates)
             scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # what is logged
+        if isinstance(scheduler, LambdaLR):
+            refresh(scheduler)

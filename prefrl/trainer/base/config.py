@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from annotated_types import Ge, Gt, Lt
-from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from prefrl import distributed
@@ -23,13 +22,20 @@ from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
 from prefrl.printable import masked, plain
+from prefrl.trainer.base.autopilot_options import AUTOPILOT, AutopilotOptions, check_autopilot, name_best_metric
+from prefrl.trainer.base.checkpoint_options import CHECKPOINT_OPTIONS, CheckpointOptions, check_checkpoints
+from prefrl.trainer.base.evaluation_options import EvaluationOptions, check_evaluation
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
-from prefrl.trainer.base.kwargs_options import KwargsOption
-from prefrl.trainer.base.optimization_options import check_optimization
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
+from prefrl.trainer.base.profiling import PROFILE, check_profile
+from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
+from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, derive_sizes, take_automatic
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
+    from prefrl.losses.truncation import Truncation
     from prefrl.models.positions import PositionLimit
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
@@ -49,6 +55,7 @@ _BOUNDS: dict[str, Any] = {
     "per_device_train_batch_size": Annotated[int, Ge(1)],
     "per_device_eval_batch_size": Annotated[int, Ge(1)],
     "gradient_accumulation_steps": Annotated[int, Ge(1)],
+    "effective_batch_size": Annotated[int, Ge(1)],
     "learning_rate": Annotated[float, Ge(0), Lt(math.inf)],
     "weight_decay": Annotated[float, Ge(0), Lt(math.inf)],
     "max_grad_norm": Annotated[float, Ge(0)],
@@ -68,10 +75,25 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class BaseConfig(TokenizerOptions, TrainingArguments):
+class BaseConfig(
+    CheckpointOptions,
+    AutopilotOptions,
+    EvaluationOptions,
+    SizeOptions,
+    OptimizerOptions,
+    TokenizerOptions,
+    ScheduleOptions,
+):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = ()  # options that map names to hyperparameters
+    # Options that map names to hyperparameters.
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
+        *SCHEDULE_KWARGS,
+        AUTO_SIZE,
+        *AUTOPILOT,
+        *CHECKPOINT_OPTIONS,
+        PROFILE,
+    )
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -82,6 +104,8 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         "model_init_kwargs",  # what it decides is seen in the model
         "trust_remote_code",
         "max_tokens_per_micro_batch",
+        "effective_batch_size",  # rows_per_step says what it decides
+        "auto_size_kwargs",
         "forward_plan",
         "activation_checkpointing",
         "activation_checkpointing_kwargs",
@@ -90,6 +114,8 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         "liger_kernel_config",
         "dataset_num_proc",
         "log_flops",
+        "profile",
+        "profile_kwargs",
         "allow_resume_changes",
         "save_in_background",
         "max_train_time",
@@ -119,7 +145,8 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
         "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. Changes memory and speed, never the update.",
+        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic.md. Changes memory and speed, "
+        "never the update.",
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
@@ -162,6 +189,8 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
         "its rows need. Costs some time, never changes the update.",
     )
+    profile: bool = opt(False, "Trace some steps for a timeline viewer, into the folder profile of output_dir.")
+    profile_kwargs: KwargsValue = opt(None, PROFILE.help)
 
     allow_resume_changes: list[str] | None = opt(
         None,
@@ -202,13 +231,17 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
 
     def __post_init__(self, *flat_values: Any) -> None:
         fill_places(self, flat_values, self.flat_names)
+        self.automatic = take_automatic(self)  # the options that are "auto"
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
         self._check_numbers()
         self._set_both_names()
+        name_best_metric(self)
         try:
-            super().__post_init__()
+            with named_for_huggingface(self):
+                super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self.sought = derive_sizes(self)  # those of them that need a trial
         self.validate()
 
     def __init_subclass__(cls) -> None:
@@ -271,9 +304,19 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         return int(self.per_device_train_batch_size)
 
     @property
+    def steps_of_a_generation(self) -> int:
+        """Optimizer steps that learn from one generation batch; 1 if there are none."""
+        return 1
+
+    @property
     def scoring_temperature(self) -> float:
         """Temperature of the distribution whose log-probs enter the losses."""
         return 1.0
+
+    @property
+    def scoring_truncation(self) -> Truncation | None:
+        """What cuts that distribution; None: nothing does."""
+        return None
 
     def fit_context(self, limit: PositionLimit | None) -> None:
         """Set what depends on the model's context; called when the model is loaded.
@@ -326,7 +369,10 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
             because = "on_nan='stop': the first step ends training"
             check_unset(self, "nan_patience", because=because, remedy="Set on_nan='skip'.")
         if self.auto_find_batch_size:
-            raise ConfigError("auto_find_batch_size=True is not supported; set max_tokens_per_micro_batch instead")
+            raise ConfigError(
+                "auto_find_batch_size=True is not supported: it learns what fits from crashes. Set "
+                "max_tokens_per_micro_batch='auto'."
+            )
         if self.neftune_noise_alpha is not None:
             raise ConfigError(
                 f"neftune_noise_alpha={self.neftune_noise_alpha} is not supported: its noise is scaled by the length "
@@ -335,8 +381,13 @@ class BaseConfig(TokenizerOptions, TrainingArguments):
         self._check_trackers()
         self._validate_activations()
         self._validate_liger()
+        check_checkpoints(self)
         check_ignored_options(self)
-        check_optimization(self)
+        self.validate_schedule()
+        check_optimizer(self)
+        check_evaluation(self)
+        check_autopilot(self)
+        check_profile(self)
 
     def _validate_activations(self) -> None:
         if self.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Judges each optimizer step before it is applied: whether its numbers are finite, and how unusual its loss is."""
+"""Judges each optimizer step before it is applied: whether its numbers are finite, and how unusual they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,20 +20,24 @@ _FEWEST = 10
 # The standard deviation of a normal distribution is this many times its median absolute deviation.
 _MAD_SCALE = 1.4826
 _FILE = "guard.json"
+_COUNTS = ("num_skipped", "num_rollbacks", "in_a_row")
 
 
 @dataclass
 class StepGuard:
-    """Looks at the loss and the gradient norm of each step.
+    """Looks at the loss, the gradient norm and the KL of each step.
 
     Args:
         patience: Steps in a row that are left out because they are not finite, after which training must stop.
+        watched: What is compared with the steps before: loss, grad_norm, kl.
     """
 
     patience: int
+    watched: Collection[str] = ("loss",)
     num_skipped: int = 0
+    num_rollbacks: int = 0
     in_a_row: int = 0  # of the skipped steps, the latest ones without a finite one between them
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))  # of the latest finite steps
+    known: dict[str, deque[float]] = field(default_factory=dict)  # of the latest finite steps, what is watched
 
     @property
     def is_exhausted(self) -> bool:
@@ -44,12 +48,12 @@ class StepGuard:
         """Judge a step; what is not finite, and on which process. None: the step may be applied.
 
         Args:
-            numbers: For each process, its share of the loss, and the gradient norm over all processes.
+            numbers: For each process, its share of the loss, the gradient norm over all processes, and more.
             may_overflow: Whether a gradient norm that is not finite is no problem, because the scaler of float16
                 leaves the step out and tries a smaller scale.
         """
         found = None
-        for process, (loss, norm) in enumerate(numbers):
+        for process, (loss, norm, *_) in enumerate(numbers):
             if not math.isfinite(loss):
                 found = f"the loss is {loss}"
             elif not (math.isfinite(norm) and norm >= 0) and not may_overflow():  # DeepSpeed may report NaN as -1
@@ -65,33 +69,49 @@ class StepGuard:
         return found
 
     def spike(self, numbers: Sequence[Sequence[float]]) -> dict[str, Metric]:
-        """How unusual the loss of a step is, and remember it.
+        """How unusual a step is, and remember it.
+
+        Args:
+            numbers: For each process, its share of the loss, the gradient norm over all processes, and the sum and the
+                count of its KL. A count of 0 on all of them: there is none.
 
         Returns:
-            `guard/loss_spike`: (loss - median) / (1.4826 * median absolute deviation) over the last 100 steps; the
-            largest since the last log. Left out while there are fewer than 10, or if they do not differ.
+            `guard/<name>_spike` of what is watched: (value - median) / (1.4826 * median absolute deviation) over the
+            last 100 steps; the largest since the last log. Left out while there are fewer than 10, or if they do not
+            differ.
         """
-        loss = statistics.fmean(loss for loss, _ in numbers)
-        known = list(self.losses)
-        if not math.isfinite(loss):
-            return {}
-        self.losses.append(loss)
+        values = {"loss": statistics.fmean(row[0] for row in numbers), "grad_norm": numbers[0][1]}
+        if num_tokens := sum(sum(row[3:]) for row in numbers):
+            values["kl"] = sum(row[2] for row in numbers) / num_tokens
+        return {
+            f"guard/{name}_spike": Max(score)
+            for name in self.watched
+            if name in values and (score := self._score(name, values[name])) is not None
+        }
+
+    def _score(self, name: str, value: float) -> float | None:
+        if not math.isfinite(value):
+            return None
+        window = self.known.setdefault(name, deque(maxlen=_WINDOW))
+        known = list(window)
+        window.append(value)
         if len(known) < _FEWEST:
-            return {}
+            return None
         median = statistics.median(known)
-        deviation = _MAD_SCALE * statistics.median(abs(value - median) for value in known)
-        return {"guard/loss_spike": Max((loss - median) / deviation)} if deviation > 0 else {}
+        deviation = _MAD_SCALE * statistics.median(abs(other - median) for other in known)
+        return (value - median) / deviation if deviation > 0 else None
 
     # Checkpoints. The state is the same on all processes.
 
     def save(self, folder: Path) -> None:
         """Write the state; called on one process."""
-        state = {"num_skipped": self.num_skipped, "in_a_row": self.in_a_row, "losses": list(self.losses)}
+        state = {name: getattr(self, name) for name in _COUNTS}
+        state["known"] = {name: list(values) for name, values in self.known.items()}
         (folder / _FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
         state = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        self.num_skipped, self.in_a_row = state["num_skipped"], state["in_a_row"]
-        self.losses.clear()
-        self.losses.extend(state["losses"])
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self.known = {name: deque(values, maxlen=_WINDOW) for name, values in state["known"].items()}

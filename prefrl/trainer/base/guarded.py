@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from prefrl import distributed
-from prefrl.errors import NonFiniteError
-from prefrl.metrics import Max, Metric, merge
+from prefrl.errors import ConfigError, NonFiniteError
+from prefrl.metrics import Max, Mean, Metric, merge
+from prefrl.run.checkpoints import find_last
 from prefrl.trainer.base.guard import StepGuard
 from prefrl.trainer.base.resumable import ResumableTrainer
+from prefrl.trainer.base.rollback import Rollback, RollbackRequest, scale_learning_rates
 from prefrl.trainer.base.step_dump import dump_step, dumped_before
 
 if TYPE_CHECKING:
@@ -40,32 +42,90 @@ class GuardedTrainer(ResumableTrainer):
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         super().__init__(args=args, **arguments)
+        if args.on_spike == "rollback" and distributed.updates_in_backward(self.accelerator):
+            raise ConfigError(
+                "on_spike='rollback' with DeepSpeed: its engine has updated the weights before a step can be judged, "
+                "and can train only once. Use DDP or FSDP2, or set on_spike='ignore'."
+            )
         self.guard = self._new_guard()
+        self._rollback = Rollback()
+        self._kl_before = (0.0, 0.0)  # sum and count of the KL since the last log, without this step's
         self._step: tuple[Step, Tensor]  # the one that has run, and this process's share of its loss
         self._stop_reason: str | None = None
 
     def _new_guard(self) -> StepGuard:
-        return StepGuard(self.args.nan_patience if self.args.on_nan == "skip" else 1)
+        watched = {"loss", *(self.args.spike_params.metrics if self.args.on_spike == "rollback" else ())}
+        return StepGuard(self.args.nan_patience if self.args.on_nan == "skip" else 1, sorted(watched))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
         """HuggingFace's hook, called right before the update, with the norm before clipping or None."""
         norm = super()._get_grad_norm(model, grad_norm)
         numbers = self._numbers(0.0 if norm is None else norm)
         problem = self.guard.problem(numbers, may_overflow=lambda: distributed.is_finding_scale(self.accelerator))
-        distributed.leave_out_update(self.accelerator, self.optimizer, leaves_out=problem is not None)
-        merge(self.metrics["train"], self.guard.spike(numbers))
+        spikes = self.guard.spike(numbers)
+        is_spike = problem is None and self._is_spike({name: metric.value() for name, metric in spikes.items()})
+        distributed.leave_out_update(self.accelerator, self.optimizer, leaves_out=problem is not None or is_spike)
+        merge(self.metrics["train"], spikes)
         if self.args.on_nan == "skip":
             merge(self.metrics["train"], {"guard/skipped_steps": Max(self.guard.num_skipped)})
+        if self.args.on_spike == "rollback":
+            merge(self.metrics["train"], {"guard/rollbacks": Max(self.guard.num_rollbacks)})
         self._stop_reason = None
         if problem is not None:
             self._tell(problem)
         return norm
 
     def _numbers(self, norm: Tensor | float) -> list[list[float]]:
-        """For each process its share of the loss, and the gradient norm."""
+        """For each process its share of the loss, the gradient norm, and the sum and the count of the step's KL."""
         loss = self._step[1].float()
         whole = distributed.whole(norm.detach()) if isinstance(norm, torch.Tensor) else torch.tensor(norm)
-        return distributed.gather_numbers(torch.stack([loss, whole.to(loss.device, torch.float32)]))
+        numbers = [loss, whole.to(loss.device, torch.float32)]
+        if "kl" in self.guard.watched:
+            of_step = zip(self._kl_so_far(), self._kl_before, strict=True)
+            numbers += [torch.as_tensor(now - before, device=loss.device).float() for now, before in of_step]
+        return distributed.gather_numbers(torch.stack(numbers))
+
+    def _kl_so_far(self) -> tuple[float | Tensor, float | Tensor]:
+        """Sum and count of the KL since the last log, on this process."""
+        kl = self.metrics["train"].get("kl")
+        return (kl.total, kl.count) if isinstance(kl, Mean) else (0.0, 0.0)
+
+    def _is_spike(self, scores: dict[str, float]) -> bool:
+        """Whether a step is to be left out because of a spike.
+
+        Raises:
+            RollbackRequest: Training has to go on from a checkpoint.
+        """
+        if self.args.on_spike != "rollback":
+            return False
+        params = self.args.spike_params
+        over = [
+            f"{name} is {scores[key]:.1f} robust deviations above its median"
+            for name in params.metrics
+            if scores.get(key := f"guard/{name}_spike", 0.0) > params.threshold
+        ]
+        if not over:
+            return False
+        self.run_folder.wait()
+        found = distributed.on_main(lambda: find_last(self.run_folder.path, run=self.run_folder.run)).folder
+        what = f"step {self.state.global_step + 1}: {', '.join(over)}. The step is not applied"
+        if self._rollback.num_to(found) == params.max_rollbacks:
+            self._say(f"{what}; training has gone back to {found} {params.max_rollbacks} times, so it goes on.")
+            return True
+        if found is None:
+            scale_learning_rates(params.learning_rate_factor, self.optimizer, self.lr_scheduler)
+            self._say(f"{what}. There is no checkpoint yet: the learning rate falls to {self._get_learning_rate():g}.")
+            return True
+        self._rollback = self._rollback.again(found)
+        self._say(
+            f"{what}. Training goes back to {found} with {params.learning_rate_factor**self._rollback.times:g} times "
+            f"its learning rate: rollback {self._rollback.times} of max_rollbacks={params.max_rollbacks} to it."
+        )
+        raise RollbackRequest
+
+    def _say(self, text: str) -> None:
+        if distributed.is_main():
+            _log.warning("%s", text)
 
     def _tell(self, problem: str) -> None:
         """Keep the step, and warn, or note why training stops."""
@@ -118,6 +178,7 @@ class GuardedTrainer(ResumableTrainer):
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         if self._globalstep_last_logged == self.state.global_step:
             tr_loss.zero_()  # HuggingFace subtracts it from itself, which leaves NaN
+        self._kl_before = self._kl_so_far()
         if self._stop_reason is not None:
             raise NonFiniteError(self._stop_reason)
 
@@ -128,12 +189,34 @@ class GuardedTrainer(ResumableTrainer):
     # Weights.
 
     def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
-        self.guard, self._stop_reason = self._new_guard(), None
+        self.guard, self._stop_reason, self._kl_before = self._new_guard(), None, (0.0, 0.0)
         output = super()._train(checkpoint, *args, **kwargs)
         weight = distributed.first_non_finite(self.model, self.args.device)
         if weight is not None:
             raise NonFiniteError(self._refusal(weight, "training has ended"))
         return output
+
+    def _run(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """See `ResumableTrainer`; after a spike, again from the last checkpoint."""
+        place, run, start = self.run_folder.path, self.run_folder.run, checkpoint and Path(checkpoint)
+        self._rollback = distributed.on_main(lambda: Rollback.noted(place, run=run, checkpoint=start or None))
+        while True:
+            if self._rollback.times:  # the rollouts that were left belong to other weights
+                self._changed = (*self._changed, "learning_rate_factor")
+            try:
+                return super()._run(checkpoint, *args, **kwargs)
+            except RollbackRequest:
+                distributed.on_main(lambda: self._rollback.note(place, run=run))
+                self.metrics["train"], self._kl_before = {}, (0.0, 0.0)
+                checkpoint = str(self._rollback.folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """See `ResumableTrainer`; after a rollback, with a smaller learning rate."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._rollback.times:
+            factor = self.args.spike_params.learning_rate_factor**self._rollback.times
+            scale_learning_rates(factor, self.optimizer, self.lr_scheduler)
+            self.guard.num_rollbacks += self._rollback.times
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """HuggingFace's hook. Weights that are not finite replace no checkpoint."""

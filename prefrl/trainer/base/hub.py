@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shlex
 import shutil
 from concurrent.futures import Future, wait
@@ -16,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from transformers.trainer_utils import HubStrategy
 
 from prefrl.printable import reason_of
+from prefrl.run.links import link_files
 
 if TYPE_CHECKING:
     from prefrl.trainer.base.config import BaseConfig
@@ -30,7 +30,7 @@ _MODEL = [
     *("added_tokens.json", "vocab*", "merges.txt"),
 ]
 # What of an output_dir is not: checkpoints, prompts and completions, and what only this run needs.
-_NOT_MODEL = ["_*", ".*", "checkpoint-*", "completions/*", "nan-step-*", "run.json", "*.log"]
+_NOT_MODEL = ["_*", ".*", "checkpoint-*", "completions/*", "profile/*", "nan-step-*", "run.json", "*.log"]
 _LATER = (408, 429)  # HTTP status codes of a server that asks for another try
 
 
@@ -79,7 +79,7 @@ class Hub:
         links = checkpoint.parent / ".pushing" / checkpoint.name
         if not self.is_busy:
             shutil.rmtree(links.parent, ignore_errors=True)  # left by a process that was killed
-        shutil.copytree(checkpoint, links, copy_function=_link, dirs_exist_ok=True)
+        link_files(checkpoint, links)
         self._start(repository, links, message, allow_patterns=_MODEL)
         if self._args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             is_last = self._args.hub_strategy == HubStrategy.CHECKPOINT
@@ -117,16 +117,6 @@ class Hub:
         """The command that uploads the model in `output_dir`."""
         excluded = [word for pattern in _NOT_MODEL for word in ("--exclude", pattern)]
         return shlex.join(["hf", "upload", repository, self._args.output_dir, ".", *excluded])
-
-
-def _link(source: str, target: str) -> None:
-    """A second name for a file, or a copy where the file system has no such names."""
-    try:
-        os.link(source, target)
-    except FileExistsError:  # of an upload of the same step that has not ended
-        pass
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _remove(links: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -29,6 +29,7 @@ class KwargsOption(Generic[P]):
         own_options: Hyperparameters that are options of their own, where a config has them.
         label: How messages call the switch, if it is not an option itself.
         off: Why there is no part and what to do, if the switch does not say it.
+        checked_elsewhere: Values of the switch whose keys this class does not know.
     """
 
     name: str
@@ -38,6 +39,7 @@ class KwargsOption(Generic[P]):
     own_options: tuple[str, ...] = ()
     label: str = ""
     off: str = ""
+    checked_elsewhere: Collection[Any] = ()
 
     @property
     def help(self) -> str:
@@ -88,7 +90,7 @@ class KwargsOption(Generic[P]):
         """
         params, given = self._chosen(config), mapping_of(config, self.name)
         if params is None:
-            if given:
+            if given and getattr(config, str(self.switch)) not in self.checked_elsewhere:
                 able = [choice for choice, other in self.choices.items() if given.keys() <= {*other.names()}]
                 reason = self.off or f"{self._where(config)}. {self._remedy(able or self.choices)}"
                 raise ConfigError(f"{self.name}={given!r} has no effect because {reason}")

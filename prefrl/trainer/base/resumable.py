@@ -9,10 +9,9 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from safetensors import SafetensorError
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
@@ -26,12 +25,16 @@ from prefrl.run.identity import Identity, write_identity
 from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
+from prefrl.trainer.base.early_stopping import EarlyStopping
 from prefrl.trainer.base.hub import Hub, is_refusal
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
+from prefrl.trainer.base.optimized import OptimizedTrainer
+from prefrl.trainer.base.partial_state import best_beside, check_parts, load_schedule, save_schedule
 from prefrl.trainer.base.saving import RunFolder
 from prefrl.trainer.base.schedule_free import use_averaged_weights
 from prefrl.trainer.base.stateful_callback import StatefulCallback
+from prefrl.trainer.base.step_plan import StepPlan
 from prefrl.trainer.base.trackers import contain_trackers
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ _ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anypreci
 _OF_CARD = ("model_name", "dataset_name", "tags")
 
 
-class ResumableTrainer(Trainer):
+class ResumableTrainer(OptimizedTrainer):
     """HuggingFace's loop, with checkpoints that are whole or not there, and that only their own run reads.
 
     Args:
@@ -62,17 +65,25 @@ class ResumableTrainer(Trainer):
     algorithm: str  # name in the registry
     args: BaseConfig
     hub_model_id: str | None  # the repository's full name, once it is known to exist
+    plan: StepPlan
 
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         self._hub = Hub(args)
         super().__init__(args=args, **arguments)
         contain_trackers(self.callback_handler.callbacks)
+        self.plan = StepPlan(args, unit=args.steps_of_a_generation)
+        self.callback_handler.callbacks.insert(0, self.plan)  # others shall see its epoch
+        if args.early_stopping_patience is not None:
+            threshold = args.early_stopping_params.threshold
+            self.add_callback(EarlyStopping(args.early_stopping_patience, threshold))
         self.stop_request = StopRequest(args.max_train_time)
         self.run_folder = RunFolder(
             Path(args.output_dir),
             limit=args.save_total_limit,
             in_background=args.save_in_background,
             is_first_of_node=self.is_local_process_zero(),
+            upload_to=args.upload_to,
+            upload=args.upload_params if args.uploads_checkpoints else None,
         )
         self._stop_code = 0
         self._is_saving = False
@@ -80,20 +91,25 @@ class ResumableTrainer(Trainer):
         self._lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
         self._changed: tuple[str, ...] = ()  # what may differ from the checkpoint and does
 
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model that is trained, without the backend's wrapper."""
+        return cast("PreTrainedModel", distributed.unwrap(self.model))
+
     @abstractmethod
     def decisive(self) -> dict[str, Any]:
         """What decides the updates of this training, JSON values by name."""
 
     def _identity(self) -> Identity:
-        model = getattr(distributed.unwrap(self.model).config, "name_or_path", "")
+        model = getattr(self.policy.config, "name_or_path", "")
         return Identity(run=self.run_folder.run, decisive=self.decisive(), model=model)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Run HuggingFace's training loop.
 
         Args:
-            resume_from_checkpoint: A checkpoint, or True for the last whole one in `output_dir`; with none, training
-                starts at step 0.
+            resume_from_checkpoint: A checkpoint, also by URL, or True for the last whole one in `output_dir`, else in
+                `upload_to`; with none, training starts at step 0.
             args: See HuggingFace's `train`.
             kwargs: See HuggingFace's `train`.
 
@@ -110,6 +126,7 @@ class ResumableTrainer(Trainer):
                 distributed.on_main(lambda: check_space(self.run_folder.path, needed=self._checkpoint_bytes()))
             if start.checkpoint is not None:
                 distributed.check_resumable(self.accelerator, start.checkpoint)
+            check_parts(self.args.checkpoint_params, self.accelerator, start.checkpoint)
             self._changed = start.changed
             self._last_saved = -1
             return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
@@ -148,7 +165,8 @@ class ResumableTrainer(Trainer):
         weights = list(self.model.parameters())
         saved = [p for p in weights if p.requires_grad] if is_peft_model(self.model) else weights
         size: int = sum(distributed.shape_of(p).numel() * p.element_size() for p in saved)
-        has_moments = self.args.optim in _ADAM and not self.args.save_only_model
+        has_state = self.args.checkpoint_params.save_optimizer and not self.args.save_only_model
+        has_moments = has_state and self.args.optim in _ADAM
         trained = sum(distributed.shape_of(p).numel() for p in weights if p.requires_grad)
         return int(size + 8 * trained * has_moments)
 
@@ -156,14 +174,15 @@ class ResumableTrainer(Trainer):
         """Train until the end, a signal or the deadline; then leave the process if training is not complete."""
         with self.stop_request.listen():
             try:
-                output = super().train(checkpoint, *args, **kwargs)
+                output = self._run(checkpoint, *args, **kwargs)
                 code = self._stop_code
             except Stopped:  # in a wait of the step that had begun; nothing has changed since the one before
                 code = self.stop_request.code
                 if self._last_saved != self.state.global_step:
                     self._save_checkpoint(self.model, None)
-        if code and self.state.global_step < self.state.max_steps:
-            self.run_folder.wait()
+        is_complete = not code or self.state.global_step >= self.state.max_steps
+        self.run_folder.finish(is_complete=is_complete)
+        if not is_complete:
             if distributed.is_main():
                 sys.stderr.write(
                     f"stopped after step {self.state.global_step} of {self.state.max_steps}. To go on, start the same "
@@ -171,6 +190,10 @@ class ResumableTrainer(Trainer):
                 )
             leave(code)
         return output
+
+    def _run(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """HuggingFace's loop, from a checkpoint or the start."""
+        return super().train(checkpoint, *args, **kwargs)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -193,6 +216,22 @@ class ResumableTrainer(Trainer):
         """HuggingFace's hook: loads what the backend saved."""
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """HuggingFace's hook: the state, and the epochs and the data loader's items that a checkpoint has done."""
+        super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        plan, folder = self.plan, None if checkpoint is None else Path(checkpoint)
+        plan.begin(folder, step=self.state.global_step, total=max_steps, per_epoch=num_update_steps_per_epoch)
+        self.state.max_steps = self.state.global_step + plan.steps_left
+        epochs, steps = divmod(plan.position, plan.per_epoch)
+        return epochs, steps * self.args.gradient_accumulation_steps * (not self.args.ignore_data_skip)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """HuggingFace's hook. It finds no weights whose names in checkpoints are not those in the model."""
@@ -236,6 +275,8 @@ class ResumableTrainer(Trainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook. Without this, a run that is resumed at its end would make one more step."""
+        if self.control.should_training_stop:
+            return
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -308,17 +349,24 @@ class ResumableTrainer(Trainer):
         """Write model, tokenizer and options to a folder. All processes must call it."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.checkpoint_params.save_optimizer:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            save_schedule(self.lr_scheduler, Path(output_dir))
         # The main process creates the folder, but other processes may get here first.
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         self._save_update_state(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         asked = GroupOptions.of(self.optimizer) if self._changed else None
-        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or self.args.checkpoint_params.load_optimizer:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load_schedule(self.lr_scheduler, self.optimizer, Path(checkpoint))
         if asked is not None:
             asked.apply(self._changed, self.optimizer, self.lr_scheduler)
         if checkpoint is not None:
+            self.state.best_model_checkpoint = best_beside(Path(checkpoint)) or self.state.best_model_checkpoint
             self._load_update_state(Path(checkpoint))
 
     def _save_update_state(self, folder: Path) -> None:
@@ -403,8 +451,7 @@ class ResumableTrainer(Trainer):
             self._write_card(Path(self.args.output_dir), model_name=model_name, dataset_name=dataset_name, tags=tags)
 
     def _write_card(self, folder: Path, **named: Any) -> None:
-        model: PreTrainedModel = distributed.unwrap(self.model)
-        base, history = str(model.config.name_or_path), self.state.log_history
+        base, history = str(self.policy.config.name_or_path), self.state.log_history
         write_model_card(folder, algorithm=self.algorithm, base_model=base, log_history=history, **named)
 
     def push_to_hub(

@@ -29,7 +29,6 @@ _OF_HUGGINGFACE = frozenset({
 })  # fmt: skip
 # These decide the updates only through a learning rate that depends on the length of training.
 _LENGTH = frozenset({"max_steps", "num_train_epochs"})
-_FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 # Rows of a dataset that are hashed.
 _SAMPLED_ROWS = 64
 # Keys of a model's config that do not describe its architecture.
@@ -41,11 +40,13 @@ def decisive_options(config: BaseConfig) -> dict[str, Any]:
     of_huggingface = {field.name for field in dataclasses.fields(TrainingArguments)}
     own = {field.name for field in dataclasses.fields(config)} - of_huggingface - config.free_options()
     names = (_OF_HUGGINGFACE & of_huggingface) | own
-    if config.lr_scheduler_type not in _FLAT_SCHEDULES:
+    if config.depends_on_length:
         names |= _LENGTH
-    return {
+    options = {
         name: json.loads(json.dumps(getattr(config, name), default=lambda v: str(plain(v)))) for name in sorted(names)
     }
+    # Other numbers of processes can make the same steps, unless the learning rate is scaled by them.
+    return options if config.learning_rate_scaling == "constant" else {**options, "ranks": distributed.world_size()}
 
 
 def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:

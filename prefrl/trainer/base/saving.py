@@ -14,10 +14,23 @@ from pathlib import Path
 
 from prefrl import distributed
 from prefrl.errors import CheckpointError, ConfigError
-from prefrl.run.checkpoints import Found, checkpoint_name, clean, find_last, publish, rotate, staging_folder
+from prefrl.printable import without_secrets
+from prefrl.run.checkpoints import (
+    Found,
+    checkpoint_name,
+    clean,
+    find_last,
+    own_checkpoints,
+    publish,
+    rotate,
+    staging_folder,
+)
 from prefrl.run.identity import Identity, check_same_run, new_run_id, read_identity, write_identity
 from prefrl.run.lock import only_writer, writer_token
+from prefrl.run.place import Place, fetch, is_url
 from prefrl.run.seal import problem_of
+from prefrl.run.uploads import Uploads
+from prefrl.trainer.base.checkpoint_options import UploadParams
 
 __all__ = ["RunFolder", "Start"]
 
@@ -45,16 +58,21 @@ class RunFolder:
         limit: `save_total_limit`.
         in_background: Whether training goes on while the files get to the disk.
         is_first_of_node: Whether this process is the first on its node.
+        upload_to: URL of a second place for checkpoints; None: there is none.
+        upload: How they are uploaded; None: not at all.
     """
 
     path: Path
     limit: int | None
     in_background: bool
     is_first_of_node: bool
+    upload_to: str | None = None
+    upload: UploadParams | None = None
     run: str = ""  # id of the run that is under way
     _is_apart: bool = False
     _thread: threading.Thread | None = None
     _error: list[Exception] = field(default_factory=list)
+    _uploads: Uploads | None = None  # of the main process
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -70,6 +88,12 @@ class RunFolder:
             self._is_apart = is_other and writer_token(self.path) != token
             if self._is_apart:
                 clean(self.path)
+            if self.upload_to is not None and any(distributed.gather_objects(self._is_apart)):
+                raise ConfigError(
+                    f"upload_to={without_secrets(self.upload_to)!r}: each node writes its part of a checkpoint to its "
+                    "own disk, and one process uploads. Put output_dir on a file system that all nodes share, or "
+                    "leave upload_to out."
+                )
             yield
             self.wait()
 
@@ -84,8 +108,8 @@ class RunFolder:
         """Find the checkpoint that a training resumes from, and set the id of the run.
 
         Args:
-            given: `resume_from_checkpoint`: a folder; True for the last whole checkpoint of the run that the folder
-                belongs to, or step 0 if there is none; None for a new run.
+            given: `resume_from_checkpoint`: a folder or a URL, see `fetch`; True for the last whole checkpoint of the
+                run that the folder belongs to, else of `upload_to`, or step 0 if there is none; None for a new run.
             now: What decides the updates of this training.
             allowed: What may differ from the checkpoint.
 
@@ -95,6 +119,10 @@ class RunFolder:
         """
         found = distributed.on_main(partial(self._start, given, now, allowed))
         self.run = found.run
+        if self.upload is not None and distributed.is_main():
+            if self._uploads is None:
+                self._uploads = Uploads(self.path, Place(str(self.upload_to)))
+            self._uploads.resume(self.run, everything=self._uploads_all)
         return found
 
     def _start(self, given: str | bool | os.PathLike[str] | None, now: Identity, allowed: list[str]) -> Start:
@@ -114,9 +142,13 @@ class RunFolder:
         if not given:
             return None
         if given is not True:
-            return _checked(Path(given))
+            return _checked(self._fetched(str(given)) if is_url(given) else Path(given))
         own = read_identity(self.path)
         found = find_last(self.path, run=None if own is None else own.run)
+        if found.folder is None and self.upload_to is not None:
+            uploaded = fetch("upload_to", self.upload_to, self.path)
+            if uploaded is not None:
+                return uploaded
         if found.folder is None and found.unusable:
             raise ConfigError(
                 f"resume_from_checkpoint=True: {self.path} has no checkpoint to resume from: "
@@ -128,6 +160,15 @@ class RunFolder:
         if found.folder is None:
             _log.warning("resume_from_checkpoint=True: %s has no checkpoint yet; training starts at step 0", self.path)
         return found.folder
+
+    def _fetched(self, url: str) -> Path:
+        found = fetch("resume_from_checkpoint", url, self.path)
+        if found is None:
+            raise ConfigError(
+                f"resume_from_checkpoint={without_secrets(url)!r}: there is no checkpoint to resume from. Give "
+                "the folder that upload_to named, or a checkpoint in it."
+            )
+        return found
 
     def _tell_of_others(self) -> None:
         found: Found = find_last(self.path, run=None)
@@ -168,9 +209,15 @@ class RunFolder:
             self._thread.start()
         return run_folder / checkpoint_name(step)
 
+    @property
+    def _uploads_all(self) -> bool:
+        return self.upload is not None and self.upload.checkpoints == "all"
+
     def _publish(self, run_folder: Path, *, step: int, resumable: bool, best: str | None) -> None:
         try:
-            publish(run_folder, run=self.run, step=step, resumable=resumable)
+            final = publish(run_folder, run=self.run, step=step, resumable=resumable)
+            if self._uploads is not None and self._uploads_all and run_folder == self.path:
+                self._uploads.add(final)
             rotate(run_folder, run=self.run, limit=self.limit, best=best)
         except OSError as error:
             raise self.failure(error, run_folder, step) from error
@@ -190,6 +237,32 @@ class RunFolder:
         if self._is_apart:
             self._join()
         distributed.on_main(self._join)
+
+    def finish(self, *, is_complete: bool) -> None:
+        """Wait for the last checkpoint, and at most `timeout` seconds for uploads; say what could not be uploaded.
+
+        Args:
+            is_complete: Whether training is complete, and does not go on in another process.
+
+        Raises:
+            CheckpointError: The last checkpoint could not be written.
+        """
+        self.wait()
+        if self._uploads is None or self.upload is None:
+            return
+        own = own_checkpoints(self.path, run=self.run)
+        if own and is_complete:
+            self._uploads.add(own[max(own)])
+        failed = self._uploads.finish(self.upload.timeout)
+        if failed:
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in sorted(failed.items()))
+            _log.warning(
+                "not uploaded to %s:%s\nTo upload what is still in %s, start the same training again with "
+                "resume_from_checkpoint=True.",
+                self._uploads.place.url,
+                reasons,
+                self.path,
+            )
 
     def _join(self) -> None:
         if self._thread is not None:

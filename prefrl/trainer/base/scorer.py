@@ -126,6 +126,7 @@ class Scorer:
             model,
             batch,
             temperature=self.args.scoring_temperature,
+            truncation=self.args.scoring_truncation,
             want=want,
             plan=self.args.forward_plan,
             reference=reference,
@@ -217,6 +218,7 @@ class Scorer:
             scores = self.reference.scores(
                 batch.to(self.args.device),
                 temperature=self.args.scoring_temperature,
+                truncation=self.args.scoring_truncation,
                 max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
                 want=want,
             )
@@ -237,6 +239,7 @@ class Scorer:
                 policy,
                 batch.to(self.args.device),
                 temperature=self.args.scoring_temperature,
+                truncation=self.args.scoring_truncation,
                 max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
                 plan=self.args.forward_plan,
                 want=want,

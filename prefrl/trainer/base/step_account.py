@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch.profiler import record_function
 from transformers import TrainerCallback
 
 from prefrl import distributed
@@ -130,14 +131,18 @@ class StepAccount:
 
     @contextmanager
     def phase(self, name: str | None) -> Iterator[None]:
-        """Count the time inside as this phase, not as the enclosing one; None: nothing inside belongs to the step."""
+        """Count the time inside as this phase, not as the enclosing one; None: nothing inside belongs to the step.
+
+        Profilers show it as a range.
+        """
         if not self._is_timing:
             yield
             return
         self._phases.append(name)
         self._note()
         try:
-            yield
+            with record_function(f"prefrl: {name or 'not timed'}"):
+                yield
         finally:
             self._phases.pop()
             self._note()

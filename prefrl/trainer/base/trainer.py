@@ -11,30 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
-from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
 from prefrl.data.images import ProcessingClass, tokenizer_of, with_named_images
 from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
 from prefrl.data.overlap import warn_of_shared_rows
 from prefrl.data.positions import check_positions
-from prefrl.errors import ConfigError
-from prefrl.metrics import Metric, host, merge, values_of
+from prefrl.metrics import Metric, merge
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
-from prefrl.models.modes import eval_mode
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
-from prefrl.trainer.base.guarded import GuardedTrainer
+from prefrl.trainer.base.epoch_intervals import EpochIntervals
+from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
-from prefrl.trainer.base.memory import EVALUATION, TRAINING, explained, size_of
+from prefrl.trainer.base.memory import TRAINING, explained, size_of
 from prefrl.trainer.base.new_training import NewTraining
-from prefrl.trainer.base.predictions import PredictedRows
+from prefrl.trainer.base.profiling import profilers
 from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from peft import PeftConfig
     from torch import Tensor, nn
-    from torch.utils.data import DataLoader
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.losses.scores import TokenScores
@@ -66,7 +63,7 @@ Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRS
 Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a trainer's loss reads
 
 
-class BaseTrainer(GuardedTrainer, Generic[Ready]):
+class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
     A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
@@ -133,9 +130,10 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
             eval_dataset=self._prepared(eval_dataset, processing_class, training=False),
             processing_class=processing_class,
             compute_metrics=compute_metrics,
-            callbacks=callbacks,
+            callbacks=[EpochIntervals(args), *(callbacks or []), *profilers(args)],
             optimizers=optimizers,
         )
+        self.check_training_set()
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)
@@ -155,6 +153,8 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         distributed.check_backend(self.args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=type(self).__name__)
         distributed.check_quantized(self.accelerator, model)
+        if self.args.has_own_schedule:
+            distributed.check_chooses_schedule(self.accelerator)
         distributed.keep_outputs_exact(self.accelerator)
 
     def _count_flops(self) -> None:
@@ -164,7 +164,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
         """HuggingFace's hook, called before it creates its accelerator."""
-        return {**super()._build_accelerator_args(**arguments), "parallelism_config": self._parallelism}
+        return distributed.accelerator_arguments(super()._build_accelerator_args(**arguments), self._parallelism)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -175,11 +175,6 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
     def reference(self) -> Reference | None:
         """The reference that the policy stays close to, if one is kept."""
         return self.scorer.reference
-
-    @property
-    def policy(self) -> PreTrainedModel:
-        """The model that is trained, without the backend's wrapper."""
-        return cast("PreTrainedModel", distributed.unwrap(self.model))
 
     # What a subclass implements.
 
@@ -248,7 +243,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
     ) -> tuple[list[Step], float]:
         """HuggingFace's hook, called once for each optimizer step: the step's items and its count over all ranks."""
         self._start_step()
-        items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
+        items = self.plan.next_items(epoch_iterator, num_batches)
         if not items:
             return [], 0.0
         micro_batches, count = self.micro_batches_of_step(items)
@@ -261,7 +256,7 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
         idle = [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
-        return [*(SyncStep() for _ in items[1:]), SyncStep([*micro_batches, *idle])], total_count
+        return [*(SyncStep() for _ in items[1:num_batches]), SyncStep([*micro_batches, *idle])], total_count
 
     def _start_step(self) -> None:
         self.account.start()
@@ -337,6 +332,15 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         """Weight of the routers' balancing loss in this step; 0: it is not computed."""
         return self._router_coef
 
+    def _evaluated(self, model: nn.Module, batches: Sequence[Ready], *, num_missing: int) -> Iterator[LossOutput]:
+        """The loss of each micro-batch of an evaluation; then passes that only other ranks have a loss for."""
+        for batch in batches:
+            with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
+                output = self.full_loss(model, batch.to(self.args.device))
+            yield output
+        for _ in range(num_missing):
+            self._forward_sum(model, self._idle_batch().to(self.args.device))
+
     def _saved_activations(self) -> AbstractContextManager[None]:
         """Context of a forward pass that stores its activations on the host if `activation_offloading` is set."""
         return OffloadActivations(self.args.device.type) if self.args.activation_offloading else nullcontext()
@@ -366,69 +370,11 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         check_dataset("train_dataset" if training else "eval_dataset", dataset, takes_several=not training)
         if isinstance(dataset, Mapping):
             return {name: self._prepared(part, processing_class, training=training) for name, part in dataset.items()}
-        dataset = with_named_images(dataset, self.args.image_key)
+        dataset = with_named_images(dataset if training else self._first_rows(dataset), self.args.image_key)
         prepared = self.prepare_dataset(dataset, processing_class, training=training)
         columns, tokenizer = self._id_columns, tokenizer_of(processing_class)
         prepared = check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=columns)
         return check_positions(prepared, self._position_limit, self.args.length_bound, columns=columns)
-
-    def evaluate(
-        self,
-        eval_dataset: Dataset | Mapping[str, Dataset] | str | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Metrics on the evaluation dataset, or on raw data given here."""
-        use_averaged_weights(self.optimizer)
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepared(eval_dataset, self.processing_class, training=False)
-        elif eval_dataset is None and self.eval_dataset is None:
-            raise ConfigError("eval_dataset=None: evaluation needs a dataset, here or in the constructor")
-        if isinstance(eval_dataset, Mapping):
-            metrics: dict[str, float] = {}
-            for name, part in eval_dataset.items():
-                metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
-            return metrics
-        return cast("dict[str, float]", super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
-        model = self.policy if distributed.is_sharded(self.policy) else self.policy.to(self.args.device)
-        num_rows, self.predicted = 0, PredictedRows()
-        memory = explained(lambda: f"evaluation, after {num_rows} rows", self.args, EVALUATION)
-        with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model), memory:
-            for item in dataloader:
-                merge(self.metrics["eval"], self.evaluation_step(model, item))
-                num_rows += self._rows_of(item)
-            merge(self.metrics["eval"], self.end_evaluation(model))
-        distributed.release(model)
-        (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
-        found = self._drain("eval") | {"num_tokens": float(self.state.num_input_tokens_seen)}
-        if self.compute_metrics is not None:
-            found |= self.predicted.metrics(self.compute_metrics)
-        values = {
-            f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}": value for name, value in found.items()
-        }
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))
-
-    @abstractmethod
-    def evaluation_step(self, model: nn.Module, item: Any) -> dict[str, Metric]:
-        """Metrics of one item of the evaluation loader."""
-
-    def end_evaluation(self, model: nn.Module) -> dict[str, Metric]:
-        """Metrics of all items together, after the last one. All ranks call it."""
-        return {}
-
-    @abstractmethod
-    def _rows_of(self, item: Any) -> int:
-        """Dataset rows in an item of the evaluation loader."""
 
     # Metrics.
 
@@ -441,12 +387,6 @@ class BaseTrainer(GuardedTrainer, Generic[Ready]):
         """HuggingFace's hook, called after the step and all its callbacks."""
         self.account.finish()
         super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _drain(self, mode: Literal["train", "eval"]) -> dict[str, float]:
-        """Values of the metrics so far, merged over ranks, on the host; resets the metrics."""
-        hosted = {name: host(metric) for name, metric in self.metrics[mode].items()}
-        self.metrics[mode] = {}
-        return values_of(distributed.gather_objects(hosted))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """HuggingFace's hook: adds the metrics since the last log, under TRL's names; at the end, too."""

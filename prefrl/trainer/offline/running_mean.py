@@ -48,6 +48,10 @@ class RunningMean:
             self._total += total
             self._count += count
 
+    def forget(self) -> None:
+        """Drop the values that were recorded since the last `fold`."""
+        self._pending = []
+
     def save(self, path: Path, *, writes: bool) -> None:
         """Write the state, including recorded values. All ranks must call it; they all have the same state."""
         self.fold()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, cast
 
@@ -35,6 +36,7 @@ from prefrl.trainer.base.references import kept_reference, loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
 from prefrl.trainer.offline.config import SampleOptions
+from prefrl.trainer.offline.longest_rows import longest_rows
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.predictions import predicted_pairs
 from prefrl.trainer.offline.running_mean import RunningMean
@@ -363,6 +365,18 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     # One step.
 
+    @contextmanager
+    def trial(self, num_rows: int) -> Iterator[Ready]:
+        """See `SizedTrainer`."""
+        hidden_size = self.policy.config.get_text_config().hidden_size
+        rows = longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size)
+        (batch,) = self.prepare_step([self._read_and_lay_out(rows)])
+        try:
+            yield batch
+        finally:
+            if self.reward_mean is not None:
+                self.reward_mean.forget()
+
     def micro_batches_of_step(self, items: list[Loaded | None]) -> tuple[list[Ready], float]:
         """The loader's micro-batches; with a token budget, they are joined and cut again by tokens."""
         batches = numbered_apart([batch for batch in items if batch is not None])
@@ -377,14 +391,11 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         count = 0.0 if item is None else float(self.row_items(item).sum())
         batches = self._prepared_step([] if item is None else [item])
         metrics: dict[str, Metric] = {}
-        if not batches:  # other ranks may need this one to take part in a forward pass
-            self._forward_sum(model, self._idle_batch().to(self.args.device))
-        for batch in batches:
-            with self.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
-                output = self.full_loss(model, batch.to(self.args.device))
+        # Other ranks may need one without rows to take part in a forward pass.
+        for output in self._evaluated(model, batches, num_missing=int(not batches)):
             metrics = {"loss": Mean(output.total, count), **output.metrics}
             if self.compute_metrics is not None and output.predictions is not None:
-                self.predicted.add(*self.predictions_of(batch, output.predictions))
+                self.predicted.add(*self.predictions_of(batches[0], output.predictions))
         return metrics
 
     def _rows_of(self, item: Loaded | None) -> int:

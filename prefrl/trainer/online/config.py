@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from prefrl.trainer.base.config import BaseConfig, TruncationMode
 from prefrl.trainer.base.flat_names import FlatName
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.online.episode_options import EpisodeOptions
+from prefrl.trainer.online.evaluation_options import AT_K, EVAL_SAMPLING, SampledEvaluationOptions
 from prefrl.trainer.online.flat_names import FLAT_NAMES, OnlineNames
 from prefrl.trainer.online.local_options import LocalOptions
 from prefrl.trainer.online.rollout_options import (
@@ -74,16 +75,12 @@ class SamplingOptions:
             raise ConfigError("max_completion_length=None: a trainer sets it when it has loaded the model. Set it.")
         return self.max_completion_length
 
-    def sampling_params(self, *, evaluation: bool = False) -> SamplingParams:
+    def sampling_params(self) -> SamplingParams:
         """The sampling parameters for the generator."""
-        num_samples, temperature = self.num_generations, self.temperature
-        if evaluation:
-            num_samples = self.num_generations_eval or num_samples
-            temperature = temperature if self.temperature_eval is None else self.temperature_eval
         return SamplingParams(
-            num_samples=num_samples,
+            num_samples=self.num_generations,
             max_tokens=self.longest_completion,
-            temperature=temperature,
+            temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k or None,
             min_p=self.min_p,
@@ -117,6 +114,7 @@ class RewardOptions:
 @dataclass
 class OnlineConfig(
     SamplingOptions,
+    SampledEvaluationOptions,
     EpisodeOptions,
     LocalOptions,
     VLLMOptions,
@@ -128,8 +126,12 @@ class OnlineConfig(
 ):
     """Options of the rollout loop."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM)
+    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
+        *BaseConfig.kwargs_options,
+        *(VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM, EVAL_SAMPLING, AT_K),
+    )
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
+    best_metric: ClassVar[str] = "reward"
     changeable: ClassVar[tuple[str, ...]] = (
         "num_generations_eval",
         "temperature_eval",
@@ -178,6 +180,7 @@ class OnlineConfig(
         self._validate_generation_size()
         self._validate_groups()
         self._validate_prompt_loading()
+        self.validate_evaluation(num_samples=self.samples_per_evaluated_prompt)
         self.validate_local(use_vllm=self.use_vllm)
         self.validate_vllm()
         self._validate_generation_mode()
@@ -212,6 +215,14 @@ class OnlineConfig(
             )
 
     def _validate_generation_size(self) -> None:
+        if self.sought == {"per_device_train_batch_size"}:
+            raise ConfigError(
+                "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many prompts a "
+                "generation batch has. Set effective_batch_size."
+            )
+        if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= self.automatic:
+            because, remedy = "micro-batches, which it counts, are cut by trial", "Set generation_batch_size."
+            check_unset(self, "steps_per_generation", because=because, remedy=remedy)
         per_step = self.rows_per_micro_batch * self.world_size
         if self.generation_batch_size is not None:
             if self.steps_per_generation is not None:
@@ -272,10 +283,21 @@ class OnlineConfig(
         return self.micro_batches_per_generation // int(self.gradient_accumulation_steps)
 
     @property
+    def samples_per_evaluated_prompt(self) -> int:
+        """The effective value of `num_generations_eval`."""
+        return self.num_generations_eval or self.num_generations
+
+    def evaluation_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of evaluations."""
+        params = replace(self.sampling_params(), num_samples=self.samples_per_evaluated_prompt)
+        if self.temperature_eval is not None:
+            params = replace(params, temperature=self.temperature_eval)
+        return replace(params, **self.eval_sampling_params.given)
+
+    @property
     def prompts_per_evaluation_batch(self) -> int:
         """Prompts of an evaluation batch on one process."""
-        num_samples = self.sampling_params(evaluation=True).num_samples
-        return max(1, int(self.per_device_eval_batch_size) // num_samples)
+        return max(1, int(self.per_device_eval_batch_size) // self.samples_per_evaluated_prompt)
 
     @property
     def completions_per_rank(self) -> int:
@@ -331,6 +353,12 @@ class OnlineConfig(
 
     def _validate_generation_mode(self) -> None:
         steps = self.steps_of_a_generation
+        if self.increase_batch_size_on_plateau and self.generation_mode != "sync":
+            raise ConfigError(
+                f"increase_batch_size_on_plateau={self.increase_batch_size_on_plateau} with "
+                f"generation_mode={self.generation_mode!r}: completions are requested before it is known how many the "
+                "next step needs. Use generation_mode='sync'."
+            )
         if self.generation_mode == "overlap":
             if steps > 1:
                 raise ConfigError(

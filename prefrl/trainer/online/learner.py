@@ -41,7 +41,8 @@ def rows_of_parts(rollouts: Sequence[Rollout], args: OnlineConfig, *, num_parts:
     Each step learns from consecutive completions of all ranks, whatever the rank that has them.
 
     Args:
-        rollouts: Whole groups; the number of a group is the position of its prompt in the batch of all ranks.
+        rollouts: Whole groups, of one generation batch or several, see `joined`; the number of a group is the position
+            of its prompt in the batches of all ranks.
         args: Options.
         num_parts: Number of optimizer steps; with one, the numbers of groups do not matter.
     """
@@ -52,6 +53,7 @@ def rows_of_parts(rollouts: Sequence[Rollout], args: OnlineConfig, *, num_parts:
     for row, rollout in enumerate(rollouts):
         position = rollout.group * args.num_generations + seen[rollout.group]
         seen[rollout.group] += 1
+        position %= args.completions_of_generation  # in its own of several generation batches
         rows[position * num_parts // args.completions_of_generation].append(row)
     return rows
 

@@ -16,6 +16,7 @@ from prefrl.trainer.online.episode_options import CreditOptions
 from prefrl.trainer.online.flat_names import PolicyGradientNames
 from prefrl.trainer.online.policy_options import ENTROPY, KL, LOSS, EntropyOptions, KLOptions, PolicyLossOptions
 from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
+from prefrl.trainer.online.truncation_options import TruncationOptions
 
 __all__ = ["ADVANTAGE", "GroupOptions", "PolicyGradientConfig"]
 
@@ -45,6 +46,7 @@ class PolicyGradientConfig(
     PolicyLossOptions,
     EntropyOptions,
     KLOptions,
+    TruncationOptions,
     BalanceOptions,
     SelectionOptions,
     CreditOptions,
@@ -76,6 +78,7 @@ class PolicyGradientConfig(
         self.validate_policy_loss()
         self.validate_entropy()
         self.validate_kl()
+        self.validate_truncation()
         if self.kl_estimator == "sequence" and POLICY_LOSSES[self.loss_type].reduction == "sequence_mean":
             raise ConfigError(
                 f"kl_estimator='sequence' with loss_type={self.loss_type!r}: it weights sequences by 1 / length, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer, rollouts_file
-from prefrl.rollout.collect import Collected, Collector
+from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import collected_metrics, log_collected
@@ -31,10 +31,11 @@ from prefrl.trainer.base.schedule_free import averages_weights
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.episodes import Episodes
-from prefrl.trainer.online.evaluation import EvaluationRollouts
+from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
 from prefrl.trainer.online.generators import make_generator, sampling_metrics
 from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
+from prefrl.trainer.online.longest_rollouts import LongestRollouts
 from prefrl.trainer.online.minibatches import MinibatchMaker
 from prefrl.trainer.online.overlap import OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -164,13 +165,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _set_up_sampling(self, args: PolicyGradientConfig) -> None:
         """From prompts to scored rollouts."""
         self.weights = PolicyWeights(self.policy)
+        autocast, max_rows = self.accelerator.autocast, most_completions(args)
         self.generator: Generator = make_generator(
-            args,
-            self.policy,
-            self.tokenizer,
-            weights=self.weights,
-            max_rows=most_completions(args),
-            autocast=self.accelerator.autocast,
+            args, self.policy, self.tokenizer, weights=self.weights, max_rows=max_rows, autocast=autocast
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
         state, clock = lambda: self.state, lambda: self.account.clock()
@@ -185,12 +182,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.learner: Learner[Any, Ready] = self.learner_class(args, self.rewards)
         self.objective = self.learner.objective
         self.buffer = RolloutBuffer(args.num_iterations, self.objective.stage)
+        hidden_size = self.policy.config.get_text_config().hidden_size
         self._minibatches = MinibatchMaker(
-            args,
-            self.objective,
-            self.scorer,
-            cut=lambda batch: self.cut(batch, args.rows_per_micro_batch),
-            hidden_size=self.policy.config.get_text_config().hidden_size,
+            args, self.objective, self.scorer, lambda batch: self.cut(batch, args.rows_per_micro_batch), hidden_size
         )
         place = (distributed.rank(), distributed.world_size())
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
@@ -244,28 +238,39 @@ class OnlineTrainer(BaseTrainer[Ready]):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        num_prompts = self.args.prompts_per_evaluation_batch
-        return evaluation_loader(dataset, num_prompts=num_prompts, collate=self.collate)
+        return evaluation_loader(dataset, num_prompts=self.args.prompts_per_evaluation_batch, collate=self.collate)
 
     # One step.
+
+    @contextmanager
+    def trial(self, num_rows: int) -> Iterator[Ready]:
+        """See `SizedTrainer`."""
+        state, learn = state_of(self.learner), partial(self._learned, num_parts=1)
+        longest = LongestRollouts(self.args, self.train_dataset, self.rewards.names)
+        try:
+            yield longest.micro_batch(num_rows, lambda rollouts: self._minibatches.of(learn(rollouts)))
+        finally:
+            restore(self.learner, state)
 
     def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[Ready], float]:
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
         if self.buffer.is_spent:
-            number = self._generation_at(self.state.global_step)
-            collected = self._collect(number)
-            learned = self._learned(collected.rollouts, num_parts=self.args.updates_per_generation)
+            generations = {number: self._collect(number) for number in self.plan.units}
+            rollouts = joined(list(generations.values()), num_prompts=prompts_per_generation(self.args))
+            learned = self._learned(rollouts, num_parts=self.args.updates_per_generation)
             merge(self.metrics["train"], learned.metrics)
-            self._seal(number, [collected])
+            for number, collected in generations.items():
+                self._seal(number, [collected])
             self.buffer.fill(self._minibatches.of(learned))
-            self._report(collected)
+            for collected in generations.values():
+                self._report(collected)
         minibatch = self.buffer.next()
         merge(self.metrics["train"], minibatch.metrics)
         return list(minibatch.micro_batches), minibatch.num_items
 
     def _collect(self, number: int) -> Collected:
         """The scored rollouts of a generation batch: those that an interrupted run has left, otherwise new ones."""
-        left = self.journal.left(number, step=self.state.global_step)
+        left = self.journal.left(number, step=self._first_step(number))
         if left is not None:
             self.prompts.repeat(left[0])
             return left[0]
@@ -274,13 +279,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
             # Nothing that is saved has changed yet, so a single process can be stopped meanwhile.
             stoppable = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
             with stoppable, self.account.phase("generation"):
-                collected = self.prompts.collect(self._request(), number)
+                collected = self.prompts.collect(self._request(number), number)
                 self.account.move("reward", collected.reward_s)
         return collected
 
     def _seal(self, number: int, parts: list[Collected]) -> None:
         """Write a generation batch to the journal."""
-        step, saves = self.state.global_step, self.args.save_strategy != "no"
+        step, saves = self._first_step(number), self.args.save_strategy != "no"
         self.journal.seal(number, parts, step=step, needed_from=max(self._last_saved, 0) if saves else step)
 
     def _learned(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
@@ -303,10 +308,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if self.args.generation_mode != "overlap":
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         self._start_step()
-        items = [item for _, item in zip(range(num_batches), epoch_iterator, strict=False)]
+        items = self.plan.next_items(epoch_iterator, num_batches)
         if not items:
             return [], 0.0
-        number = self._generation_at(self.state.global_step)
+        (number,) = self.plan.units
         step = OverlapStep(
             self._arriving(number, self._parts(number)), lambda: self.policy, self._idle_batch(), self.accelerator
         )
@@ -314,12 +319,12 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _parts(self, number: int) -> Iterator[Collected]:
         """The scored groups of a generation batch, in the order in which they arrive or arrived."""
-        left = self.journal.left(number, step=self.state.global_step)
+        left = self.journal.left(number, step=self._first_step(number))
         if left is not None:
             return iter(left)
         self._sync_generator()
         with self.account.phase("generation"):
-            return self._collector.by_group(self._request())
+            return self._collector.by_group(self._request(number))
 
     def _arriving(self, number: int, groups: Iterator[Collected]) -> Iterator[Minibatch[Ready]]:
         """A minibatch for each group."""
@@ -346,10 +351,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         count, self._num_sampled_tokens = self._num_sampled_tokens, 0
         return count
 
-    def _request(self) -> Request:
-        """The request for the completions of this step, made now or in an earlier step."""
-        last = self._generation_at(self.state.max_steps - 1)
-        return self.prompts.request(self._generation_at(self.state.global_step), last=last)
+    def _request(self, number: int) -> Request:
+        """The request for the completions of a generation batch, made now or in an earlier step."""
+        return self.prompts.request(number, last=self.plan.last_unit)
 
     def _begin_training(self) -> None:
         """See `BaseTrainer`."""
@@ -362,9 +366,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _begin_journal(self) -> None:
         """Find the rollouts that an interrupted run has left after its checkpoint."""
         if self._changed:  # what was learned from them belongs to other settings
-            self.journal.forget(from_step=self.state.global_step)
-        length = self.args.steps_of_a_generation
-        needed = range(-(-self.state.global_step // length), self._generation_at(self.state.max_steps - 1) + 1)
+            self.journal.forget(from_step=self.plan.position)
+        length, needed = self.args.steps_of_a_generation, self.plan.units_left
         self.journal.begin(self.run_folder.run, generations=needed, steps_each=length, device=self.args.device)
 
     def _end_training(self) -> None:
@@ -373,9 +376,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.prompts.prefetched.drop()
         self.health.end()
 
-    def _generation_at(self, step: int) -> int:
-        """The number of the generation batch that an optimizer step learns from."""
-        return step // self.args.steps_of_a_generation
+    def _first_step(self, number: int) -> int:
+        """The first of the steps that learn from a generation batch, as they are planned."""
+        return number * self.args.steps_of_a_generation
 
     def _sync_generator(self) -> None:
         """Send the current weights to the generator."""
@@ -397,7 +400,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     # Evaluation: completions, rewards and their loss.
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """See `BaseTrainer.evaluation_loop`; samples with the current weights, and learning goes on as before."""
+        """See `EvaluatingTrainer`; samples with the current weights, and learning goes on as before."""
         has_average = averages_weights(self.optimizer)  # other weights of the same version
         if has_average or not self.is_in_train:
             self.generator.invalidate()
@@ -415,22 +418,19 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Rewards and lengths of completions of some prompts."""
         return self._evaluation.sample(item)
 
-    def end_evaluation(self, model: nn.Module) -> dict[str, Metric]:
+    def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
         """The loss, as in a step that learns from all completions of the evaluation at once, and its metrics."""
-        rollouts = self._evaluation.take()
+        collected = self._evaluation.take()
         if self.compute_metrics is not None:
-            self.predicted.add([r.text for r in rollouts], [r.reward for r in rollouts], [r.row for r in rollouts])
-        learned = self._learned(rollouts, num_parts=1)
+            add_rollouts(self.predicted, collected.rollouts)
+        learned = self._learned(collected.rollouts, num_parts=1)
         (minibatch,) = self._minibatches.of(learned)
         metrics = {"loss": Mean(0.0, minibatch.num_items, empty=0.0), **learned.metrics}
-        merge(metrics, minibatch.metrics)
+        told = self._evaluation.report(collected, name=name, step=self.state.global_step)
+        merge(metrics, told | minibatch.metrics)
         num_missing = distributed.missing_passes(model, len(minibatch.micro_batches), self.args.device)
-        for batch in minibatch.micro_batches:
-            with self.accelerator.autocast():
-                output = self.full_loss(model, batch.to(self.args.device))
+        for output in self._evaluated(model, minibatch.micro_batches, num_missing=num_missing):
             merge(metrics, {"loss": Mean(output.total, 0.0), **output.metrics})
-        for _ in range(num_missing):
-            self._forward_sum(model, self._idle_batch().to(self.args.device))
         return metrics
 
     def _rows_of(self, item: list[dict[str, Any]]) -> int:
@@ -450,18 +450,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
-        of_sampling = sampling_metrics(
-            collected.rollouts,
-            self.args,
-            self.generator,
-            step=self.state.global_step,
-            num_ahead=len(self.prompts.prefetched),
-        )
+        step, num_ahead = self.state.global_step, len(self.prompts.prefetched)
+        of_sampling = sampling_metrics(collected.rollouts, self.args, self.generator, step=step, num_ahead=num_ahead)
         metrics = collected_metrics(collected) | self.health.check(collected.rollouts) | of_sampling
         merge(self.metrics["train"], metrics | collected.metrics)
         if self.args.log_completions:
             limit, unique = self.args.num_completions_to_print, self.args.log_unique_prompts
-            log_collected(collected, step=self.state.global_step, limit=limit, unique=unique)
+            log_collected(collected, step=step, limit=limit, unique=unique)
 
     def decisive(self) -> dict[str, Any]:
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""

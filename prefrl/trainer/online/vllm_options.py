@@ -14,8 +14,11 @@ from prefrl.losses.policy.off_policy import CorrectionParams
 from prefrl.options.fields import check_no_effect, check_unset, opt
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.online.truncation_options import cuts_of
 
 __all__ = ["CORRECTION", "VLLM", "VLLMOptions", "VLLMParams"]
+
+_REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ CORRECTION: KwargsOption[CorrectionParams] = KwargsOption(
     "Bounds of the importance weights.",
     switch="corrects_sampling",
     choices={True: CorrectionParams},
-    off="sampling is not corrected. Set vllm_importance_sampling_correction=True, without top_p, top_k and min_p.",
+    off="sampling is not corrected. Leave vllm_importance_sampling_correction None, without guided decoding and with "
+    "truncated_logprobs='exact'.",
 )
 
 
@@ -73,8 +77,8 @@ class VLLMOptions:
     vllm_importance_sampling_correction: bool | None = opt(
         None,
         "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
-        "trainer's and async samples come from older weights. None: on, unless top_p, top_k, min_p, "
-        "repetition_penalty or guided decoding change the distribution of the sampler.",
+        "trainer's and async samples come from older weights. None: on, unless guided decoding, or truncated sampling "
+        "with truncated_logprobs='softmax', makes the trainer score another distribution than the sampler's.",
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -131,7 +135,7 @@ class VLLMOptions:
     def corrects_sampling(self) -> bool:
         """The effective value of `vllm_importance_sampling_correction`."""
         if self.vllm_importance_sampling_correction is None:
-            return self.use_vllm and not self._cuts_of_the_sampler()
+            return self.use_vllm and not self._unscored
         return self.vllm_importance_sampling_correction
 
     def validate_vllm(self) -> None:
@@ -201,30 +205,29 @@ class VLLMOptions:
         }
         return {name: guide for name, guide in guides.items() if guide is not None}
 
-    def _cuts_of_the_sampler(self) -> list[str]:
-        """The options that make the sampler's distribution differ from the trainer's softmax at the temperature."""
+    @property
+    def _unscored(self) -> list[str]:
+        """The options that make the sampler's distribution differ from the one that the trainer scores."""
         options: Any = self  # a config also has SamplingOptions
-        neutral = {"top_p": (1.0,), "top_k": (None, 0), "min_p": (None, 0), "repetition_penalty": (1.0,)}
-        values = {name: getattr(options, name) for name in neutral}
-        cuts = {name: value for name, value in values.items() if value not in neutral[name]}
+        cuts = cuts_of(options) if options.scoring_truncation is None else {}
         return [f"{name}={value!r}" for name, value in (cuts | self._guides).items()]
 
     def _validate_correction(self) -> None:
-        cuts = self._cuts_of_the_sampler()
-        if self.vllm_importance_sampling_correction and cuts:
+        unscored = self._unscored
+        if self.vllm_importance_sampling_correction and unscored:
             raise ConfigError(
-                f"vllm_importance_sampling_correction=True with {', '.join(cuts)}: they change the sampler's "
-                "distribution but not the trainer's, so the ratio would be biased. Turn them off (top_p=1, top_k=0, "
-                "min_p=None, repetition_penalty=1), or leave the correction None."
+                f"vllm_importance_sampling_correction=True with {', '.join(unscored)}: they change the sampler's "
+                "distribution but not the one that the trainer scores, so the ratio would be biased. Leave the "
+                f"correction None, or {_REMEDY}."
             )
         if not self.corrects_sampling:
             if self.generation_mode == "async":
-                reason = ", ".join(cuts) or "vllm_importance_sampling_correction=False"
+                reason = ", ".join(unscored) or "vllm_importance_sampling_correction=False"
                 raise ConfigError(
-                    f"generation_mode='async' with {reason}: samples of older weights need the correction. Turn "
-                    "truncated sampling off (top_p=1, top_k=0, min_p=None), or use generation_mode='overlap'."
+                    f"generation_mode='async' with {reason}: samples of older weights need the correction. Leave "
+                    f"vllm_importance_sampling_correction None and {_REMEDY}, or use generation_mode='overlap'."
                 )
-            remedy = "Set vllm_importance_sampling_correction=True, without top_p, top_k and min_p."
+            remedy = f"Leave vllm_importance_sampling_correction None, and {_REMEDY}."
             names = ("vllm_importance_sampling_mode",)
             check_unset(self, *names, because="sampling is not corrected", remedy=remedy)
             return

@@ -20,6 +20,7 @@ from prefrl.rollout.summary import (
     print_table,
     rollout_metrics,
     staleness,
+    title_of_step,
 )
 from prefrl.types import Completion, Episode, FinishReason, Rollout, StopReason, Turn
 
@@ -64,7 +65,7 @@ def test_terminated_lengths_are_0_only_if_no_batch_has_a_terminated_completion()
 
 def test_table_shows_markup_as_text() -> None:
     out = io.StringIO()
-    print_table(ROLLOUTS, step=4, limit=2, console=Console(file=out, width=100))
+    print_table(ROLLOUTS, title=title_of_step(4), limit=2, console=Console(file=out, width=100))
     text = out.getvalue()
     assert "before step 5" in text
     assert "[red]p" in text
@@ -82,14 +83,14 @@ def spoken(text: str) -> list[Rollout]:
 @pytest.mark.parametrize("text", ["\x1b]52;c;ZXZpbA==\x07", "\x9b2J", "\u202e", "a\x00b", "\ud800"], ids=ascii)
 def test_a_completion_gives_the_terminal_no_commands(text: str) -> None:
     out = io.StringIO()
-    print_table(spoken(text), step=4, limit=None, console=Console(file=out, width=100, force_terminal=True))
+    print_table(spoken(text), title="Some", limit=None, console=Console(file=out, width=100, force_terminal=True))
     assert text not in out.getvalue()
     assert text.encode("unicode_escape").decode() in out.getvalue()
 
 
 def test_emoji_codes_are_not_replaced() -> None:
     out = io.StringIO()
-    print_table(spoken(":smile: [/]"), step=4, limit=None, console=Console(file=out, width=100))
+    print_table(spoken(":smile: [/]"), title="Some", limit=None, console=Console(file=out, width=100))
     assert ":smile: [/]" in out.getvalue()
 
 
@@ -97,7 +98,7 @@ def test_emoji_codes_are_not_replaced() -> None:
 def test_a_long_completion_is_cut_off_and_costs_little(text: str) -> None:
     out = io.StringIO()
     started = time.process_time()
-    print_table(spoken(text), step=4, limit=None, console=Console(file=out, width=100))
+    print_table(spoken(text), title="Some", limit=None, console=Console(file=out, width=100))
     assert time.process_time() - started < 1
     assert len(out.getvalue()) < 20_000
     assert "more characters)" in out.getvalue()
@@ -107,9 +108,9 @@ def test_a_table_that_cannot_be_printed_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(summary, "Console", lambda: None)
-    log_completions(ROLLOUTS, step=7, limit=1)
+    log_completions(ROLLOUTS, title=title_of_step(7), limit=1)
     (record,) = caplog.records
-    assert record.getMessage().startswith("The completions of step 7 could not be printed: AttributeError")
+    assert record.getMessage().startswith("Completions before step 8 could not be printed: AttributeError")
 
 
 def played(num_turns: int, reason: StopReason, *, calls: int = 0, failed: int = 0) -> Rollout:

@@ -19,6 +19,7 @@ from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
 from prefrl.trainer.rloo_config import RLOOConfig
 
 UNCUT = {"use_vllm": True}
+SOFTMAX = {**UNCUT, "truncated_logprobs": "softmax"}
 
 
 def config(tmp_path: Path, **options: Any) -> GRPOConfig:
@@ -68,24 +69,24 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
             "with multi_objective_aggregation='normalize_then_sum'",
         ),
         (
-            {**UNCUT, "vllm_importance_sampling_correction": True, "top_k": 50},
+            {**SOFTMAX, "vllm_importance_sampling_correction": True, "top_k": 50},
             "vllm_importance_sampling_correction=True with top_k=50",
         ),
         (
-            {**UNCUT, "vllm_importance_sampling_correction": True, "min_p": 0.1, "top_p": 0.9},
+            {**SOFTMAX, "vllm_importance_sampling_correction": True, "min_p": 0.1, "top_p": 0.9},
             "with top_p=0.9, min_p=0.1",
         ),
         (
             {**UNCUT, "vllm_importance_sampling_correction": True, "vllm_guided_decoding_regex": "a"},
             "with vllm_guided_decoding_regex='a'",
         ),
-        ({**UNCUT, "generation_mode": "async", "top_k": 50}, "generation_mode='async' with top_k=50"),
+        ({**SOFTMAX, "generation_mode": "async", "top_k": 50}, "generation_mode='async' with top_k=50"),
         (
             {**UNCUT, "generation_mode": "async", "vllm_importance_sampling_correction": False},
             "with vllm_importance_sampling_correction=False",
         ),
         (
-            {**UNCUT, "top_k": 50, "vllm_importance_sampling_mode": "token_mask"},
+            {**SOFTMAX, "top_k": 50, "vllm_importance_sampling_mode": "token_mask"},
             "vllm_importance_sampling_mode='token_mask' has no effect because sampling is not corrected",
         ),
         (
@@ -93,6 +94,7 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
             "vllm_importance_sampling_kwargs: clip_min=2.0: must be a number > 0 and <= 1",
         ),
         ({**UNCUT, "vllm_importance_sampling_kwargs": {"clip_max": None}}, "nothing would be masked"),
+        (SOFTMAX, "truncated_logprobs='softmax' has no effect because sampling is not truncated"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -103,9 +105,9 @@ def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], me
 def test_sampling_is_corrected_where_both_sides_score_the_same_distribution(tmp_path: Path) -> None:
     assert config(tmp_path, **UNCUT, temperature=0.7).corrects_sampling
     assert config(tmp_path, **UNCUT, top_k=None).corrects_sampling
-    assert not config(tmp_path, **UNCUT, top_k=50).corrects_sampling
-    assert not config(tmp_path, **UNCUT, top_p=0.9).corrects_sampling
-    assert not config(tmp_path, **UNCUT, repetition_penalty=1.1).corrects_sampling
+    for cuts in ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
+        assert config(tmp_path, **UNCUT, **cuts).corrects_sampling
+        assert not config(tmp_path, **SOFTMAX, **cuts).corrects_sampling
     assert not config(tmp_path, **UNCUT, vllm_guided_decoding_regex="a+").corrects_sampling
     assert not config(tmp_path, **UNCUT, vllm_kwargs={"guided_json": {"type": "object"}}).corrects_sampling
     assert not config(tmp_path, **UNCUT, vllm_importance_sampling_correction=False).corrects_sampling

@@ -1,0 +1,213 @@
+"""Sizes that are "auto": found by trial passes before the first step, the same in a run that resumes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from prefrl import distributed
+from prefrl.errors import ConfigError, OutOfMemoryError
+from prefrl.rewards.randomness import own_randomness
+from prefrl.trainer.base.size_options import AUTO_SIZE, AutoSizeParams, largest_divisor
+from prefrl.trainer.base.size_search import Trial, best, candidates, search
+from prefrl.trainer.base.stateful_callback import StatefulCallback
+from prefrl.trainer.base.trial_memory import TrialMemory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.types import TokenBatch
+
+__all__ = ["AutomaticSizes"]
+
+_FILE = "automatic_sizes.json"
+_ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
+# The most rows that are tried on a CPU when nothing else bounds them; Ludwig's bound.
+_MOST_ON_CPU = 128
+# Passes over a micro-batch, of which the fastest counts: two, and more if they are shorter than this together.
+_SECONDS, _MOST_PASSES = 0.1, 8
+
+
+class AutomaticSizes(StatefulCallback):
+    """Finds the sizes that need a trial, sets them in the config, and keeps them in checkpoints.
+
+    Passes over the longest rows measure speed and memory of micro-batches of 1, 2, 4, ... rows. There is no update, so
+    weights and optimizer stay as they are; random numbers are drawn from generators that are restored afterwards.
+
+    Args:
+        args: Options, which get the sizes.
+        model: What is trained.
+        trial: Given a number of rows, a context with a micro-batch of rows that are as long as any.
+        run: Forward and backward pass of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        args: BaseConfig,
+        model: nn.Module,
+        trial: Callable[[int], AbstractContextManager[TokenBatch]],
+        run: Callable[[TokenBatch], Any],
+    ) -> None:
+        self._args = args
+        self._model = model
+        self._trial = trial
+        self._run = run
+        self._params: AutoSizeParams = AUTO_SIZE.of(args)
+        self.trials: list[Trial] = []  # what the search has tried
+        self.found: dict[str, int] = {}  # rows_per_step, and the size that was found
+
+    def settle(self, checkpoint: Path | None, *, num_rows: int | None) -> None:
+        """Set the sizes: those of the checkpoint if it has them, otherwise those that a search finds.
+
+        All processes must call it. A second call searches no more.
+
+        Args:
+            checkpoint: What training resumes from, if anything.
+            num_rows: Rows of the training dataset; None: not known.
+        """
+        if not self._args.sought:
+            return
+        saved = None if checkpoint is None else checkpoint / _FILE
+        if saved is not None and saved.exists():
+            self.found = json.loads(saved.read_text(encoding="utf-8"))
+        elif not self.found:
+            self.found = self._search(num_rows)
+        self._set()
+
+    def _set(self) -> None:
+        """Set the sizes in the config; processes may be others than those that found them."""
+        args, ranks = self._args, distributed.world_size()
+        if _TOKENS in self.found:
+            args.max_tokens_per_micro_batch = self.found[_TOKENS]
+            return
+        of_rank, rest = divmod(self.found["rows_per_step"], ranks)
+        if _STEPS in args.sought:
+            args.per_device_train_batch_size = largest_divisor(of_rank, self.found[_ROWS])
+            args.gradient_accumulation_steps = of_rank // args.per_device_train_batch_size
+            return
+        args.per_device_train_batch_size, uneven = divmod(of_rank, int(args.gradient_accumulation_steps))
+        if rest or uneven:
+            raise ConfigError(
+                f"{_ROWS}='auto': the run that resumes has found {self.found['rows_per_step']} rows for a step, which "
+                f"{ranks} processes with {_STEPS}={args.gradient_accumulation_steps} cannot share evenly. Change one "
+                "of them."
+            )
+
+    # The search.
+
+    def _search(self, num_rows: int | None) -> dict[str, int]:
+        args = self._args
+        trained = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
+        with own_randomness(args.seed):
+            memory = TrialMemory(
+                args.device,
+                share=self._params.memory_share,
+                trained=trained,
+                has_buckets=distributed.num_processes() > 1,
+            )
+            start = time.perf_counter()
+            (load,) = distributed.max_over_ranks([memory.load_of_gradients], args.device)
+            sizes = candidates(self._most(num_rows), divides=_STEPS in args.sought)
+            self.trials = search(lambda rows: self._measured(rows, memory), sizes, load=load)
+        if args.device.type == "cuda":
+            torch.cuda.empty_cache()
+        chosen = best(self.trials)
+        of_step = int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+        if args.sought == {_ROWS}:
+            of_step = chosen.rows * int(args.gradient_accumulation_steps)
+        found = {_TOKENS: chosen.tokens} if _TOKENS in args.sought else {_ROWS: chosen.rows}
+        if distributed.is_main():
+            sys.stderr.write(_report(self.trials, found, time.perf_counter() - start))
+        return {**found, "rows_per_step": of_step * distributed.world_size()}
+
+    def _most(self, num_rows: int | None) -> int:
+        """The largest size to try: all rows of a step, or where the size of the step is sought, what is allowed."""
+        args, most = self._args, self._params.max_batch_size
+        if args.sought != {_ROWS}:
+            of_step = int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+            if most is None:
+                return of_step
+            return min(of_step, most) if _TOKENS in args.sought else largest_divisor(of_step, most)
+        bounds = [most, _MOST_ON_CPU if most is None and args.device.type == "cpu" else None]
+        if num_rows is not None:
+            bounds.append(num_rows // (distributed.world_size() * int(args.gradient_accumulation_steps)))
+        return max(1, min(bound for bound in bounds if bound is not None))
+
+    def _measured(self, rows: int, memory: TrialMemory) -> Trial | None:
+        """Run the passes; None: memory ran out on a process, with fewer rows there was enough."""
+        tokens = own_tokens = 0
+        seconds = float("inf")
+        problem: str | None = None
+        try:
+            with self._cut_into(rows), self._trial(self._args.rows_per_micro_batch) as batch:
+                tokens, own_tokens = batch.num_forward_tokens, _own_tokens(batch)
+                for _ in range(1 + (rows == 1)):  # the first pass of all also sets up what later ones use
+                    seconds = self._timed(batch)
+                (longest,) = distributed.max_over_ranks([seconds], self._args.device)
+                for _ in range(min(max(int(_SECONDS / longest), 1), _MOST_PASSES)):
+                    seconds = min(seconds, self._timed(batch))
+        except OutOfMemoryError as error:
+            problem = str(error)  # the error itself would keep the tensors of the pass
+        self._model.zero_grad(set_to_none=True)
+        (failed,) = distributed.max_over_ranks([float(problem is not None)], self._args.device)
+        if failed and rows == 1:
+            raise OutOfMemoryError(problem or "out of memory in another process, with one row. See its message.")
+        if failed:
+            return None
+        numbers: list[float] = [seconds, memory.load, tokens, own_tokens]
+        seconds, load, most_tokens, own = distributed.max_over_ranks(numbers, self._args.device)
+        return Trial(rows, int(most_tokens), own / seconds, load)
+
+    @contextmanager
+    def _cut_into(self, rows: int) -> Iterator[None]:
+        """Inside, micro-batches have this many rows."""
+        before = self._args.per_device_train_batch_size
+        self._args.per_device_train_batch_size = rows
+        try:
+            yield
+        finally:
+            self._args.per_device_train_batch_size = before
+
+    def _timed(self, batch: TokenBatch) -> float:
+        self._model.zero_grad(set_to_none=True)
+        self._wait()
+        start = time.perf_counter()
+        self._run(batch)
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self._args.device.type == "cuda":
+            torch.cuda.synchronize(self._args.device)
+
+    # Checkpoints.
+
+    def save_state(self, folder: Path) -> None:
+        """See `StatefulCallback`."""
+        if self.found:
+            (folder / _FILE).write_text(json.dumps(self.found), encoding="utf-8")
+
+    def load_state(self, folder: Path) -> None:
+        """Nothing to do: `settle` has read it, before the training loop asks for sizes."""
+
+
+def _own_tokens(batch: TokenBatch) -> int:
+    return sum(batch.forward_tokens([row]) for row in range(batch.num_rows))
+
+
+def _report(trials: list[Trial], found: dict[str, int], seconds: float) -> str:
+    """What was tried and found, for the terminal."""
+    lines = [
+        f"{trial.rows:>8} rows, {trial.tokens:>8,} tokens: {trial.speed:>10,.0f} tokens/s, {trial.load:4.0%} of memory"
+        for trial in trials
+    ]
+    sizes = ", ".join(f"{name}={value}" for name, value in found.items())
+    return "\n".join([f"found in {seconds:.1f} s: {sizes}", *lines, ""])

@@ -1,0 +1,235 @@
+"""Options that let a run look after itself: larger batches, an early end, averages of weights, a way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.params import Params
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+
+if TYPE_CHECKING:
+    from prefrl.trainer.base.config import BaseConfig
+
+__all__ = [
+    "AUTOPILOT",
+    "AutopilotOptions",
+    "EarlyStoppingParams",
+    "GrowthParams",
+    "SoupParams",
+    "SpikeParams",
+    "check_autopilot",
+]
+
+_WATCHED = ("loss", "grad_norm", "kl")
+
+
+@dataclass(frozen=True)
+class GrowthParams(Params):
+    """When the batch grows, and by how much."""
+
+    patience: Annotated[int, Ge(1)] = opt(
+        5, "Values of the metric, one after another, without an improvement, after which the batch grows."
+    )
+    rate: Annotated[float, Gt(1)] = opt(
+        2.0, "Factor by which a step's rows grow each time, rounded up to a multiple of the rows that it began with."
+    )
+    eval_metric: str = opt(
+        "loss", "Metric that has to improve, as it is logged; lower is better if its name ends with loss."
+    )
+    eval_split: Literal["training", "validation"] = opt(
+        "training", "Whether the metric is that of training, at each log, or of evaluations, without eval_."
+    )
+
+
+@dataclass(frozen=True)
+class EarlyStoppingParams(Params):
+    """What counts as an improvement."""
+
+    threshold: Annotated[float, Ge(0)] = opt(0.0, "How much the metric has to improve to count.")
+
+
+@dataclass(frozen=True)
+class SoupParams(Params):
+    """What goes into a soup."""
+
+    top_k: Annotated[int, Ge(2)] = opt(5, "How many checkpoints are averaged or tried: those with the best metric.")
+
+
+@dataclass(frozen=True)
+class SpikeParams(Params):
+    """What a spike is, and what happens after one."""
+
+    threshold: Annotated[float, Gt(0)] = opt(
+        10.0,
+        "How far above the median of the last 100 steps a value must be, in units of 1.4826 times their median "
+        "absolute deviation; at least 10 steps must be known.",
+    )
+    metrics: list[str] = opt(
+        ["loss", "grad_norm", "kl"], "What is watched: loss, grad_norm, and kl where there is one."
+    )
+    learning_rate_factor: Annotated[float, Gt(0), Le(1)] = opt(
+        0.5, "Factor by which the learning rate falls at each rollback."
+    )
+    max_rollbacks: Annotated[int, Ge(1)] = opt(
+        3, "Rollbacks to the same checkpoint, after which a step that spikes is left out instead."
+    )
+
+    def __post_init__(self) -> None:
+        """Check types, bounds and names."""
+        super().__post_init__()
+        unknown = [name for name in self.metrics if name not in _WATCHED]
+        if unknown or not self.metrics:
+            raise ConfigError(f"metrics={self.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
+
+
+GROWTH: KwargsOption[GrowthParams] = KwargsOption(
+    "increase_batch_size_kwargs",
+    "When the batch grows, and by how much.",
+    switch="_grows",
+    choices={True: GrowthParams},
+    off="increase_batch_size_on_plateau=0: the batch does not grow. Set how many times it may.",
+)
+EARLY_STOPPING: KwargsOption[EarlyStoppingParams] = KwargsOption(
+    "early_stopping_kwargs",
+    "What counts as an improvement.",
+    switch="_stops_early",
+    choices={True: EarlyStoppingParams},
+    off="early_stopping_patience=None: training does not stop early. Set it.",
+)
+SOUP: KwargsOption[SoupParams] = KwargsOption(
+    "model_soup_kwargs",
+    "What goes into the soup.",
+    switch="model_soup",
+    choices={"uniform": SoupParams, "greedy": SoupParams},
+)
+SPIKE: KwargsOption[SpikeParams] = KwargsOption(
+    "spike_kwargs",
+    "What a spike is, and what a rollback changes.",
+    switch="on_spike",
+    choices={"rollback": SpikeParams},
+)
+AUTOPILOT: tuple[KwargsOption[Any], ...] = (GROWTH, EARLY_STOPPING, SOUP, SPIKE)
+
+
+@dataclass
+class AutopilotOptions:
+    """What a run does by itself. Everything is off by default; see docs/autopilot.md."""
+
+    # They do not decide the updates.
+    changeable: ClassVar[tuple[str, ...]] = (
+        "early_stopping_patience",
+        "early_stopping_kwargs",
+        "model_soup",
+        "model_soup_kwargs",
+    )
+    # The metric by which checkpoints are chosen if none is named.
+    best_metric: ClassVar[str] = "loss"
+
+    early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "End training after this many evaluations one after another without an improvement of "
+        "metric_for_best_model; None: it does not end early.",
+    )
+    early_stopping_kwargs: KwargsValue = opt(None, EARLY_STOPPING.help)
+    increase_batch_size_on_plateau: Annotated[int, Ge(0)] = opt(
+        0,
+        "How many times the batch may grow when a metric has stopped improving. The schedule of the learning rate and "
+        "the number of epochs stay as they are, so fewer steps are made. 0: it does not grow.",
+    )
+    increase_batch_size_kwargs: KwargsValue = opt(None, GROWTH.help)
+    model_soup: Literal["uniform", "greedy"] | None = opt(
+        None,
+        "Average the run's best checkpoints by metric_for_best_model when training ends, and go on with the average: "
+        "all of them, or greedily those that do not make the metric worse. None: no average.",
+    )
+    model_soup_kwargs: KwargsValue = opt(None, SOUP.help)
+    ema_decay: Annotated[float, Gt(0), Lt(1)] | None = opt(
+        None,
+        "Keep an exponential moving average of the weights with this decay for each step, evaluate it as eval_ema_..., "
+        "and save it in output_dir/ema. None: no average.",
+    )
+    on_spike: Literal["ignore", "rollback"] = opt(
+        "ignore",
+        "What to do if loss, gradient norm or KL of a step is far above what it was. rollback: leave the step out, and "
+        "go on from the last checkpoint with a smaller learning rate.",
+    )
+    spike_kwargs: KwargsValue = opt(None, SPIKE.help)
+
+    @property
+    def _grows(self) -> bool:
+        return self.increase_batch_size_on_plateau > 0
+
+    @property
+    def _stops_early(self) -> bool:
+        return self.early_stopping_patience is not None
+
+    @property
+    def growth_params(self) -> GrowthParams:
+        """When the batch grows, and by how much."""
+        return GROWTH.of(self)
+
+    @property
+    def early_stopping_params(self) -> EarlyStoppingParams:
+        """What counts as an improvement."""
+        return EARLY_STOPPING.of(self)
+
+    @property
+    def soup_params(self) -> SoupParams:
+        """What goes into a soup."""
+        return SOUP.of(self)
+
+    @property
+    def spike_params(self) -> SpikeParams:
+        """What a spike is, and what happens after one."""
+        return SPIKE.of(self)
+
+
+def name_best_metric(config: BaseConfig) -> None:
+    """Name the metric that checkpoints are chosen by, if they are and none is named; before HuggingFace names its own."""
+    chooses = config.load_best_model_at_end or config.early_stopping_patience is not None or config.model_soup
+    if chooses and config.metric_for_best_model is None:
+        config.metric_for_best_model = config.best_metric
+
+
+def check_autopilot(config: BaseConfig) -> None:
+    """Reject parts that lack what they need, and combinations that cannot work.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+    """
+    evaluates, saves = config.eval_strategy != "no", config.save_strategy != "no"
+    for name in ("early_stopping_patience", "model_soup"):
+        if getattr(config, name) is not None and not evaluates:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} with eval_strategy='no': it compares evaluations. Set eval_strategy "
+                "and eval_steps, and give the trainer an eval_dataset."
+            )
+    for name, unset in (("model_soup", None), ("on_spike", "ignore")):
+        if not saves:
+            because, remedy = "save_strategy='no': it needs checkpoints", "Set save_strategy."
+            check_no_effect(name=name, value=getattr(config, name), unset=unset, because=because, remedy=remedy)
+    if config.model_soup is not None and config.save_total_limit == 1:
+        raise ConfigError(
+            f"model_soup={config.model_soup!r} with save_total_limit=1: there is one checkpoint, and nothing to "
+            "average. Set save_total_limit to None or at least 2."
+        )
+    if config.on_spike == "rollback" and config.save_only_model:
+        raise ConfigError(
+            "on_spike='rollback' with save_only_model=True: training cannot go on from a model alone. Set "
+            "save_only_model=False."
+        )
+    if config._grows and config.growth_params.eval_split == "validation" and not evaluates:
+        raise ConfigError(
+            "increase_batch_size_kwargs: eval_split='validation' with eval_strategy='no': there are no evaluations. "
+            "Set eval_strategy, or eval_split='training'."
+        )
+    if config.ema_decay is not None and str(config.optim).startswith("schedule_free"):
+        raise ConfigError(
+            f"ema_decay={config.ema_decay} with optim={str(config.optim)!r}: this optimizer averages the weights "
+            "itself. Leave ema_decay None, or choose another optimizer."
+        )

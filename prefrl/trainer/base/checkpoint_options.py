@@ -1,0 +1,114 @@
+"""Options of what checkpoints hold, what is read of them, and where they are uploaded to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Gt
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.params import Params
+from prefrl.printable import without_secrets
+from prefrl.run.place import check_url
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+
+__all__ = ["CHECKPOINT_OPTIONS", "CheckpointOptions", "CheckpointParams", "UploadParams", "check_checkpoints"]
+
+
+@dataclass(frozen=True)
+class CheckpointParams(Params):
+    """What checkpoints hold besides the model, and what is read of them."""
+
+    save_optimizer: bool = opt(
+        True, "Save the optimizer's state; with Adam, two thirds of a checkpoint. False: resuming is not exact."
+    )
+    load_optimizer: bool = opt(
+        True, "Resume with the optimizer's state. False: moments begin at 0; schedule, data and steps go on."
+    )
+
+
+@dataclass(frozen=True)
+class UploadParams(Params):
+    """Settings of uploads to `upload_to`."""
+
+    checkpoints: Literal["all", "final"] = opt(
+        "all", "all: every checkpoint, the last first. final: the last one, when training is complete."
+    )
+    timeout: Annotated[float, Gt(0)] = opt(
+        600.0, "Seconds that the end of training waits for uploads; other processes wait for ddp_timeout at most."
+    )
+
+
+_CHECKPOINT: KwargsOption[CheckpointParams] = KwargsOption(
+    "checkpoint_kwargs",
+    "What checkpoints hold, and what is read of them.",
+    switch=None,
+    choices={None: CheckpointParams},
+)
+_UPLOAD: KwargsOption[UploadParams] = KwargsOption(
+    "upload_kwargs",
+    "Settings of uploads.",
+    switch="uploads_checkpoints",
+    choices={True: UploadParams},
+    off="upload_to=None: nothing is uploaded. Set upload_to.",
+)
+CHECKPOINT_OPTIONS: tuple[KwargsOption[Any], ...] = (_CHECKPOINT, _UPLOAD)
+
+
+@dataclass
+class CheckpointOptions:
+    """What checkpoints hold, and where they are uploaded to."""
+
+    changeable: ClassVar[tuple[str, ...]] = ("checkpoint_kwargs", "upload_to", "upload_kwargs")
+
+    checkpoint_kwargs: KwargsValue = opt(None, _CHECKPOINT.help)
+    upload_to: str | None = opt(
+        None,
+        "Folder or fsspec URL, such as s3://bucket/run, to which checkpoints are uploaded in the background; see "
+        "docs/checkpoints.md. resume_from_checkpoint=True reads it if output_dir has none.",
+    )
+    upload_kwargs: KwargsValue = opt(None, _UPLOAD.help)
+
+    @property
+    def checkpoint_params(self) -> CheckpointParams:
+        """What checkpoints hold, and what is read of them."""
+        return _CHECKPOINT.of(self)
+
+    @property
+    def uploads_checkpoints(self) -> bool:
+        """Whether there is a place for checkpoints besides `output_dir`."""
+        return self.upload_to is not None
+
+    @property
+    def upload_params(self) -> UploadParams:
+        """Settings of uploads."""
+        return _UPLOAD.of(self)
+
+
+def check_checkpoints(config: Any) -> None:
+    """Reject options of checkpoints that cannot be combined.
+
+    Raises:
+        ConfigError: Names the field, its value and what to do.
+    """
+    if config.save_only_model:
+        check_no_effect(
+            name="checkpoint_kwargs: save_optimizer",
+            value=config.checkpoint_params.save_optimizer,
+            unset=True,
+            because="save_only_model=True saves no training state at all",
+            remedy="Remove one of them.",
+        )
+    if config.upload_to is None:
+        return
+    check_url("upload_to", config.upload_to)
+    if config.save_strategy == "no":
+        raise ConfigError(
+            f"upload_to={without_secrets(config.upload_to)!r} has no effect because save_strategy='no': there are no "
+            "checkpoints. Set save_strategy='steps', or leave upload_to out."
+        )
+    if Path(config.upload_to.removeprefix("file://")).resolve() == Path(config.output_dir).resolve():
+        raise ConfigError(f"upload_to={config.upload_to!r} is output_dir itself. Name another folder.")

@@ -1,0 +1,141 @@
+"""A trainer that evaluates: runs over datasets without gradients, and metrics over all rows and processes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from datasets import IterableDataset
+from transformers.trainer_utils import EvalLoopOutput
+
+from prefrl import distributed
+from prefrl.errors import ConfigError
+from prefrl.metrics import Metric, host, merge, values_of
+from prefrl.models.modes import eval_mode
+from prefrl.trainer.base.memory import EVALUATION, explained
+from prefrl.trainer.base.predictions import PredictedRows
+from prefrl.trainer.base.schedule_free import use_averaged_weights
+from prefrl.trainer.base.sized import SizedTrainer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from prefrl.data.images import ProcessingClass
+    from prefrl.trainer.base.step_account import StepAccount
+
+__all__ = ["EvaluatingTrainer"]
+
+
+class EvaluatingTrainer(SizedTrainer):
+    """HuggingFace's loop, with evaluations whose metrics are over the whole dataset and all processes.
+
+    A subclass implements `evaluation_step`, and `end_evaluation` if it needs all rows at once.
+    """
+
+    account: StepAccount
+
+    @abstractmethod
+    def _prepared(self, dataset: Any, processing_class: ProcessingClass, *, training: bool) -> Any:
+        """A raw dataset, or several by name, checked and tokenized; None stays None."""
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | Mapping[str, Dataset] | str | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Metrics on the evaluation dataset, and on the training dataset if that is on; or on raw data given here."""
+        use_averaged_weights(self.optimizer)
+        prepared: Any = eval_dataset
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            prepared = self._prepared(eval_dataset, self.processing_class, training=False)
+        elif eval_dataset is None and self.eval_dataset is None:
+            raise ConfigError("eval_dataset=None: evaluation needs a dataset, here or in the constructor")
+        parts = (
+            {f"_{name}": part for name, part in prepared.items()} if isinstance(prepared, Mapping) else {"": prepared}
+        )
+        if eval_dataset is None and self.args.evaluate_training_set:
+            parts["_train"] = self._first_rows(self.train_dataset)
+        metrics: dict[str, float] = {}
+        for name, part in parts.items():
+            metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}{name}")
+        return metrics
+
+    def check_training_set(self) -> None:
+        """Reject `evaluate_training_set` where the training set cannot be evaluated.
+
+        Raises:
+            ConfigError: There is none, it may have no end, or an evaluation dataset has its name.
+        """
+        if not self.args.evaluate_training_set:
+            return
+        if self.train_dataset is None:
+            raise ConfigError("evaluate_training_set=True: there is no train_dataset. Set it to False.")
+        if isinstance(self.eval_dataset, Mapping) and "train" in self.eval_dataset:
+            raise ConfigError(
+                "evaluate_training_set=True with an eval_dataset that is called 'train': both are eval_train_... in "
+                "the logs. Give it another name, or set evaluate_training_set=False."
+            )
+        if isinstance(self.train_dataset, IterableDataset) and self.args.max_eval_samples is None:
+            raise ConfigError("evaluate_training_set=True with a stream: it may have no end. Set max_eval_samples.")
+
+    def _first_rows(self, dataset: Any) -> Any:
+        """The first `max_eval_samples` rows."""
+        limit = self.args.max_eval_samples
+        if limit is None:
+            return dataset
+        return dataset.take(limit if isinstance(dataset, IterableDataset) else min(limit, len(dataset)))
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
+        model = self.policy if distributed.is_sharded(self.policy) else self.policy.to(self.args.device)
+        num_rows, self.predicted = 0, PredictedRows()
+        memory = explained(lambda: f"evaluation, after {num_rows} rows", self.args, EVALUATION)
+        with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model), memory:
+            for item in dataloader:
+                merge(self.metrics["eval"], self.evaluation_step(model, item))
+                num_rows += self._rows_of(item)
+            merge(self.metrics["eval"], self.end_evaluation(model, metric_key_prefix))
+        distributed.release(model)
+        (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
+        found = self._drain("eval") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+        if self.compute_metrics is not None:
+            found |= self.predicted.metrics(self.compute_metrics)
+        values = {
+            f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}": value for name, value in found.items()
+        }
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))
+
+    @abstractmethod
+    def evaluation_step(self, model: nn.Module, item: Any) -> dict[str, Metric]:
+        """Metrics of one item of the evaluation loader."""
+
+    def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
+        """Metrics of all items together, after the last one. All ranks call it.
+
+        Args:
+            model: Evaluated.
+            name: Of the evaluation, with which the names of its metrics begin.
+        """
+        return {}
+
+    @abstractmethod
+    def _rows_of(self, item: Any) -> int:
+        """Dataset rows in an item of the evaluation loader."""
+
+    def _drain(self, mode: Literal["train", "eval"]) -> dict[str, float]:
+        """Values of the metrics so far, merged over ranks, on the host; resets the metrics."""
+        hosted = {name: host(metric) for name, metric in self.metrics[mode].items()}
+        self.metrics[mode] = {}
+        return values_of(distributed.gather_objects(hosted))

@@ -1,0 +1,59 @@
+"""Options that say when evaluations take place and when checkpoints are saved, and what is evaluated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge, Gt, Lt
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_unset, opt
+
+if TYPE_CHECKING:
+    from prefrl.trainer.base.config import BaseConfig
+
+__all__ = ["EvaluationOptions", "check_evaluation"]
+
+_Epochs = Annotated[float, Gt(0), Lt(math.inf)]
+
+
+@dataclass
+class EvaluationOptions:
+    """When evaluations take place and checkpoints are saved, counted in epochs, and what is evaluated."""
+
+    changeable: ClassVar[tuple[str, ...]] = (
+        *("eval_epochs", "save_epochs", "max_eval_samples", "evaluate_training_set"),
+    )
+
+    eval_epochs: _Epochs = opt(
+        1.0,
+        "With eval_strategy='epoch': epochs between evaluations; 0.25 is four an epoch, 2 one every two.",
+    )
+    save_epochs: _Epochs = opt(1.0, "With save_strategy='epoch': epochs between checkpoints; 0.25 is four an epoch.")
+    max_eval_samples: Annotated[int, Ge(1)] | None = opt(
+        None, "Evaluate only the first so many rows of a dataset; None: all of them."
+    )
+    evaluate_training_set: bool = opt(
+        False, "Evaluate the training dataset, too, in the same way; its metrics are named eval_train_..."
+    )
+
+
+def check_evaluation(config: BaseConfig) -> None:
+    """Reject intervals of epochs that have no effect, or that leave the best model without a checkpoint.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+    """
+    for what in ("eval", "save"):
+        strategy = getattr(config, f"{what}_strategy").value
+        if strategy != "epoch":
+            because = f"{what}_strategy={strategy!r}"
+            check_unset(config, f"{what}_epochs", because=because, remedy=f"Set {what}_strategy='epoch'.")
+    ratio = config.save_epochs / config.eval_epochs
+    if config.load_best_model_at_end and config.save_strategy == "epoch" and abs(ratio - round(ratio)) > 1e-6:
+        raise ConfigError(
+            f"load_best_model_at_end=True with save_epochs={config.save_epochs} and eval_epochs={config.eval_epochs}: "
+            "each checkpoint needs an evaluation. Make save_epochs a multiple of eval_epochs."
+        )

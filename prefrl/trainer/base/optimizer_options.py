@@ -1,0 +1,186 @@
+"""Options of optimizers: those of HuggingFace, which it checks only when training begins or not at all, and ours."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+from transformers.training_args import OptimizerNames
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_bounds, check_no_effect, check_unset, mapping_of, opt
+from prefrl.options.suggest import nearest
+from prefrl.trainer.base.optimizers import OPTIMIZERS, REFUSED, added_keys, check_made
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+__all__ = ["OptimizerOptions", "check_decay", "check_optimizer", "named_for_huggingface"]
+
+# The optimizers that read optim_target_modules have one of these in their names.
+_LAYERWISE = ("galore", "apollo")
+# These take the model, or make an optimizer for each weight: there are no parameter groups.
+_WITHOUT_GROUPS = ("lomo", "layerwise")
+_RATE = Annotated[float, Ge(0)]
+
+
+@dataclass
+class OptimizerOptions:
+    """Options of the update that HuggingFace does not have."""
+
+    learning_rates: dict[str, float] | str | None = opt(
+        None,
+        "Learning rates of some parameters: from regular expressions to rates, all with the same schedule. The first "
+        "expression that a name contains a match of decides; learning_rate is for all others. JSON on the command "
+        "line.",
+    )
+    max_grad_value: Annotated[float, Gt(0)] | None = opt(
+        None, "Clip each number of the gradients to this absolute value, after max_grad_norm. None: no clipping."
+    )
+    regularization_type: Literal["l1", "l2", "l1_l2"] | None = opt(
+        None,
+        "Penalty that is added to the loss of each optimizer step: regularization_lambda times the sum of absolute "
+        "values (l1) or squares (l2) of all trained weights, or both.",
+    )
+    regularization_lambda: Annotated[float, Ge(0)] = opt(0.0, "Weight of the penalty of regularization_type.")
+
+
+@contextmanager
+def named_for_huggingface(config: TrainingArguments) -> Iterator[None]:
+    """Inside, `optim` is a name that HuggingFace's own checks know.
+
+    Raises:
+        ConfigError: Nobody knows the name.
+    """
+    name = config.optim
+    if name not in OPTIMIZERS:
+        _check_name(str(getattr(name, "value", name)))
+        yield
+        return
+    config.optim = OptimizerNames.ADAMW_TORCH
+    try:
+        yield
+    finally:
+        config.optim = name
+
+
+def _check_name(name: str) -> None:
+    if name in REFUSED:
+        raise ConfigError(f"optim={name!r}: {REFUSED[name]}")
+    known = [*OPTIMIZERS, *(row.value for row in OptimizerNames)]
+    if name not in known:
+        raise ConfigError(f"optim={name!r}: unknown optimizer. {nearest(name, known)}")
+
+
+def check_optimizer(config: Any) -> None:
+    """Reject options of the optimizer that are unknown, not allowed or without effect.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+        ImportError: The package of the optimizer is not installed.
+    """
+    name = str(getattr(config.optim, "value", config.optim))
+    if not any(word in name for word in _LAYERWISE):
+        check_no_effect(
+            name="optim_target_modules",
+            value=config.optim_target_modules,
+            unset=None,
+            because=f"optim={name!r} treats all weights alike",
+            remedy="Leave it None; freeze leaves weights out.",
+        )
+    if name in OPTIMIZERS:
+        _check_read(config, name)
+    else:
+        _check_ignored(config, name)
+    check_made(name, config)
+    _check_rates(config, name)
+    is_on = config.regularization_type is not None
+    if is_on != (config.regularization_lambda > 0):
+        raise ConfigError(
+            f"regularization_type={config.regularization_type!r} with regularization_lambda="
+            f"{config.regularization_lambda}: neither acts without the other. Set both, or neither."
+        )
+
+
+def _check_read(config: Any, name: str) -> None:
+    """Reject options of HuggingFace that an optimizer of ours does not read."""
+    row = OPTIMIZERS[name]
+    of_options = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
+    unread = [option for key, options in of_options.items() if key not in row.reads for option in options]
+    check_unset(config, *unread, because=f"optim={name!r} does not read it", remedy="Leave it out; see optim_args.")
+    check_decay(name, "weight_decay", config.weight_decay)
+
+
+def check_decay(name: str, option: str, value: float | None) -> None:
+    """Reject a weight decay that an optimizer does not have, or that would not be a term of the gradient.
+
+    Raises:
+        ConfigError: Says what to set instead.
+    """
+    row = OPTIMIZERS.get(name)
+    if row is None or row.decay != "none" or not value:
+        return
+    what, remedy = "has no decay", "Set regularization_type='l2' and regularization_lambda"
+    if row.package == "bitsandbytes":
+        what, remedy = "would decouple it, as AdamW does", f"{remedy}, or optim={_WITH_DECAY[name]!r}"
+    raise ConfigError(f"{option}={value}: {row.package}'s optim={name!r} {what}. {remedy}.")
+
+
+# What bitsandbytes' Adam is called with its decay.
+_WITH_DECAY = {
+    "adam_8bit": "adamw_8bit",
+    "paged_adam": "paged_adamw_32bit",
+    "paged_adam_8bit": "paged_adamw_8bit",
+}
+
+
+def _check_ignored(config: Any, name: str) -> None:
+    """Reject arguments that transformers would not pass on to its optimizer."""
+    parts = config.optim_args.replace(" ", "").split(",") if config.optim_args else []
+    parts = [part for part in parts if part.partition("=")[0] not in added_keys(name)]
+    read = _arguments_of(config, parts) if parts else None
+    for part in parts:
+        if read is not None and _arguments_of(config, [other for other in parts if other != part]) == read:
+            key = part.partition("=")[0]
+            known = f" It passes on {', '.join(added_keys(name))}." if added_keys(name) else ""
+            raise ConfigError(
+                f"optim_args={config.optim_args!r}: {key!r} has no effect because transformers does not pass it to "
+                f"optim={name!r}.{known} {_REMEDIES.get(key, _REMEDY)}"
+            )
+
+
+_REMEDY = "Remove it, or give the trainer your own optimizer: optimizers=(optimizer, None)."
+_SCHEDULE = (
+    "It replaces learning_rate and its schedule: set these, such as lr_scheduler_type='inverse_sqrt' with "
+    "optim_args='scale_parameter=True'."
+)
+_REMEDIES = {"relative_step": _SCHEDULE, "warmup_init": _SCHEDULE}
+
+
+def _arguments_of(config: TrainingArguments, parts: list[str]) -> Any:
+    """What HuggingFace passes to the optimizer; None if that cannot be known before the model or package is there."""
+    from transformers import Trainer  # takes seconds
+
+    other = copy.copy(config)
+    other.optim_args = ",".join(parts) or None
+    try:
+        return Trainer.get_optimizer_cls_and_kwargs(other)
+    except (ImportError, ValueError):
+        return None
+
+
+def _check_rates(config: Any, name: str) -> None:
+    rates = mapping_of(config, "learning_rates")
+    for pattern, rate in rates.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"learning_rates: {pattern!r} is no regular expression: {error}") from error
+        check_bounds(f"learning_rates[{pattern!r}]", rate, _RATE)
+    if rates and any(word in name for word in _WITHOUT_GROUPS):
+        raise ConfigError(f"learning_rates={rates!r} with optim={name!r}, which has one rate for all weights.")

@@ -1,0 +1,162 @@
+"""Options whose value may be "auto": sizes that are found by trial or follow from others, and the learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import default_of, mapping_of, opt
+from prefrl.options.params import Params
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+
+if TYPE_CHECKING:
+    from prefrl.trainer.base.config import BaseConfig
+
+__all__ = [
+    "AUTO",
+    "AUTOMATIC",
+    "AUTO_SIZE",
+    "AutoSizeParams",
+    "SizeOptions",
+    "automatic_rate",
+    "derive_sizes",
+    "largest_divisor",
+    "num_ranks",
+    "take_automatic",
+]
+
+AUTO = "auto"
+_ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
+_ADAPTER_FACTOR = 10
+# The options that take "auto".
+AUTOMATIC = (_ROWS, _STEPS, _TOKENS, "learning_rate")
+
+
+@dataclass(frozen=True)
+class AutoSizeParams(Params):
+    """How sizes are found by trial."""
+
+    memory_share: Annotated[float, Gt(0), Le(1)] = opt(
+        0.9, "The most that training may need of the memory that is free when the search begins."
+    )
+    max_batch_size: Annotated[int, Ge(1)] | None = opt(
+        None, "The largest per_device_train_batch_size that is tried; None: on a CPU 128, on a GPU what fits."
+    )
+
+
+AUTO_SIZE = KwargsOption(
+    name="auto_size_kwargs",
+    description="How sizes that are 'auto' are found.",
+    switch=None,
+    choices={None: AutoSizeParams},
+)
+
+
+@dataclass
+class SizeOptions:
+    """Sizes in addition to HuggingFace's."""
+
+    effective_batch_size: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "per_device_train_batch_size * gradient_accumulation_steps * processes: what an optimizer step learns from. "
+        "Those of the two that are 'auto' follow from it. None: it follows from them.",
+    )
+    auto_size_kwargs: KwargsValue = opt(None, AUTO_SIZE.help)
+
+
+def take_automatic(config: BaseConfig) -> frozenset[str]:
+    """The names of the options that are "auto"; each gets its default in place of it, until its value is known."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    names = frozenset(name for name in AUTOMATIC if isinstance(value := getattr(config, name), str) and value == AUTO)
+    for name in names:
+        setattr(config, name, default_of(fields[name]))
+    return names
+
+
+def num_ranks(config: BaseConfig) -> int:
+    """Processes with rows of their own: `distributed.world_size()`, which is known only to trainers."""
+    sharing = 1 if config.parallelism_config is None else int(config.parallelism_config.sp_size)
+    return int(config.world_size) // sharing
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is not above `most`."""
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
+
+
+def derive_sizes(config: BaseConfig) -> frozenset[str]:
+    """Set the sizes that follow from `effective_batch_size`; return the names of those that need a trial.
+
+    If batch size and accumulation both need one, they get values that make the same step.
+
+    Raises:
+        ConfigError: The sizes contradict each other, or nothing decides them.
+    """
+    automatic = config.automatic - {"learning_rate"}
+    if config.effective_batch_size is not None:
+        automatic -= _derived(config, config.effective_batch_size)
+    elif _STEPS in automatic:
+        raise ConfigError(
+            f"{_STEPS}='auto' without effective_batch_size: nothing decides how many micro-batches a step has. Set "
+            "effective_batch_size."
+        )
+    if _ROWS in automatic and _TOKENS in automatic | _set_tokens(config):
+        if config.effective_batch_size is None:
+            raise ConfigError(
+                f"{_ROWS}='auto' with {_TOKENS}: the budget decides what fits, and nothing how many rows a step has. "
+                "Set effective_batch_size."
+            )
+        automatic -= {_ROWS, _STEPS}  # the budget cuts the step
+    if not automatic and mapping_of(config, AUTO_SIZE.name):
+        raise ConfigError(
+            f"auto_size_kwargs={config.auto_size_kwargs!r} has no effect because no size is found by trial. Set "
+            f"{_TOKENS}='auto', or {_ROWS}='auto'."
+        )
+    return frozenset(automatic)
+
+
+def _set_tokens(config: BaseConfig) -> set[str]:
+    return set() if config.max_tokens_per_micro_batch is None else {_TOKENS}
+
+
+def _derived(config: BaseConfig, effective: int) -> set[str]:
+    """Set what follows from the effective batch size; the names of the options that are decided by that."""
+    ranks, known = num_ranks(config), {_ROWS, _STEPS} - config.automatic
+    sizes = {name: int(getattr(config, name)) for name in sorted(known)}
+    given = " * ".join([*(f"{name}={value}" for name, value in sizes.items()), f"{ranks} processes"])
+    product = ranks
+    for value in sizes.values():
+        product *= value
+    if len(known) == 2 and product != effective:
+        raise ConfigError(
+            f"effective_batch_size={effective}: {given} is {product}. Set {_STEPS}='auto', or leave "
+            "effective_batch_size out."
+        )
+    if effective % product:
+        lower = effective // product * product
+        fitting = f"{lower} or {lower + product}" if lower else f"{product}"
+        raise ConfigError(f"effective_batch_size={effective}: must be a multiple of {given}. Set {fitting}.")
+    rest = effective // product
+    if known == {_ROWS}:
+        config.gradient_accumulation_steps = rest
+    elif known == {_STEPS}:
+        config.per_device_train_batch_size = rest
+    elif not known:
+        config.per_device_train_batch_size = largest_divisor(rest, config.per_device_train_batch_size)
+        config.gradient_accumulation_steps = rest // config.per_device_train_batch_size
+        return set()
+    return {_ROWS, _STEPS}
+
+
+def automatic_rate(config: BaseConfig, *, has_adapter: bool) -> float:
+    """The learning rate "auto": the trainer's default, ten times that if an adapter is trained.
+
+    Source: Schulman et al. 2025, LoRA Without Regret, https://thinkingmachines.ai/blog/lora: the best learning rate of
+    LoRA is about ten times that of full fine-tuning, in supervised and in reinforcement learning.
+    """
+    default = next(default_of(field) for field in dataclasses.fields(config) if field.name == "learning_rate")
+    return float(default) * (_ADAPTER_FACTOR if has_adapter else 1)

@@ -1,0 +1,89 @@
+"""Options of evaluations by sampling: how completions are sampled, what they are measured by, which are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import opt
+from prefrl.options.params import Params
+from prefrl.rewards.at_k import AtKParams
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+
+__all__ = ["AT_K", "EVAL_SAMPLING", "EvalSamplingParams", "SampledEvaluationOptions"]
+
+
+@dataclass(frozen=True)
+class EvalSamplingParams(Params):
+    """How completions are sampled in evaluations; None: as in training."""
+
+    top_p: Annotated[float, Gt(0), Le(1)] | None = opt(None, "See top_p.")
+    top_k: Annotated[int, Ge(0)] | None = opt(None, "See top_k; 0: from all tokens.")
+    min_p: Annotated[float, Ge(0), Le(1)] | None = opt(None, "See min_p; 0: off.")
+    repetition_penalty: Annotated[float, Gt(0)] | None = opt(None, "See repetition_penalty.")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that differ from training."""
+        return {name: value for name in self.names() if (value := getattr(self, name)) is not None}
+
+
+EVAL_SAMPLING: KwargsOption[EvalSamplingParams] = KwargsOption(
+    "eval_sampling_kwargs",
+    "How completions are sampled in evaluations, besides temperature_eval and num_generations_eval; None: as in "
+    "training.",
+    switch=None,
+    choices={None: EvalSamplingParams},
+)
+AT_K: KwargsOption[AtKParams] = KwargsOption(
+    "pass_at_k_kwargs",
+    "pass@k, best@k and maj@k of evaluations, with 95% intervals; see docs/evaluation.md.",
+    switch=None,
+    choices={None: AtKParams},
+)
+
+
+@dataclass
+class SampledEvaluationOptions:
+    """How completions are sampled in evaluations, what they are measured by, and which are kept."""
+
+    changeable: ClassVar[tuple[str, ...]] = ("eval_sampling_kwargs", "pass_at_k_kwargs", "log_val_generations")
+
+    eval_sampling_kwargs: KwargsValue = opt(None, EVAL_SAMPLING.help)
+    pass_at_k_kwargs: KwargsValue = opt(None, AT_K.help)
+    log_val_generations: Annotated[int, Ge(0)] = opt(
+        0,
+        "Completions of each evaluation that are printed as a table and written to the folder evaluations, of the "
+        "same prompts each time; 0: none.",
+    )
+
+    @property
+    def eval_sampling_params(self) -> EvalSamplingParams:
+        """How completions are sampled in evaluations."""
+        return EVAL_SAMPLING.of(self)
+
+    @property
+    def at_k_params(self) -> AtKParams:
+        """What pass@k and its relatives are computed from."""
+        return AT_K.of(self)
+
+    def validate_evaluation(self, *, num_samples: int) -> None:
+        """Reject sizes k that have no meaning for so many samples of a prompt, and settings without any size.
+
+        Raises:
+            ConfigError: Names the option, the key, its value and what to do.
+        """
+        params = self.at_k_params
+        if params.k is None and params != AtKParams():
+            raise ConfigError(
+                f"pass_at_k_kwargs={self.pass_at_k_kwargs!r} has no effect because it has no k. Add one: k=[1, 8]."
+            )
+        wrong = [k for k in params.k or () if not 1 <= k <= num_samples]
+        if wrong:
+            raise ConfigError(
+                f"pass_at_k_kwargs: k={wrong[0]}: must be from 1 to {num_samples}, the samples of each prompt in "
+                f"evaluations. Set num_generations_eval={max(wrong[0], 1)}, or lower k."
+            )

@@ -1,0 +1,230 @@
+"""Sizes that are found by trial: nothing else changes, a resumed run has the same, and so have all processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefrl import distributed
+from prefrl.errors import ConfigError, OutOfMemoryError
+from prefrl.trainer.base.auto_sizes import AutomaticSizes
+from prefrl.trainer.base.size_search import Trial
+from prefrl.trainer.base.trainer import BaseTrainer
+from tests.contract.cases import (
+    ONLINE,
+    Job,
+    make_trainer,
+    model_of,
+    relative_difference,
+    run_on_two_processes,
+    update_of,
+    weights_of,
+)
+
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 3, "rows": 40}
+TOKENS = {"max_tokens_per_micro_batch": "auto"}
+ROWS = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": "auto", "effective_batch_size": 8}
+# With dropout, running means and moments, adaptive weights and several visits: what a trial could disturb.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("sft", {"packing": True, "max_length": 48}),
+    ("dpo", {"loss_type": ["sigmoid", "bco_pair"]}),
+    ("kto", {}),
+    ("orpo", {}),
+    ("cpo", {}),
+    ("bco", {}),
+    ("reward", {}),
+    ("grpo", {"num_iterations": 2, "kl_kwargs": {"target": 0.01, "horizon": 20}, "beta": 0.1}),
+    ("grpo", {"reward_shaping_kwargs": {"normalize": True}, "beta": 0.0}),
+    ("grpo", {"rollout_selection": "best", "selection_kwargs": {"num_selected": 2}}),
+    ("rloo", {}),
+    ("reinforce_plus_plus", {}),
+    ("ppo", {"critic_learning_rate": 1e-2, "critic_warmup": 1}),
+    ("online_dpo", {}),
+]
+
+
+@pytest.fixture
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speed decides nothing here: four rows are always the fastest."""
+    original = AutomaticSizes._measured
+
+    def measured(self: AutomaticSizes, rows: int, memory: Any) -> Trial | None:
+        trial = original(self, rows, memory)
+        return trial and Trial(trial.rows, trial.tokens, float(rows if rows <= 4 else 1), trial.load)
+
+    monkeypatch.setattr(AutomaticSizes, "_measured", measured)
+
+
+def values_of(trainer: BaseTrainer) -> list[str]:
+    """What was logged but for times; as text, in which NaN equals NaN."""
+    return [
+        str({name: value for name, value in entry.items() if not name.startswith(("time/", "step_time", "train_"))})
+        for entry in trainer.state.log_history
+    ]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+@pytest.mark.usefixtures("few_trials")
+def test_a_search_leaves_no_trace(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    def trained(**sizes: Any) -> BaseTrainer:
+        model = model_of(name, attention_dropout=0.3)
+        trainer = make_trainer(name, tmp_path / str(len(sizes)), model=model, **{**ADAM, **options, **sizes})
+        trainer.train()
+        return trainer
+
+    found = trained(**TOKENS)
+    given = trained(max_tokens_per_micro_batch=found.args.max_tokens_per_micro_batch)
+    assert [trial.rows for trial in found.sizes.trials] == [1, 2, 4, 8]
+    assert found.args.max_tokens_per_micro_batch == found.sizes.trials[2].tokens
+    expected, actual = weights_of(given.model), weights_of(found.model)
+    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    assert values_of(found) == values_of(given)
+
+
+@pytest.mark.usefixtures("few_trials")
+def test_weights_optimizer_and_random_numbers_are_restored_bit_by_bit(tmp_path: Path) -> None:
+    trainer = make_trainer("sft", tmp_path, model=model_of("sft", attention_dropout=0.3), **ADAM, **ROWS)
+    trainer.model.train()
+    trainer.create_optimizer()
+    before, random = weights_of(trainer.model), torch.get_rng_state()
+    trainer.sizes.settle(None, num_rows=40)
+    assert len(trainer.sizes.trials) == 4
+    assert all(torch.equal(value, weights_of(trainer.model)[name]) for name, value in before.items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not trainer.optimizer.state
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert trainer.metrics["train"] == {}
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "online_dpo"])
+@pytest.mark.usefixtures("few_trials")
+def test_rows_and_accumulation_make_the_step_that_was_asked_for(name: str, tmp_path: Path) -> None:
+    found = make_trainer(name, tmp_path / "found", **ROWS)
+    given = make_trainer(name, tmp_path / "given", per_device_train_batch_size=8)
+    assert relative_difference(update_of(found), update_of(given)) < 1e-5
+    assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (4, 2)
+    assert found.sizes.found == {"per_device_train_batch_size": 4, "rows_per_step": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("sft", TOKENS),
+        ("sft", ROWS),
+        ("sft", {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 2}),
+        ("grpo", {**ROWS, "generation_batch_size": 16}),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("few_trials")
+def test_a_resumed_run_has_the_sizes_that_were_found(
+    name: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**ADAM, **sizes, "save_strategy": "steps", "save_steps": 1}
+    whole = make_trainer(name, tmp_path, **settings)
+    whole.train()
+    monkeypatch.setattr(AutomaticSizes, "_search", lambda *_: pytest.fail("it searches again"))
+    resumed = make_trainer(name, tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.sizes.found == whole.sizes.found
+    assert resumed.args.per_device_train_batch_size == whole.args.per_device_train_batch_size
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+
+
+def test_sizes_of_a_checkpoint_fit_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "automatic_sizes.json").write_text('{"per_device_train_batch_size": 4, "rows_per_step": 24}')
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    trainer = make_trainer("sft", tmp_path, **{**ROWS, "effective_batch_size": 24})
+    trainer.sizes.settle(tmp_path, num_rows=40)
+    assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (4, 3)
+    given = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 5}
+    trainer = make_trainer("sft", tmp_path, **given)
+    with pytest.raises(ConfigError, match="24 rows for a step, which 2 processes with gradient_accumulation_steps=5"):
+        trainer.sizes.settle(tmp_path, num_rows=40)
+
+
+def test_two_processes_have_the_same_sizes(tmp_path: Path) -> None:
+    names = ("sft", "grpo")
+    settings = {"max_steps": 2, **ROWS}
+    jobs = [Job(name, settings, tmp_path / f"{name}.pt") for name in names]
+    for name, update in zip(names, run_on_two_processes(jobs), strict=True):
+        expected = update_of(make_trainer(name, tmp_path / f"{name}-alone", max_steps=2))
+        assert relative_difference(update, expected) < 1e-5
+
+
+def test_the_slowest_process_and_the_fullest_memory_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer("sft", tmp_path, **TOKENS)
+    monkeypatch.setattr(distributed, "max_over_ranks", _other_process(seconds=1e3, load=0.75))
+    trainer.sizes.settle(None, num_rows=24)
+    assert all(trial.load == 0.75 and trial.speed < 1 for trial in trainer.sizes.trials)
+
+
+def _other_process(*, seconds: float, load: float) -> Any:
+    """Maxima with a process that is slow and has little memory."""
+    others = {1: [0.0], 4: [seconds, load, 0.0, 0.0]}
+    return lambda values, _: [max(pair) for pair in zip(values, others[len(values)], strict=True)]
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_memory_that_runs_out_ends_the_search_or_the_run(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer("sft", tmp_path, **ROWS)
+    original = trainer.trial
+
+    def trial(num_rows: int) -> Any:
+        if num_rows >= first:
+            raise OutOfMemoryError("out of memory in a trial")
+        return original(num_rows)
+
+    monkeypatch.setattr(trainer.sizes, "_trial", trial)
+    if first == 1:
+        with pytest.raises(OutOfMemoryError, match="out of memory in a trial"):
+            trainer.sizes.settle(None, num_rows=24)
+        return
+    trainer.sizes.settle(None, num_rows=24)
+    assert [found.rows for found in trainer.sizes.trials] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_trials_have_the_longest_rows(name: str, tmp_path: Path) -> None:
+    trainer = make_trainer(name, tmp_path, **TOKENS)
+    with trainer.trial(2) as batch:
+        length = max(batch.forward_tokens([row]) for row in range(batch.num_rows))
+    columns = [
+        [len(ids) for ids in trainer.train_dataset[c]] for c in trainer.train_dataset.column_names if "ids" in c
+    ]
+    longest = max(map(sum, zip(*columns, strict=True)))
+    assert length == longest + (trainer.args.max_completion_length if name in ONLINE else 0)
+
+
+def test_a_batch_size_without_a_step_size_is_bounded(tmp_path: Path) -> None:
+    def most(**options: Any) -> int:
+        trainer = make_trainer("sft", tmp_path, per_device_train_batch_size="auto", **options)
+        return trainer.sizes._most(1000)
+
+    assert most() == 128
+    assert most(auto_size_kwargs={"max_batch_size": 300}) == 300
+    assert most(gradient_accumulation_steps=50) == 20
+
+
+def test_what_was_found_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trainer("sft", tmp_path, **TOKENS)
+    trainer.train()
+    trainer.train()
+    printed = capsys.readouterr().err
+    assert printed.count(f"max_tokens_per_micro_batch={trainer.args.max_tokens_per_micro_batch}\n") == 1
+    assert printed.count(" tokens/s, ") == len(trainer.sizes.trials)
+
+
+def test_a_stream_has_no_longest_rows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train_dataset is an IterableDataset, whose longest rows are not known"):
+        make_trainer("sft", tmp_path, streams=True, **TOKENS).train()
+    make_trainer("grpo", tmp_path, streams=True, **TOKENS).train()
+    unlimited = {**TOKENS, "streams": True, "max_prompt_length": None}
+    with pytest.raises(ConfigError, match="max_prompt_length=None with an IterableDataset"):
+        make_trainer("grpo", tmp_path, **unlimited).train()

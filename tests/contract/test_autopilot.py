@@ -1,0 +1,230 @@
+"""What a run does by itself: batches that grow, an early end, soups, averages, rollbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from prefrl.metrics import Max
+from prefrl.trainer.base.guard import StepGuard
+from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, weights_of
+
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
+# The learning rate never rises, so the batch grows after the second step.
+GROWS = {
+    "increase_batch_size_on_plateau": 1,
+    "increase_batch_size_kwargs": {"patience": 1, "eval_metric": "learning_rate"},
+}
+
+
+def vector(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([weight.flatten() for weight in weights_of(model).values()])
+
+
+# One completion for each prompt, whatever the seed: a run with larger batches from the start samples the same.
+# Of the softmax: the only token that is kept has log-prob 0, whatever the weights are.
+GREEDY = {
+    **{"beta": 0.0, "top_k": 1, "truncated_logprobs": "softmax", "num_generations": 1, "shuffle_dataset": False}
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("sft", {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}),
+        ("orpo", {"train_sampling_strategy": "sequential", "max_tokens_per_micro_batch": 60}),
+        ("reinforce_plus_plus", GREEDY),
+    ],
+)
+def test_the_update_of_a_grown_batch_is_that_of_a_batch_of_its_size(
+    algorithm: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**options, "per_device_train_batch_size": 4 // options.get("gradient_accumulation_steps", 1)}
+    model = model_of(algorithm)
+    grown = make_trainer(algorithm, tmp_path / "grown", model=model, max_steps=6, **options, **GROWS)
+    grown.train()
+    assert [entry["batch_growth"] for entry in grown.state.log_history if "loss" in entry] == [1, 1, 2, 2]
+
+    model = model_of(algorithm)
+    make_trainer(algorithm, tmp_path / "before", model=model, max_steps=2, **options).train()
+    before = vector(model)
+    rest = dataset_of(algorithm).select(range(8, 24))
+    options["per_device_train_batch_size"] *= 2
+    make_trainer(algorithm, tmp_path / "after", model=model, max_steps=2, train_dataset=rest, **options).train()
+    expected = vector(model) - before
+    assert relative_difference(vector(grown.policy) - before, expected) < 1e-4
+
+
+def test_schedule_and_epochs_of_a_run_whose_batch_grows_stay_as_they_are(tmp_path: Path) -> None:
+    options = {**ADAM, "num_train_epochs": 2, "max_steps": -1, "lr_scheduler_type": "linear", "rows": 20}
+    options |= {"per_device_train_batch_size": 4}
+
+    def logged(folder: str, **more: Any) -> list[tuple[float, float]]:
+        trainer = make_trainer("sft", tmp_path / folder, **options, **more)
+        trainer.train()
+        return [(entry["epoch"], entry["learning_rate"]) for entry in trainer.state.log_history if "loss" in entry]
+
+    plain, grown = logged("plain"), logged("grown", **GROWS)
+    # 5 planned steps in an epoch: 1, 1, 2, 1 and 2, 2, 1. The rate that is logged is that of the first of them.
+    ends, starts = [1, 2, 4, 5, 7, 9, 10], [1, 2, 3, 5, 6, 8, 10]
+    assert [epoch for epoch, _ in grown] == [plain[end - 1][0] for end in ends]
+    assert [rate for _, rate in grown] == [plain[start - 1][1] for start in starts]
+
+
+GROWING = [
+    ("sft", {"lr_scheduler_type": "cosine"}, 3),
+    ("kto", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": -1, "rows": 20}, 3),
+    ("grpo", {"beta": 0.0}, 3),
+    # Saved in the middle of two generation batches that are used together.
+    ("grpo", {"steps_per_generation": 2, "num_iterations": 2}, 5),
+    ("ppo", {"steps_per_generation": 2}, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "saved_at"), GROWING, ids=str)
+def test_a_run_whose_batch_grows_resumes_bit_exactly(
+    name: str, options: dict[str, Any], saved_at: int, tmp_path: Path
+) -> None:
+    settings = {**ADAM, "max_steps": 12, "save_strategy": "steps", "save_steps": 1, "rows": 40, **GROWS, **options}
+    whole = make_trainer(name, tmp_path, **settings)
+    whole.train()
+    resumed = make_trainer(name, tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved_at}"))
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    assert resumed.state.global_step == whole.state.global_step < 12
+    assert resumed.state.epoch == whole.state.epoch
+    assert whole.state.log_history[-2]["batch_growth"] == 2
+
+
+UNLIKE = 7  # a row with a large loss
+ROLLS_BACK: dict[str, Any] = {
+    **ADAM,
+    "learning_rate": 1e-3,
+    "on_spike": "rollback",
+    "spike_kwargs": {"threshold": 2.0, "metrics": ["loss"]},
+    "lr_scheduler_type": "linear",
+    "max_steps": 20,
+    "save_strategy": "steps",
+    "save_steps": 6,
+    "train_sampling_strategy": "sequential",
+    "per_device_train_batch_size": 2,
+}
+
+
+def spiking(algorithm: str) -> Dataset:
+    """Rows of which those of the 15th step have another loss than all others, which are learned slowly."""
+    rows = [dataset_of(algorithm)[0]] * 40
+    rows[28] = rows[29] = dataset_of(algorithm)[UNLIKE]
+    return Dataset.from_list(rows)
+
+
+def rates(trainer: Any) -> list[float]:
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_after_a_spike_training_goes_on_from_the_last_checkpoint_with_a_smaller_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**ROLLS_BACK, "train_dataset": spiking("sft")}
+    plain = make_trainer("sft", tmp_path / "plain", **{**options, "on_spike": "ignore", "spike_kwargs": None})
+    plain.train()
+    trainer = make_trainer("sft", tmp_path / "run", **options)
+    trainer.train()
+    told = [record.getMessage() for record in caplog.records if "robust deviations" in record.getMessage()]
+    times = len([text for text in told if "goes back to" in text])
+    assert "checkpoint-12 with 0.5 times its learning rate: rollback 1 of max_rollbacks=3" in told[0]
+    assert times == 3
+    assert "has gone back" in told[-1]
+    assert trainer.state.global_step == 20
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    assert last["guard/rollbacks"] == times
+    # The same schedule, from the checkpoint on scaled; the step that spikes is left out in the end.
+    assert rates(trainer)[:12] == rates(plain)[:12]
+    expected = [rate * 0.5**times for rate in rates(plain)[12:15]]
+    assert rates(trainer)[12:15] == pytest.approx(expected)
+
+
+def test_a_run_that_went_back_resumes_bit_exactly(tmp_path: Path) -> None:
+    options = {**ROLLS_BACK, "train_dataset": spiking("sft")}
+    whole = make_trainer("sft", tmp_path, **options)
+    whole.train()
+    assert (tmp_path / "rollback.json").exists()
+    for step in (12, 18):
+        resumed = make_trainer("sft", tmp_path, **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        expected, actual = weights_of(whole.model), weights_of(resumed.model)
+        assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+        assert rates(resumed) == rates(whole)
+
+
+class KilledOnTheWayBack(TrainerCallback):
+    """Ends a run right after it has noted a rollback, when it begins again from its checkpoint."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step:
+            raise RuntimeError("killed")
+
+
+def test_rollouts_of_the_weights_before_a_rollback_are_not_learned_from_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(folder: Path, *callbacks: TrainerCallback, **resume: Any) -> Any:
+        options = {**ROLLS_BACK, "max_steps": 6, "save_steps": 2, "learning_rate": 1e-2, "beta": 0.0}
+        del options["train_sampling_strategy"], options["per_device_train_batch_size"]
+        options["spike_kwargs"] = {"max_rollbacks": 1, "learning_rate_factor": 0.1}
+        trainer = make_trainer("grpo", folder, callbacks=list(callbacks), **options)
+        scores = lambda *_: {"guard/loss_spike": Max(99.0 if trainer.state.global_step == 5 else 0.0)}
+        monkeypatch.setattr(StepGuard, "spike", scores)
+        trainer.train(**resume)
+        return trainer
+
+    whole = train(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path / "cut", KilledOnTheWayBack())
+    resumed = train(tmp_path / "cut", resume_from_checkpoint=True)
+    assert rates(whole)[4] == pytest.approx(0.1 * 1e-2 * 2 / 6)
+    assert rates(resumed) == rates(whole)
+    assert torch.equal(vector(resumed.model), vector(whole.model))
+
+
+STOPS: dict[str, Any] = {
+    "max_steps": 8,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "early_stopping_patience": 2,
+    "learning_rate": 0.0,  # nothing improves
+}
+
+
+@pytest.mark.parametrize(("algorithm", "metric"), [("dpo", "loss"), ("grpo", "reward")])
+def test_training_stops_early_and_a_resumed_run_counts_on(algorithm: str, metric: str, tmp_path: Path) -> None:
+    options = {**STOPS, "eval_dataset": dataset_of(algorithm, 2)}
+    trainer = make_trainer(algorithm, tmp_path, **options)
+    trainer.train()
+    assert trainer.args.metric_for_best_model == metric
+    assert trainer.state.global_step == 3
+    resumed = make_trainer(algorithm, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 3
+    finished = make_trainer(algorithm, tmp_path, **options)
+    finished.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert finished.state.global_step == 3
+
+
+def test_the_best_model_of_an_online_run_is_that_with_the_best_held_out_reward(tmp_path: Path) -> None:
+    options = {**STOPS, "early_stopping_patience": None, "learning_rate": 0.5, "max_steps": 4}
+    options |= {"load_best_model_at_end": True, "eval_dataset": dataset_of("grpo", 4)}
+    trainer = make_trainer("grpo", tmp_path, **options)
+    trainer.train()
+    rewards = {e["step"]: e["eval_reward"] for e in trainer.state.log_history if "eval_reward" in e}
+    assert trainer.state.best_global_step == max(rewards, key=rewards.__getitem__)
+    assert trainer.evaluate()["eval_reward"] == pytest.approx(max(rewards.values()))
+    assert len(set(rewards.values())) == 4

@@ -1,0 +1,132 @@
+"""Trainers train with the schedule that the options name, and a resumed run goes on with it bit-exactly."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from prefrl.errors import ConfigError
+from tests.contract.cases import dataset_of, make_trainer, weights_of
+
+ONE_CYCLE = {"lr_scheduler_type": "one_cycle", "lr_scheduler_kwargs": {"pct_start": 0.5}}
+EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset_of("sft", 4)}
+# No value is 99 % better than the one before it.
+PLATEAU = {"reduce_on_plateau": 2, "reduce_on_plateau_kwargs": {"patience": 1, "factor": 0.5, "threshold": 0.99}}
+
+
+class Rates(TrainerCallback):
+    """Learning rate and weight decay of each parameter group in each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[tuple[float, float]]] = []
+
+    def on_pre_optimizer_step(self, *args: Any, optimizer: Any, **kwargs: Any) -> None:
+        self.seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
+
+
+def test_a_critic_with_a_learning_rate_of_its_own_follows_in_proportion(tmp_path: Path) -> None:
+    rates = Rates()
+    options = {"max_steps": 6, "learning_rate": 0.1, "critic_learning_rate": 0.4, "weight_decay": 0.3}
+    options |= {"weight_decay_schedule": "linear", "weight_decay_schedule_kwargs": {"start_factor": 0.5}}
+    trainer = make_trainer("ppo", tmp_path, **ONE_CYCLE, **options, callbacks=[rates])
+    trainer.train()
+    # Half a cosine up to step 0.5 * 6 - 1 = 2, and down to step 5.
+    factors = [0.04, 0.52, 1.0, 0.75 + 1e-6, 0.25 + 3e-6, 4e-6]
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert logged == pytest.approx([0.1 * factor for factor in factors], rel=1e-6)
+    decays = {group[1] for group in rates.seen[0]}
+    assert decays == {0.0, 0.15}  # of biases and norms, and of matrices
+    for step, groups in enumerate(rates.seen):
+        rate = 0.1 * factors[step]
+        assert sorted({round(lr / rate, 4) for lr, _ in groups}) == [1.0, 4.0]
+        assert {round(decay, 12) for _, decay in groups} == {0.0, round(0.15 + 0.15 * step / 6, 12)}
+
+
+@pytest.mark.parametrize(
+    ("metric", "kwargs"),
+    [("eval_loss", {}), ("loss", {"window": 2, "patience": 0}), ("num_tokens", {"mode": "min", "patience": 1})],
+)
+def test_a_run_that_is_reduced_on_a_plateau_is_resumed_bit_exactly(
+    metric: str, kwargs: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also where the resumed run makes one more evaluation than the other: at its start."""
+    kwargs = {**PLATEAU["reduce_on_plateau_kwargs"], "metric": metric, **kwargs}  # type: ignore[dict-item]
+    options: dict[str, Any] = {**PLATEAU, "reduce_on_plateau_kwargs": kwargs, "lr_scheduler_type": "cosine"}
+    options |= {
+        **EVERY_STEP,
+        "eval_on_start": True,
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "optim": "adamw_torch",
+    }
+    whole, resumed = (make_trainer("sft", tmp_path, **options, rows=40) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    rates = [[e["learning_rate"] for e in t.state.log_history if "learning_rate" in e] for t in (whole, resumed)]
+    assert rates[0] == rates[1]
+    plain_options = {**options, "reduce_on_plateau": 0, "reduce_on_plateau_kwargs": None}
+    plain = make_trainer("sft", tmp_path / "plain", **plain_options, rows=40)
+    scheduler = plain.create_optimizer_and_scheduler(8) or plain.lr_scheduler
+    shares = [rate / (0.1 * scheduler.lr_lambdas[0](step)) for step, rate in enumerate(rates[0])]
+    assert sorted({round(share, 9) for share in shares}) == [0.25, 0.5, 1.0]
+    assert shares == sorted(shares, reverse=True)
+    actual = weights_of(resumed.model)
+    assert all(torch.equal(value, actual[name]) for name, value in weights_of(whole.model).items())
+
+
+@pytest.mark.parametrize("metric", ["eval_lose", "lose"])
+def test_a_metric_that_is_never_logged_is_an_error(metric: str, tmp_path: Path) -> None:
+    kwargs = {"metric": metric, "mode": "min"}
+    options = {**EVERY_STEP, "reduce_on_plateau": 1, "reduce_on_plateau_kwargs": kwargs, "max_steps": 3}
+    with pytest.raises(ConfigError, match=f"metric='{metric}' is not among the metrics that are logged.*grad_norm"):
+        make_trainer("sft", tmp_path, **options).train()
+
+
+def test_a_schedule_that_may_change_goes_on_at_the_same_step(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "weight_decay": 0.2}
+    make_trainer("sft", tmp_path, **options, lr_scheduler_type="linear", weight_decay_schedule="linear").train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    changed = {"lr_scheduler_type": "exponential", "lr_scheduler_kwargs": {"decay_rate": 0.5, "decay_steps": 1}}
+    allowed = ["lr_scheduler_type", "lr_scheduler_kwargs", "weight_decay_schedule", "max_steps", "num_train_epochs"]
+    resumed = make_trainer("sft", tmp_path, **options, **changed, allow_resume_changes=allowed)
+    resumed.train(resume_from_checkpoint=True)
+    rates = [entry["learning_rate"] for entry in resumed.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([0.1, 0.075, 0.025, 0.0125])
+    assert {group["weight_decay"] for group in resumed.optimizer.param_groups} == {0.0, 0.2}
+
+
+def test_training_with_a_schedule_that_does_not_know_its_length_is_extended_bit_exactly(tmp_path: Path) -> None:
+    schedule = {"lr_scheduler_type": "linear", "lr_decay_steps": 4, "warmup_steps": 0.5, "warmup_start_factor": 0.5}
+    options = {**schedule, "save_strategy": "steps", "save_steps": 2, "rows": 40}
+    make_trainer("sft", tmp_path, **options, max_steps=2).train()
+    longer = make_trainer("sft", tmp_path, **options, max_steps=5)
+    longer.train(resume_from_checkpoint=True)
+    whole = make_trainer("sft", tmp_path / "whole", **options, max_steps=5)
+    whole.train()
+    assert whole.lr_scheduler.state_dict() == longer.lr_scheduler.state_dict()
+    actual = weights_of(longer.model)
+    assert all(torch.equal(value, actual[name]) for name, value in weights_of(whole.model).items())
+
+
+def test_a_second_training_begins_without_reductions(tmp_path: Path) -> None:
+    kwargs = {**PLATEAU["reduce_on_plateau_kwargs"], "metric": "loss"}  # type: ignore[dict-item]
+    options = {**PLATEAU, "reduce_on_plateau_kwargs": kwargs, "max_steps": 5}
+    trainer = make_trainer("sft", tmp_path, **options)
+    for _ in range(2):
+        trainer.train()
+        rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+        assert rates == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.05])
+
+
+def test_options_of_a_schedule_are_refused_with_a_scheduler_of_the_users_own(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    trainer = make_trainer("sft", tmp_path, lr_scheduler_type="wsd", optimizers=(optimizer, scheduler))
+    with pytest.raises(ConfigError, match="was given a scheduler in optimizers"):
+        trainer.train()

@@ -1,0 +1,215 @@
+"""Sizes that are "auto": those that follow from others, and how a search goes on, ends and chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from prefrl import ConfigError, GRPOConfig, SFTConfig
+from prefrl.scripts.parser import ArgumentParser
+from prefrl.trainer.base.size_search import Trial, best, candidates, search
+from prefrl.trainer.base.trial_memory import TrialMemory
+from tests.contract.cases import make_trainer
+
+BOTH = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
+
+
+def config(cls: Any = SFTConfig, **options: Any) -> Any:
+    return cls(output_dir="runs/x", use_cpu=True, report_to="none", **options)
+
+
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SFTConfig, "world_size", 2)
+    monkeypatch.setattr("prefrl.distributed.check_processes", lambda *_: None)
+
+
+# What follows from the effective batch size.
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "sought"),
+    [
+        pytest.param({"gradient_accumulation_steps": "auto"}, (8, 3), set(), id="accumulation"),
+        pytest.param(
+            {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 4}, (6, 4), set(), id="rows"
+        ),
+        pytest.param(BOTH, (8, 3), {*BOTH}, id="both"),
+        pytest.param(
+            {**BOTH, "max_tokens_per_micro_batch": "auto"}, (8, 3), {"max_tokens_per_micro_batch"}, id="all three"
+        ),
+        pytest.param({**BOTH, "max_tokens_per_micro_batch": 9}, (8, 3), set(), id="a budget cuts the step"),
+    ],
+)
+def test_a_step_has_the_effective_batch_size(
+    options: dict[str, Any], sizes: tuple[int, int], sought: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_processes(monkeypatch)
+    made = config(effective_batch_size=48, **options)
+    assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == sizes
+    assert made.sought == sought
+
+
+def test_rows_before_the_search_are_a_divisor_of_those_of_a_step() -> None:
+    made = config(effective_batch_size=21, **BOTH)
+    assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == (7, 3)
+
+
+RULES = [
+    pytest.param(
+        SFTConfig,
+        {"effective_batch_size": 20, "gradient_accumulation_steps": "auto"},
+        r"effective_batch_size=20: must be a multiple of per_device_train_batch_size=8 \* 1 processes. Set 16 or 24",
+        id="no multiple",
+    ),
+    pytest.param(
+        SFTConfig,
+        {"effective_batch_size": 5, "gradient_accumulation_steps": "auto"},
+        "effective_batch_size=5: must be a multiple of .* Set 8",
+        id="less than one micro-batch",
+    ),
+    pytest.param(
+        SFTConfig,
+        {"effective_batch_size": 16},
+        r"effective_batch_size=16: .* is 8. Set gradient_accumulation_steps='auto'",
+        id="another product",
+    ),
+    pytest.param(SFTConfig, {"effective_batch_size": 0}, "effective_batch_size=0: must be a number >= 1", id="zero"),
+    pytest.param(
+        SFTConfig, {"gradient_accumulation_steps": "auto"}, "'auto' without effective_batch_size", id="nothing decides"
+    ),
+    pytest.param(
+        SFTConfig,
+        {"per_device_train_batch_size": "auto", "max_tokens_per_micro_batch": 9},
+        "'auto' with max_tokens_per_micro_batch: .* Set effective_batch_size",
+        id="rows and a budget",
+    ),
+    pytest.param(
+        SFTConfig, {"auto_size_kwargs": {"memory_share": 0.5}}, "auto_size_kwargs=.* has no effect", id="no search"
+    ),
+    pytest.param(
+        SFTConfig,
+        {"max_tokens_per_micro_batch": "auto", "auto_size_kwargs": {"memory_share": 1.5}},
+        "auto_size_kwargs: memory_share=1.5: must be a number > 0 and <= 1",
+        id="share",
+    ),
+    pytest.param(SFTConfig, {"learning_rate": "fast"}, "learning_rate='fast': must be a number", id="another word"),
+    pytest.param(
+        SFTConfig,
+        {"per_device_train_batch_size": "Auto"},
+        "per_device_train_batch_size='Auto': must be an integer",
+        id="capital",
+    ),
+    pytest.param(
+        GRPOConfig,
+        {"per_device_train_batch_size": "auto"},
+        "'auto' without effective_batch_size: it would decide how many prompts",
+        id="online",
+    ),
+    pytest.param(
+        GRPOConfig,
+        {**BOTH, "effective_batch_size": 16, "steps_per_generation": 2},
+        "steps_per_generation=2 has no effect because micro-batches",
+        id="micro-batches of a generation",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "message"), RULES)
+def test_sizes_that_contradict_each_other_are_refused(cls: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(cls, **options)
+
+
+def test_a_generation_keeps_its_size_however_it_is_cut() -> None:
+    made = config(GRPOConfig, effective_batch_size=16, generation_batch_size=32, **BOTH)
+    for rows in (1, 4, 16):
+        made.per_device_train_batch_size, made.gradient_accumulation_steps = rows, 16 // rows
+        assert (made.completions_per_rank, made.updates_per_generation) == (32, 2)
+
+
+# The search.
+
+
+def trials_of(speeds: dict[int, float], *, bytes_of_row: float = 0.0, gradients: float = 0.0) -> list[Trial]:
+    tried = []
+
+    def measure(rows: int) -> Trial | None:
+        tried.append(rows)
+        return Trial(rows, 10 * rows, speeds[rows], gradients + bytes_of_row * rows)
+
+    trials = search(measure, list(speeds), load=gradients)
+    assert [trial.rows for trial in trials] == tried, "a size was tried that does not fit"
+    return trials
+
+
+def test_sizes_double_and_the_last_is_the_largest() -> None:
+    assert candidates(1, divides=False) == [1]
+    assert candidates(24, divides=False) == [1, 2, 4, 8, 16, 24]
+    assert candidates(24, divides=True) == [1, 2, 4, 8, 24]
+    assert candidates(15, divides=True) == [1, 3, 15]
+
+
+def test_what_the_line_through_two_sizes_says_is_too_large_is_not_tried() -> None:
+    faster = {rows: float(rows) for rows in (1, 2, 4, 8, 16)}
+    # 0.5 + 4 * 0.1 = 0.9 fits, 0.5 + 8 * 0.1 does not.
+    assert [trial.rows for trial in trials_of(faster, bytes_of_row=0.1, gradients=0.5)] == [1, 2, 4]
+    # The first size predicts the second: gradients are there however few rows there are.
+    assert [trial.rows for trial in trials_of(faster, bytes_of_row=0.2, gradients=0.5)] == [1, 2]
+    assert [trial.rows for trial in trials_of(faster, bytes_of_row=0.3, gradients=0.5)] == [1]
+
+
+def test_the_first_size_is_kept_if_it_needs_more_than_its_share() -> None:
+    assert [trial.rows for trial in trials_of({1: 1.0, 2: 2.0}, bytes_of_row=1.5)] == [1]
+
+
+def test_a_search_ends_when_memory_runs_out_or_nothing_is_gained() -> None:
+    slower = {1: 10.0, 2: 20.0, 4: 20.1, 8: 20.2, 16: 99.0}
+    assert [trial.rows for trial in trials_of(slower)] == [1, 2, 4, 8]
+    one_dip = {1: 10.0, 2: 5.0, 4: 20.0, 8: 30.0, 16: 40.0}
+    assert [trial.rows for trial in trials_of(one_dip)] == [1, 2, 4, 8, 16]
+    fits = search(lambda rows: Trial(rows, rows, rows, 0.0) if rows < 4 else None, [1, 2, 4, 8], load=0.0)
+    assert [trial.rows for trial in fits] == [1, 2]
+
+
+def test_the_smallest_of_the_fast_ones_is_chosen() -> None:
+    assert best(trials_of({1: 10.0, 2: 96.9, 4: 97.1, 8: 100.0, 16: 90.0})).rows == 4
+
+
+def test_memory_counts_what_passes_need_and_what_the_optimizer_will() -> None:
+    device = torch.device("cpu")
+    memory = TrialMemory(device, share=0.5, trained=0, has_buckets=False)
+    before = memory.load
+    block = torch.ones(75_000_000)  # 300 MB, above anything that the process has needed
+    more = TrialMemory(device, share=0.5, trained=2**30, has_buckets=True)
+    grown = memory.load - before
+    assert block.sum() > 0
+    assert grown * memory._limit == pytest.approx(3e8, rel=0.35)
+    assert memory._limit - more._limit == pytest.approx(3 * 2**30, rel=0.2)
+    assert more.load_of_gradients == pytest.approx(2**30 / more._limit)
+
+
+# The learning rate, and the command line.
+
+
+def test_the_automatic_learning_rate_is_the_default_and_ten_times_that_for_an_adapter(tmp_path: Path) -> None:
+    assert make_trainer("sft", tmp_path, learning_rate="auto").args.learning_rate == 2e-5
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    trainer = make_trainer("dpo", tmp_path, learning_rate="auto", peft_config=adapter)
+    assert trainer.args.learning_rate == pytest.approx(1e-5)
+    assert trainer.decisive()["learning_rate"] == trainer.args.learning_rate
+
+
+def test_command_lines_and_files_take_numbers_and_auto(tmp_path: Path) -> None:
+    path = tmp_path / "sizes.yaml"
+    path.write_text("per_device_train_batch_size: auto\nlearning_rate: 1e-5\nmax_tokens_per_micro_batch: 64\n")
+    words = ["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "--effective_batch_size", "16"]
+    words += ["--gradient_accumulation_steps", "auto"]
+    (made,) = ArgumentParser(SFTConfig).parse_args_and_config(words)
+    assert made.automatic == {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    assert (made.learning_rate, made.max_tokens_per_micro_batch) == (1e-5, 64)
+    with pytest.raises(ConfigError, match=r"gradient.accumulation.steps: invalid int value: 'aut'"):
+        ArgumentParser(SFTConfig).parse_args_and_config([*words[:-1], "aut"])
