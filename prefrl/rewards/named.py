@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from prefrl.errors import ConfigError
@@ -16,6 +19,7 @@ from prefrl.rewards.format import format_reward, get_repetition_penalty_reward, 
 from prefrl.rewards.graders.combined import Combined
 from prefrl.rewards.graders.models import LabelModel, ScoreModel
 from prefrl.rewards.graders.python import PythonGrader
+from prefrl.rewards.graders.score_function import ScoreFunction, has_form_of_verl
 from prefrl.rewards.graders.texts import StringCheck, TextSimilarity
 from prefrl.rewards.maths import accuracy_reward, reasoning_accuracy_reward
 from prefrl.rewards.reasoning_gym import PREFIX, ReasoningGym
@@ -46,9 +50,9 @@ def reward_by_name(name: str) -> RewardFunction:
     """The reward that an entry of `reward_funcs` names.
 
     Args:
-        name: A name of `REWARD_FUNCTIONS`; `module:function`; `reasoning_gym:task`; or a grader with its parameters,
-            `string_check(reference='{answer}')`, whose values are texts, numbers, lists, mappings, and for rewards
-            such entries as this one. It is read, never run as Python.
+        name: A name of `REWARD_FUNCTIONS`; `module:function` or `folder/file.py:function`; `reasoning_gym:task`; or a
+            grader with its parameters, `string_check(reference='{answer}')`, whose values are texts, numbers, lists,
+            mappings, and for rewards such entries as this one. It is read, never run as Python.
     Raises:
         ConfigError: There is no such reward, or a parameter is not valid.
     """
@@ -66,18 +70,35 @@ def reward_by_name(name: str) -> RewardFunction:
     reward = _imported(name)
     if not callable(reward):
         raise ConfigError(f"reward_funcs={name!r}: is a {type(reward).__name__}; a reward is a function")
-    return reward  # type: ignore[no-any-return]  # callable, checked above
+    return ScoreFunction(reward) if has_form_of_verl(reward) else reward  # type: ignore[no-any-return]  # callable
 
 
 def _imported(name: str) -> Any:
-    module_name, _, function = name.partition(":")
+    place, _, function = name.rpartition(":")
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:
-        return getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward_funcs={name!r}: cannot be imported: {error}") from error
+        return getattr(_file(Path(place)) if place.endswith(".py") else importlib.import_module(place), function)
+    except (ImportError, AttributeError, ValueError, OSError, TypeError) as error:
+        raise ConfigError(
+            f"reward_funcs={name!r}: cannot be imported: {error}. Write module:function or folder/file.py:function"
+        ) from error
     finally:
         sys.path.remove("")
+
+
+def _file(path: Path) -> ModuleType:
+    """The module in a file, imported once."""
+    name = f"prefrl_rewards_of_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path.resolve()):
+        return known
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look for it there
+    spec.loader.exec_module(module)
+    return module
 
 
 def _from_call(text: str) -> RewardFunction:

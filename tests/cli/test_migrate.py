@@ -377,14 +377,14 @@ def test_yaml_of_verl_and_what_it_leaves_open(tmp_path: Path) -> None:
         "actor_rollout_ref:\n  actor:\n    policy_loss:\n      loss_mode: clip_cov\n      clip_cov_lb: 0.5\n"
         "    fsdp_config:\n      param_offload: true\n  rollout:\n    n: 2\n    engine: x\n  model:\n    path: m\n"
         "trainer:\n  n_gpus_per_node: 1\ndata:\n  train_batch_size: 8\n  prompt_key: question\n"
-        "custom_reward_function:\n  path: rewards.py\nalgorithm:\n  adv_estimator: grpo\n"
+        "custom_reward_function:\n  path: my/rewards.py\n  name: score\nalgorithm:\n  adv_estimator: grpo\n"
     )
     result = migrate_verl(text, is_command=False)
     (tmp_path / "data.jsonl").touch()
     config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")[1]
     assert (config.loss_type, config.loss_kwargs, config.delta) == ("clip_cov", {"lb": 0.5}, None)
     assert [line for line, _ in result.open] == [7, 10, 17]
-    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards:compute_score"]
+    assert yaml.safe_load(result.text)["reward_funcs"] == ["my/rewards.py:score"]
     assert "# Open: line 17: data.prompt_key: the column must be called 'prompt'" in result.text
 
 

@@ -48,6 +48,7 @@ TRL: dict[str, Row] = {
         "the folder completions in output_dir has all rollouts as Parquet files; upload it with "
         "huggingface_hub.upload_folder"
     ),
+    "log_multimodal": not_needed("the journal keeps the images"),
     "max_new_tokens": renamed("max_completion_length"),
     "response_length": renamed("max_completion_length"),
     "reward_model_path": not_there(
@@ -121,6 +122,7 @@ NAMES: dict[str, str] = {
     "SIMPLE_CHAT_TEMPLATE": "the option chat_template_path reads a template from a file",
     "DataCollatorForCompletionOnlyLM": "the option completion_only_loss or assistant_only_loss",
     "ConstantLengthDataset": "the option packing",
+    "SyncRefModelCallback": "the option sync_ref_model",
     "WeaveCallback": "the option report_to names trackers",
     "AutoModelForCausalLMWithValueHead": "PPOTrainer makes its critic itself: critic='head' or 'model'",
     "AutoModelForSeq2SeqLMWithValueHead": "models with an encoder are not supported; use a decoder-only model",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prefrl.options.foreign.row import (
@@ -74,7 +73,7 @@ def _every(what: str) -> Any:
 
 
 def _reward(value: Any) -> Mapping[str, Any]:
-    return {} if value is None else {"reward_funcs": [f"{Path(value).stem}:compute_score"]}
+    return {} if value is None else {"reward_funcs": [f"{value}:compute_score"]}
 
 
 _DATA: dict[str, Row] = {
@@ -354,7 +353,7 @@ VERL: dict[str, Row] = {
     "critic": not_needed("the critic is trained with the batches of the policy"),
     "reward_model": not_needed("a reward model is scored on every process, 16 texts at a time"),
     "custom_reward_function.path": becomes(
-        "reward_funcs: [module:function], with the columns as arguments; see docs/rewards.md", _reward, "reward_funcs"
+        "reward_funcs: [folder/file.py:compute_score]; see docs/rewards.md", _reward, "reward_funcs"
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
     "global_profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
