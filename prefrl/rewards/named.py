@@ -19,7 +19,6 @@ from prefrl.rewards.format import format_reward, get_repetition_penalty_reward, 
 from prefrl.rewards.graders.combined import Combined
 from prefrl.rewards.graders.models import LabelModel, ScoreModel
 from prefrl.rewards.graders.python import PythonGrader
-from prefrl.rewards.graders.score_function import ScoreFunction, has_form_of_verl
 from prefrl.rewards.graders.texts import StringCheck, TextSimilarity
 from prefrl.rewards.maths import accuracy_reward, reasoning_accuracy_reward
 from prefrl.rewards.reasoning_gym import PREFIX, ReasoningGym
@@ -70,7 +69,7 @@ def reward_by_name(name: str) -> RewardFunction:
     reward = _imported(name)
     if not callable(reward):
         raise ConfigError(f"reward_funcs={name!r}: is a {type(reward).__name__}; a reward is a function")
-    return ScoreFunction(reward) if has_form_of_verl(reward) else reward  # type: ignore[no-any-return]  # callable
+    return reward  # type: ignore[no-any-return]  # callable, checked above
 
 
 def _imported(name: str) -> Any:

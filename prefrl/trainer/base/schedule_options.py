@@ -178,6 +178,11 @@ class ScheduleOptions(TrainingArguments):
         knows_length = self._schedule_name not in _ENDLESS if own is None else own.knows_length
         return knows_length or 0 < self.warmup_steps < 1 or self.weight_decay_schedule != "constant"
 
+    @property
+    def takes_warmup(self) -> bool:
+        """Whether the schedule reads `warmup_steps`."""
+        return self._schedule_name not in (*_WITHOUT_WARMUP, "one_cycle")
+
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """HuggingFace's method: the steps of the warm-up in a schedule of this length."""
         if self._schedule_name == "wsd" and self.warmup_steps == 0:
@@ -299,7 +304,7 @@ class ScheduleOptions(TrainingArguments):
                 f"warmup_steps={self.warmup_steps} with lr_scheduler_kwargs={kwargs!r}: warmup_fraction sets the "
                 "length of the warm-up, too. Set one of them."
             )
-        has_none = name in (*_WITHOUT_WARMUP, "one_cycle") or self.get_warmup_steps(_SOME_STEPS) == 0
+        has_none = not self.takes_warmup or self.get_warmup_steps(_SOME_STEPS) == 0
         if has_none:
             because = f"lr_scheduler_type={name!r} with warmup_steps={self.warmup_steps} has no such warm-up"
             remedy = "Set warmup_steps, and a schedule with a warm-up, such as 'constant_with_warmup'."

@@ -53,6 +53,10 @@ class Plateau:
         """What the learning rate is multiplied by."""
         return float(self.params.factor**self.num_reductions)
 
+    def reduced(self, factor: Callable[[int], float]) -> Callable[[int], float]:
+        """A factor of the learning rate by the step, times `self.factor`."""
+        return lambda step: factor(step) * self.factor
+
     def observe(self, value: float) -> bool:
         """Take a value of the metric; whether the learning rate must be reduced now."""
         if self.num_reductions >= self.most:
@@ -107,7 +111,7 @@ class Scheduler(LambdaLR):
         self.plateau = plateau
         self._weight_decay_factor = weight_decay_factor
         self._weight_decays = [group.get("weight_decay") for group in optimizer.param_groups]
-        super().__init__(optimizer, lambda step: factor(step) * (1.0 if plateau is None else plateau.factor))
+        super().__init__(optimizer, factor if plateau is None else plateau.reduced(factor))
 
     def step(self, epoch: int | None = None) -> None:
         """Set the learning rates and weight decays of the next step."""

@@ -23,6 +23,7 @@ __all__ = [
     "AutoSizeParams",
     "SizeOptions",
     "automatic_rate",
+    "check_rate",
     "derive_sizes",
     "largest_divisor",
     "num_ranks",
@@ -32,6 +33,8 @@ __all__ = [
 AUTO = "auto"
 _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
 _ADAPTER_FACTOR = 10
+# The default learning rates are for optimizers with one of these words in their names, but with none of the others.
+_LIKE_ADAM, _UNLIKE_ADAM = ("adam", "amsgrad", "adafactor", "muon", "soap"), ("galore", "apollo")
 # The options that take "auto".
 AUTOMATIC = (_ROWS, _STEPS, _TOKENS, "learning_rate")
 
@@ -150,6 +153,21 @@ def _derived(config: BaseConfig, effective: int) -> set[str]:
         config.gradient_accumulation_steps = rest // config.per_device_train_batch_size
         return set()
     return {_ROWS, _STEPS}
+
+
+def check_rate(config: BaseConfig) -> None:
+    """Reject the automatic learning rate where the trainers' defaults mean nothing.
+
+    Raises:
+        ConfigError: The steps of the optimizer have another size than those of Adam.
+    """
+    name = str(getattr(config.optim, "value", config.optim))
+    is_like = any(word in name for word in _LIKE_ADAM) and not any(word in name for word in _UNLIKE_ADAM)
+    if "learning_rate" in config.automatic and not is_like:
+        raise ConfigError(
+            f"learning_rate='auto' with optim={name!r}: it is a rate for Adam, and steps of this optimizer have "
+            "another size. Set a number."
+        )
 
 
 def automatic_rate(config: BaseConfig, *, has_adapter: bool) -> float:
