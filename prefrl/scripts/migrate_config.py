@@ -102,8 +102,6 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
     _without_effect(run.options)
     if not run.value("reward_model.enable", False):
         run.options.pop("reward_model_name_or_path", None)
-    if (function := run.value("custom_reward_function.name", None)) and "reward_funcs" in run.options:
-        run.options["reward_funcs"] = [f"{run.value('custom_reward_function.path', None)}:{function}"]
     if not {"reward_funcs", "reward_model_name_or_path"} & run.options.keys():
         run.open.append((1, "verl scores by data_source: set reward_funcs; see docs/rewards.md"))
     return run.written(command, processes)

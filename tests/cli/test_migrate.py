@@ -411,7 +411,7 @@ def test_checkpoints_of_verl(tmp_path: Path) -> None:
         "  n_gpus_per_node: 1\ncustom_reward_function:\n  path: rewards.py\n  name: mine\n"
     )
     result = migrate_verl(text, is_command=False)
-    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards:mine"]
+    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards.py:mine"]
     (tmp_path / "data.jsonl").touch()
     config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "ppo")[1]
     assert config.checkpoint_kwargs == {"save_optimizer": False, "load_optimizer": False}
