@@ -143,12 +143,6 @@ class BaseConfig(
         "Weight of the load-balancing loss of a mixture of experts, see docs/moe.md; None: that of the model's "
         "config. Other models have no such loss.",
     )
-    max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic_sizes.md. Changes memory and "
-        "speed, never the update.",
-    )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
         "How a forward pass lays out its rows. All plans give equal results. auto computes shared prompts once, packs "
@@ -240,7 +234,7 @@ class BaseConfig(
                 super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.sought = derive_sizes(self)  # those of them that need a trial
+        self.sought = derive_sizes(self, self.automatic)  # those of them that need a trial
         self.validate()
 
     def __init_subclass__(cls) -> None:
@@ -381,7 +375,7 @@ class BaseConfig(
         check_ignored_options(self)
         self.validate_schedule()
         check_optimizer(self)
-        check_rate(self)
+        check_rate(self, self.automatic)
         check_evaluation(self)
         check_autopilot(self)
         check_profile(self)
