@@ -11,6 +11,7 @@ OTHERS: dict[str, Row] = {
     "percentile_clipping": not_there("bitsandbytes has removed it; max_grad_norm clips gradients"),
     "early_stop": if_set("early_stopping_patience"),
     "early_stopping_threshold": renamed("early_stopping_kwargs", "threshold"),
+    "validation_metric": renamed("metric_for_best_model"),
     "increase_batch_size_on_plateau_patience": renamed("increase_batch_size_kwargs", "patience"),
     "increase_batch_size_on_plateau_rate": renamed("increase_batch_size_kwargs", "rate"),
     "increase_batch_size_eval_metric": renamed("increase_batch_size_kwargs", "eval_metric"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prefrl.options.foreign.row import (
@@ -79,7 +78,7 @@ def _every(what: str) -> Any:
 
 
 def _reward(value: Any) -> Mapping[str, Any]:
-    return {} if value is None else {"reward_funcs": [f"{Path(value).stem}:compute_score"]}
+    return {} if value is None else {"reward_funcs": [f"{value}:compute_score"]}
 
 
 def _saved(value: Any) -> Mapping[str, Any]:
@@ -433,7 +432,9 @@ VERL: dict[str, Row] = {
     "critic": not_needed("the critic is trained with the batches of the policy"),
     "reward_model": not_needed("a reward model scores on every process"),
     "custom_reward_function.path": becomes(
-        "reward_funcs: [module:function]; verl's arguments are known, see docs/rewards.md", _reward, "reward_funcs"
+        "reward_funcs: [folder/file.py:compute_score]; verl's arguments are known, see docs/rewards.md",
+        _reward,
+        "reward_funcs",
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
     "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),
