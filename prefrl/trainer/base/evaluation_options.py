@@ -18,7 +18,7 @@ _Epochs = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class EvaluationOptions(ScheduleOptions):  # a subclass of TrainingArguments alone would bring its fields back
+class EvaluationOptions(ScheduleOptions):
     """When evaluations take place and checkpoints are saved, counted in epochs, and what is evaluated."""
 
     changeable: ClassVar[tuple[str, ...]] = (

@@ -58,7 +58,7 @@ AUTO_SIZE = KwargsOption(
 
 
 @dataclass
-class SizeOptions(ScheduleOptions):  # a subclass of TrainingArguments alone would bring its fields back
+class SizeOptions(ScheduleOptions):
     """Sizes in addition to HuggingFace's."""
 
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
