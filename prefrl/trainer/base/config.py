@@ -77,16 +77,16 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class BaseConfig(
-    # These define options of TrainingArguments anew, so they come before classes that inherit them.
+    # Some of these define options of TrainingArguments anew, so they come before the classes that inherit it.
     CheckpointOptions,
     AutopilotOptions,
     OptimizerOptions,
     TokenizerOptions,
-    ScheduleOptions,
-    EvaluationOptions,
-    SizeOptions,
     PrecisionOptions,
     ProfileOptions,
+    EvaluationOptions,
+    SizeOptions,
+    ScheduleOptions,
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
