@@ -4,8 +4,8 @@
     python -m benchmarks.optimizers --write-docs   puts it there
 
 Each learns the sums of `prefrl demo` from examples. Then a tiny model is trained, and trained again from a checkpoint
-on the way, alone and on two gloo processes; what prefrl refuses under a backend is tried there, too. The optimizers are
-those of prefrl, and of transformers those that need no package besides bitsandbytes.
+on the way, alone and on two gloo processes; what prefrl refuses under a backend is tried there, too. The optimizers
+are those of prefrl, and of transformers those that need no package besides bitsandbytes.
 """
 
 from __future__ import annotations

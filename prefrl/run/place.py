@@ -1,5 +1,6 @@
 """A folder of checkpoints that fsspec reaches: `s3://bucket/run`, `gs://...`, a mounted folder.
 
+<url>/run.txt                           the id of the run that uploaded last
 <url>/checkpoint-<step>/                sealed checkpoints, as in a run's folder
 <url>/checkpoint-<step>/manifest.json   their seal; it is written last, so whoever finds it finds all files
 <url>/checkpoint-<step>/uploading.json  the same seal while the other files are being written
@@ -25,6 +26,7 @@ __all__ = ["Place", "check_url", "fetch", "is_url"]
 _log = logging.getLogger(__name__)
 
 _STARTED = "uploading.json"
+_RUN = "run.txt"
 
 
 def is_url(text: object) -> bool:
@@ -45,8 +47,9 @@ def check_url(option: str, url: str) -> None:
     shown = without_secrets(url)
     if url.startswith("hf://"):
         raise ConfigError(
-            f"{option}={shown!r}: each file would be a commit of its own. Set push_to_hub=True, hub_model_id and "
-            "hub_strategy='all_checkpoints', which upload whole checkpoints."
+            f"{option}={shown!r}: a checkpoint on the Hub is one commit. To upload, set push_to_hub=True, "
+            "hub_model_id and hub_strategy='all_checkpoints'; to resume, get the folder with `hf download` and give "
+            "its path."
         )
     try:
         fsspec.get_filesystem_class(fsspec.core.split_protocol(url)[0] or "file")
@@ -86,6 +89,9 @@ class Place:
             raise CheckpointError(f"{folder}: {MANIFEST} is damaged")
         if self._read(f"{target}/{MANIFEST}") == seal:
             return
+        if self.run() != manifest.run:
+            self._files.makedirs(self._path, exist_ok=True)
+            self._files.pipe_file(f"{self._path}/{_RUN}", manifest.run.encode())
         if self._read(f"{target}/{_STARTED}") != seal:
             if self._files.exists(target):
                 self._files.rm(target, recursive=True)
@@ -98,6 +104,11 @@ class Place:
                 self._files.put_file(str(folder / file), f"{target}/{file}")
         self._files.pipe_file(f"{target}/{MANIFEST}", seal)
         self._files.rm_file(f"{target}/{_STARTED}")
+
+    def run(self) -> str | None:
+        """The id of the run that uploaded last; None: there was none."""
+        text = self._read(f"{self._path}/{_RUN}")
+        return None if text is None else text.decode(errors="replace")
 
     def names(self) -> list[str]:
         """The names of all that could be checkpoints, the last first."""
@@ -190,10 +201,10 @@ def fetch(option: str, url: str, run_folder: Path) -> Path | None:
 
 
 def _fetch_last(place: Place, run_folder: Path) -> Path | None:
+    run = place.run()
     for name in place.names():
-        manifest = place.manifest(name)
-        if manifest is None or not manifest.resumable:
-            reason = "its upload was not finished" if manifest is None else "it holds a model without training state"
+        reason = _reason_against(place.manifest(name), run)
+        if reason is not None:
             _log.warning("%s/%s is passed over: %s", place.url, name, reason)
             continue
         try:
@@ -201,6 +212,15 @@ def _fetch_last(place: Place, run_folder: Path) -> Path | None:
         except CheckpointError as error:
             _log.warning("passed over: %s", error)
     return None
+
+
+def _reason_against(manifest: Manifest | None, run: str | None) -> str | None:
+    """Why training does not resume from a checkpoint; None: it may."""
+    if manifest is None:
+        return "its upload was not finished"
+    if run not in (None, manifest.run):
+        return "it belongs to an earlier run"
+    return None if manifest.resumable else "it holds a model without training state"
 
 
 def _fetch_best(place: Place, checkpoint: Path) -> None:

@@ -30,6 +30,7 @@ _TOGETHER = {
     *("train.train_batch_per_replica", "train.train_policy.on_policy"),
     *("policy.parallelism.dp_shard_size", "policy.parallelism.dp_replicate_size"),
     *("train.optm_decay_type", "train.optm_decay_ratio", "train.optm_min_lr_factor"),
+    *("train.ckpt.upload_s3", "train.ckpt.s3_bucket", "train.ckpt.s3_prefix"),
 }
 _OF_EVALUATION = (
     *("eval_steps", "eval_on_start", "dataset_test_split", "temperature_eval", "num_generations_eval"),
@@ -90,6 +91,9 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
     command = "reinforce_plus_plus" if str(estimator).startswith("reinforce") else command
     if command == "ppo":
         run.options.setdefault("lam", 1.0)
+    if "reward_funcs" in run.options:
+        module = run.options["reward_funcs"][0].partition(":")[0]
+        run.options["reward_funcs"] = [f"{module}:{run.value('custom_reward_function.name', 'compute_score')}"]
     _kl_of_verl(run)
     _loss_of_verl(run)
     processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)
@@ -124,6 +128,9 @@ def migrate_cosmos_rl(text: str) -> Migrated:
     if command == "grpo":
         _rollouts_of_cosmos_rl(run)
     _schedule_of_cosmos_rl(run)
+    if (where := run.value("train.ckpt.upload_s3", False)) and (bucket := run.value("train.ckpt.s3_bucket", "")):
+        run.options["upload_to"] = f"s3://{bucket}/{run.value('train.ckpt.s3_prefix', 'outputs')}"
+        run.options |= {"upload_kwargs": {"checkpoints": "final"}} if where == "final" else {}
     _without_effect(run.options)
     micro = run.options.setdefault("per_device_train_batch_size", 2)
     batches = max(1, run.number("train.train_batch_per_replica", 8) // (micro * processes))
@@ -170,7 +177,7 @@ def _without_effect(options: dict[str, Any]) -> None:
         for name in _OF_EVALUATION:
             options.pop(name, None)
     if options.get("save_strategy") == "no":
-        for name in ("save_steps", "save_in_background", "save_total_limit"):
+        for name in ("save_steps", "save_in_background", "save_total_limit", "upload_to", "upload_kwargs"):
             options.pop(name, None)
 
 
@@ -308,7 +315,9 @@ def _loss_of_verl(run: _Run) -> None:
 def _batches_of_verl(run: _Run, processes: int) -> None:
     """Prompts of a step are counted over all processes there, completions of a process here."""
     options, actor, group = run.options, "actor_rollout_ref.actor", run.number("actor_rollout_ref.rollout.n", 1)
-    if not run.value(f"{actor}.use_dynamic_bsz", False):
+    if run.value(f"{actor}.use_dynamic_bsz", False):
+        options.setdefault("max_tokens_per_micro_batch", 16384)
+    else:
         options.pop("max_tokens_per_micro_batch", None)
     per_generation = run.number("data.train_batch_size", 1024) * group
     per_step = min(per_generation, run.number(f"{actor}.ppo_mini_batch_size", 256) * group)

@@ -108,12 +108,12 @@ class _Replay:
                 f"run={str(folder)!r}: {self.algorithm} learns from a dataset, which the folder does not hold. Only "
                 "its folder nan-step-N can be computed again, if there is one."
             )
-        if self.config.increase_batch_size_on_plateau:
-            raise ConfigError(
-                f"run={str(folder)!r}: its batches grew (increase_batch_size_on_plateau="
-                f"{self.config.increase_batch_size_on_plateau}), so the journal does not say which of them a step "
-                "learned from. Only its folder nan-step-N can be computed again, if there is one."
-            )
+        for name, unset in (("increase_batch_size_on_plateau", 0), ("on_spike", "ignore")):
+            if (value := identity.decisive.get(name, unset)) != unset:
+                raise ConfigError(
+                    f"run={str(folder)!r}: with {name}={value!r}, the journal does not say what each step learned "
+                    "from. Only its folder nan-step-N can be computed again, if there is one."
+                )
         if step > self.config.max_steps > 0:
             raise _beyond(step, self.config.max_steps)
         self.first = (step - 1) // self.config.steps_of_a_generation * self.config.steps_of_a_generation

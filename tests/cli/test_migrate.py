@@ -272,6 +272,20 @@ def test_a_kl_term_of_verl_that_is_off_is_off_here(tmp_path: Path) -> None:
     assert config.kl_kwargs == {"target": 0.1, "horizon": 10000}
 
 
+@pytest.mark.parametrize(
+    ("words", "budget"),
+    [
+        ("use_dynamic_bsz=True", 16384),
+        ("ppo_max_token_len_per_gpu=5000 actor_rollout_ref.actor.use_dynamic_bsz=True", 5000),
+        ("ppo_max_token_len_per_gpu=5000", None),
+    ],
+)
+def test_a_budget_of_verl_counts_only_with_its_switch(words: str, budget: int | None, tmp_path: Path) -> None:
+    text = VERL.format(estimator="grpo", kl=False).replace("$@", f"actor_rollout_ref.actor.{words}")
+    config = parsed(migrate_verl(text, is_command=True).text, tmp_path, "grpo")[1]
+    assert config.max_tokens_per_micro_batch == budget
+
+
 def test_variables_of_a_script_are_put_in_and_others_are_told(tmp_path: Path) -> None:
     text = (
         "LENGTH=$((16 * 4))\nexport MODEL='org/model'\necho 'it\nis'\npython -m verl.trainer.main_ppo "
@@ -317,6 +331,52 @@ def test_the_critic_of_verl_has_its_own_optimizer(tmp_path: Path) -> None:
     assert (config.optim, config.max_grad_norm, config.critic_learning_rate) == ("adam", 0.5, 2e-5)
     own = {"max_grad_norm": 2.0, "warmup_steps": 3, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
     assert (config.critic_optim_kwargs, len(result.open)) == (own, 1)  # verl's rewards
+
+
+def test_checkpoints_of_verl(tmp_path: Path) -> None:
+    text = (
+        "actor_rollout_ref:\n  model:\n    path: m\n  actor:\n    checkpoint:\n"
+        "      save_contents: [model, extra, hf_model]\n"
+        "      load_contents: [model, extra]\n      async_save: true\n"
+        "trainer:\n  resume_mode: auto\n  default_hdfs_dir: memory://a/b\n  remove_previous_ckpt_in_save: true\n"
+        "  n_gpus_per_node: 1\ncustom_reward_function:\n  path: rewards.py\n  name: mine\n"
+    )
+    result = migrate_verl(text, is_command=False)
+    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards:mine"]
+    (tmp_path / "data.jsonl").touch()
+    config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "ppo")[1]
+    assert config.checkpoint_kwargs == {"save_optimizer": False, "load_optimizer": False}
+    assert (config.resume_from_checkpoint, config.upload_to) == ("auto", "memory://a/b")
+    assert (config.save_in_background, config.save_total_limit) == (True, 1)
+    assert not result.open
+
+
+@pytest.mark.parametrize(
+    ("contents", "options"),
+    [
+        (["model", "optimizer", "extra"], {}),
+        (["model"], {"save_only_model": True}),
+        (["optimizer", "extra"], None),
+    ],
+)
+def test_what_checkpoints_of_verl_hold(contents: list[str], options: dict[str, Any] | None) -> None:
+    key = "actor_rollout_ref.actor.checkpoint.save_contents"
+    result = migrate_verl(f"{key}:\n  {contents}\n".replace(":\n ", ":"), is_command=False)
+    written = yaml.safe_load(result.text)
+    if options is None:
+        assert [text.partition(":")[0] for _, text in result.open if "checkpoint" in text] == [key]
+    else:
+        assert {name: written[name] for name in written if name.startswith(("save_only", "checkpoint"))} == options
+
+
+def test_uploads_of_cosmos_rl(tmp_path: Path) -> None:
+    place = 'enable_checkpoint = true\nupload_s3 = "final"\ns3_bucket = "b"\ns3_prefix = "p/q"\n'
+    text = f'[train]\nresume = "some/checkpoint-3"\n[train.ckpt]\n{place}'
+    options = yaml.safe_load(migrate_cosmos_rl(text).text)
+    assert (options["upload_to"], options["upload_kwargs"]) == ("s3://b/p/q", {"checkpoints": "final"})
+    assert options["resume_from_checkpoint"] == "some/checkpoint-3"
+    off = yaml.safe_load(migrate_cosmos_rl(text.replace('"final"', "false")).text)
+    assert not {"upload_to", "upload_kwargs"} & off.keys()
 
 
 COSMOS = """\

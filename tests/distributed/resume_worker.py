@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl import distributed
+from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.types import LossOutput
 from tests.distributed.backends import enter
 from tests.distributed.cases import ADAM, ATTENTION, MOVING, TIED, Case
@@ -29,6 +30,8 @@ SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": SAVED_AT, "row
 # Saved in the last of the four steps that learn from the first rollouts.
 REUSE = {"steps_per_generation": 2, "num_iterations": 2}
 CRITIC = {"critic_learning_rate": 1e-2}
+AVERAGED = {"ema_decay": 0.6, "model_soup": "uniform", "eval_strategy": "steps", "eval_steps": SAVED_AT}
+EXPORTED = {"checkpoint_kwargs": {"export_weights": True}}
 EMBEDDINGS = ("q_proj", "embed_tokens")
 
 RESUMED: dict[str, Case] = {
@@ -38,6 +41,7 @@ RESUMED: dict[str, Case] = {
     "sft_frozen": Case("sft", {**ADAM, "freeze": ["layers.0", "norm"]}, model=TIED, by_name=True),
     "sft_muon": Case("sft", {**ADAM, "optim": "muon"}),
     "sft_nadam_rates": Case("sft", {**ADAM, "optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}),
+    "sft_averaged": Case("sft", {**ADAM, **AVERAGED}, model=TIED, eval_rows=4),
     "sft_lora": Case("sft", ADAM, lora=ATTENTION),
     "sft_lora_embeddings": Case("sft", ADAM, lora=EMBEDDINGS),
     "sft_lora_head": Case("sft", ADAM, lora=("q_proj", "lm_head"), by_name=True),
@@ -58,6 +62,7 @@ RESUMED: dict[str, Case] = {
     "ppo_reuse": Case("ppo", {**ADAM, **CRITIC, **REUSE}),
     "ppo_model": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, model=TIED),
     "ppo_lora": Case("ppo", {**ADAM, **CRITIC}, lora=ATTENTION),
+    "ppo_lora_exported": Case("ppo", {**ADAM, **CRITIC, **EXPORTED}, lora=ATTENTION),
     "ppo_model_lora": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, lora=ATTENTION),
     "reward": Case("reward", ADAM),
     "reward_lora": Case("reward", ADAM, lora=ATTENTION),
@@ -78,13 +83,22 @@ def run(folder: Path, backend: str, name: str, checkpoint: str | None) -> dict[s
     if checkpoint is None:
         trainer = make(name, case, folder / backend, **options)
         trainer.train()
-        result["whole"] = weights_of(trainer)
+        result["whole"], result["averages"] = weights_of(trainer), averages_of(trainer)
         trainer.save_model(str(folder_of(folder, backend, name) / "final"))
         checkpoint = str(folder_of(folder, backend, name) / f"checkpoint-{SAVED_AT}")
-        options["save_strategy"] = "no"
+        if "model_soup" not in case.options:
+            options["save_strategy"] = "no"
     trainer = make(name, case, folder / backend, **options)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return {**result, "resumed": weights_of(trainer), "steps": trainer.state.global_step}
+    resumed = {"resumed": weights_of(trainer), "resumed_averages": averages_of(trainer)}
+    return {**result, **resumed, "steps": trainer.state.global_step}
+
+
+def averages_of(trainer: BaseTrainer) -> dict[str, torch.Tensor]:
+    """The moving average of the weights, whole; none on other processes than the first."""
+    if trainer.ema is None or trainer.ema.average is None:
+        return {}
+    return trainer.ema.average.state(keep=distributed.is_main())
 
 
 class Broken(TrainerCallback):

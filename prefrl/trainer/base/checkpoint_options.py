@@ -28,6 +28,11 @@ class CheckpointParams(Params):
     load_optimizer: bool = opt(
         True, "Resume with the optimizer's state. False: moments begin at 0; schedule, data and steps go on."
     )
+    export_weights: bool = opt(
+        False,
+        "Write whole weights, which from_pretrained loads, beside those that ZeRO-3 or FSDP2 keep partitioned. Other "
+        "backends always write whole weights.",
+    )
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,11 @@ def check_checkpoints(config: Any) -> None:
             unset=True,
             because="save_only_model=True saves no training state at all",
             remedy="Remove one of them.",
+        )
+    if config.on_spike == "rollback" and not config.checkpoint_params.save_optimizer:
+        raise ConfigError(
+            "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to one "
+            "without the optimizer's state. Set one of them otherwise."
         )
     if config.upload_to is None:
         return

@@ -49,7 +49,8 @@ class GuardedTrainer(ResumableTrainer):
             )
         self.guard = self._new_guard()
         self._rollback = Rollback()
-        self._kl_before = (0.0, 0.0)  # sum and count of the KL since the last log, without this step's
+        # Sum and count of the KL since the last log, without this step's.
+        self._kl_before: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)
         self._step: tuple[Step, Tensor]  # the one that has run, and this process's share of its loss
         self._stop_reason: str | None = None
 

@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge
 from torch.profiler import ProfilerAction, profile, schedule
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
-from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState
 
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["FOLDER", "PROFILE", "ProfileParams", "StepProfiler", "check_profile", "profilers"]
+__all__ = ["FOLDER", "PROFILE", "ProfileOptions", "ProfileParams", "StepProfiler", "check_profile", "profilers"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,17 @@ PROFILE = KwargsOption(
 )
 
 
-def check_profile(config: BaseConfig) -> None:
+@dataclass
+class ProfileOptions(TrainingArguments):
+    """Which steps are traced; see docs/profiling.md."""
+
+    changeable: ClassVar[tuple[str, ...]] = ("profile", "profile_kwargs")
+
+    profile: bool = opt(False, "Trace some steps for a timeline viewer, into the folder profile of output_dir.")
+    profile_kwargs: KwargsValue = opt(None, PROFILE.help)
+
+
+def check_profile(config: ProfileOptions) -> None:
     """Reject what cannot be recorded here.
 
     Raises:
@@ -81,7 +89,7 @@ def check_profile(config: BaseConfig) -> None:
         )
 
 
-def profilers(args: BaseConfig) -> list[TrainerCallback]:
+def profilers(args: ProfileOptions) -> list[TrainerCallback]:
     """The callback that profiles this process if the options say so."""
     if not args.profile:
         return []
@@ -181,7 +189,7 @@ class StepProfiler(TrainerCallback):
             path = self.folder / f"{name}.json.gz"
             traced.export_chrome_trace(str(path))
             if self.params.memory_snapshot:
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))  # type: ignore[no-untyped-call]
             logger.info("Trace of steps %d to %d: %s", self._first, self._last, path)
         self._end_trace()
 
