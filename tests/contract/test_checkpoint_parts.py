@@ -109,6 +109,14 @@ def test_local_checkpoints_come_before_uploaded_ones(tmp_path: Path, memory: Any
     assert not [path for path in memory.find("/bucket/run") if "uploading" in path]
 
 
+def test_a_run_that_began_anew_does_not_go_on_with_an_earlier_one(tmp_path: Path, memory: Any) -> None:
+    train(tmp_path / "first", max_steps=2, upload_to=URL)
+    train(tmp_path / "second", "disable", max_steps=1)
+    shutil.rmtree(tmp_path / "second" / "checkpoint-1")
+    assert steps_of(train(tmp_path / "second", "auto", max_steps=1, upload_to=URL)) == [1]
+    assert not (tmp_path / "second" / "checkpoint-2").exists()
+
+
 def test_final_uploads_the_last_checkpoint_alone_once_training_is_complete(tmp_path: Path, memory: Any) -> None:
     final = {"upload_to": URL, "upload_kwargs": {"checkpoints": "final"}}
     with pytest.raises(SystemExit):
