@@ -44,6 +44,8 @@ def check_url(option: str, url: str) -> None:
     Raises:
         ConfigError: fsspec does not know it, the package that it needs is missing, or it is on the Hub.
     """
+    if not (isinstance(url, str) and url):
+        raise ConfigError(f"{option}={url!r}: must be a folder or a URL of fsspec, such as 's3://bucket/run'")
     shown = without_secrets(url)
     if url.startswith("hf://"):
         raise ConfigError(

@@ -101,6 +101,11 @@ def test_auto_goes_on_if_there_is_a_checkpoint_and_disable_starts_anew(word: str
     assert (tmp_path / "checkpoint-2").stat().st_mtime_ns == last
 
 
+def test_a_path_is_a_place(tmp_path: Path) -> None:
+    train(tmp_path / "run", max_steps=1, upload_to=tmp_path / "mounted")
+    assert (tmp_path / "mounted" / "checkpoint-1" / "manifest.json").is_file()
+
+
 def test_local_checkpoints_come_before_uploaded_ones(tmp_path: Path, memory: Any) -> None:
     train(tmp_path, max_steps=2, upload_to=URL)
     shutil.rmtree(tmp_path / "checkpoint-2")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def run(folder: Path, backend: str, name: str, checkpoint: str | None) -> dict[s
     case = RESUMED[name]
     (folder / backend).mkdir(exist_ok=True)
     options = {**enter(backend, folder), **SAVING}
+    if name == "ppo_lora_exported":
+        options["upload_to"] = str(folder / "uploaded")
     result: dict[str, Any] = {}
     if checkpoint is None:
         trainer = make(name, case, folder / backend, **options)
@@ -93,6 +96,10 @@ def run(folder: Path, backend: str, name: str, checkpoint: str | None) -> dict[s
         checkpoint = str(folder_of(folder, backend, name) / f"checkpoint-{SAVED_AT}")
         if "model_soup" not in case.options:
             options["save_strategy"] = "no"
+        if "upload_to" in options:  # the disk is lost
+            lost = Path(checkpoint)
+            distributed.on_main(lambda: shutil.rmtree(lost))
+            checkpoint = f"file://{options.pop('upload_to')}/checkpoint-{SAVED_AT}"
     trainer = make(name, case, folder / backend, **options)
     trainer.train(resume_from_checkpoint=checkpoint)
     resumed = {"resumed": weights_of(trainer), "resumed_averages": averages_of(trainer)}

@@ -334,7 +334,7 @@ _REWARD: dict[str, Row] = {
     "model.input_tokenizer": not_needed("messages get the chat template of the reward model"),
     "model.trust_remote_code": not_there("load the reward model in Python, and give the trainer the instance"),
     "model.external_lib": not_there("import it in a script of your own"),
-    "model.fsdp_config": not_there("every process has the whole model; for a larger one, a reward may ask a server"),
+    "model.fsdp_config": not_there(f"a reward model is partitioned as the policy is: {_LAUNCH}"),
     "micro_batch_size": not_there("prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"),
     "micro_batch_size_per_gpu": not_there(
         "prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"

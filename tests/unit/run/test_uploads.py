@@ -158,9 +158,11 @@ def test_a_seal_that_names_files_elsewhere_is_refused(name: str, tmp_path: Path,
     [
         ("nothing://run", r"upload_to='nothing://run': .*nothing.* whose package"),
         ("hf://me/model", r"push_to_hub=True"),
+        ("", r"upload_to='': must be a folder or a URL"),
+        (3, r"upload_to=3: must be a folder or a URL"),
     ],
 )
-def test_a_place_that_fsspec_does_not_know_is_refused(url: str, message: str) -> None:
+def test_a_place_that_fsspec_does_not_know_is_refused(url: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_url("upload_to", url)
 

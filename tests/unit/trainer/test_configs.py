@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from transformers import HfArgumentParser
 
 from prefrl import ConfigError, DPOConfig, GRPOConfig, SFTConfig
-from prefrl.registry import REGISTRY
 
 GRPO_RULES = [
     pytest.param({"log_unique_prompts": True}, "log_unique_prompts=True has no effect", id="unique prompts"),
@@ -291,11 +289,3 @@ def test_trust_remote_code_is_a_key_of_model_init_kwargs_which_wins(tmp_path: Pa
         "revision": "v2",
     }
     assert given() is None
-
-
-@pytest.mark.parametrize("algorithm", REGISTRY)
-def test_an_option_that_a_class_defines_anew_is_not_hidden_by_another_base(algorithm: str) -> None:
-    config = REGISTRY[algorithm].load_config()
-    for field in dataclasses.fields(config):
-        owner = next(cls for cls in config.__mro__ if field.name in vars(cls).get("__annotations__", {}))
-        assert field is owner.__dataclass_fields__[field.name], field.name
