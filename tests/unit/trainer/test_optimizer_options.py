@@ -155,6 +155,11 @@ def test_a_norm_of_the_critic_is_among_the_options_that_need_gradients() -> None
     assert config(PPOConfig).set_on_gradients == []
 
 
+def test_a_warmup_of_the_critic_needs_a_scheduler_of_prefrl() -> None:
+    assert config(PPOConfig, critic_optim_kwargs={"warmup_steps": 3}).has_own_schedule
+    assert not config(PPOConfig, critic_optim_kwargs={"weight_decay": 0.1}).has_own_schedule
+
+
 def test_a_state_that_could_not_be_read_is_not_saved() -> None:
     with pytest.raises(ConfigError, match="optim='sgd' without momentum under FSDP2"):
         distributed.check_state_read(accelerator("FSDP"), "sgd")
