@@ -47,7 +47,7 @@ def config_of(setup: Setup) -> BaseConfig:
             "temperature": 1.0,
             "top_k": None,
         }
-        return REGISTRY["grpo"].load_config()(**setup.arguments(), **own)
+        return REGISTRY["grpo"].load_config()(**(own | setup.arguments()))
     return REGISTRY[workload.task].load_config()(**setup.arguments(), max_length=None)
 
 

@@ -29,6 +29,9 @@ KEY_PAGES = {
     **dict.fromkeys(
         ("lr_scheduler_kwargs", "reduce_on_plateau_kwargs", "weight_decay_schedule_kwargs"), "schedules.md"
     ),
+    "auto_size_kwargs": "automatic_sizes.md",
+    "profile_kwargs": "profiling.md",
+    **dict.fromkeys(("checkpoint_kwargs", "upload_kwargs"), "checkpoints.md"),
     **dict.fromkeys(("eval_sampling_kwargs", "pass_at_k_kwargs"), "evaluation.md"),
     **dict.fromkeys(
         ("early_stopping_kwargs", "model_soup_kwargs", "increase_batch_size_kwargs", "spike_kwargs"), "autopilot.md"
@@ -74,6 +77,7 @@ def rows_of(name: str) -> str:
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
         "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
+        "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines())])

@@ -24,6 +24,7 @@ from prefrl.distributed.checkpoint import (
 from prefrl.distributed.company import Scorer, in_company, missing_passes
 from prefrl.distributed.launch_checks import (
     check_backend,
+    check_changed_layers,
     check_chooses_optimizer,
     check_chooses_schedule,
     check_devices,
@@ -93,6 +94,7 @@ __all__ = [
     "assign",
     "bare_copy",
     "check_backend",
+    "check_changed_layers",
     "check_chooses_optimizer",
     "check_chooses_schedule",
     "check_deepspeed",

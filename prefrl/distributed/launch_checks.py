@@ -35,6 +35,12 @@ def check_processes(args: Any, environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: The message says what to change.
     """
+    if _is_set(environment, "ACCELERATE_USE_MEGATRON_LM"):
+        raise ConfigError(
+            "distributed_type MEGATRON_LM in accelerate's config: Megatron-LM is not supported, whose models are not "
+            "those of transformers. Use DeepSpeed ZeRO or FSDP2, which share out weights, and sp_size for long rows: "
+            "see docs/distributed.md."
+        )
     started, world_size = int(environment.get("WORLD_SIZE") or 1), args.world_size
     if started > world_size:
         remedy = (
@@ -228,6 +234,25 @@ def check_weights_stay(accelerator: Any, option: str) -> None:
         raise ConfigError(
             f"{option} with DeepSpeed ZeRO-3, whose weights are empty between the passes: they are not averaged. Use "
             "ZeRO-2, DDP or FSDP2; the command prefrl soup averages checkpoints afterwards."
+        )
+
+
+def check_changed_layers(accelerator: Any, *, option: str | None) -> None:
+    """Refuse layers that compute in another way where DeepSpeed gathers weights inside them.
+
+    Args:
+        accelerator: The trainer's accelerator.
+        option: What changes layers; None: nothing does.
+
+    Raises:
+        ConfigError: The backend is ZeRO-3.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    stage = None if plugin is None else plugin.deepspeed_config["zero_optimization"]["stage"]
+    if option is not None and stage == 3:
+        raise ConfigError(
+            f"{option} with DeepSpeed ZeRO-3: it gathers weights inside the layers, which cannot be changed then. Use "
+            "ZeRO-2, FSDP2 or DDP."
         )
 
 

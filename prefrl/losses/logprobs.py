@@ -64,7 +64,7 @@ def num_chunks_of(hidden: Tensor) -> int:
     return max(len(slices_of(hidden.shape[0], default_chunk_size(hidden.device))), 1)
 
 
-def chunked_logprobs(
+def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and how it is computed
     hidden: Tensor,
     targets: Tensor,
     head: Head,
@@ -134,7 +134,7 @@ def _mean_logit(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: floa
     return mean * scale
 
 
-def module_logprobs(
+def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how it is computed
     hidden: Tensor,
     targets: Tensor,
     head_fn: Callable[[Tensor], Tensor],

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from prefrl.losses.determinism import cumsum_permitted
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -59,7 +61,7 @@ class History:
     response: Tensor  # [M] int64
     length: Tensor  # [M] int64, >= 1: number of tokens before the token
 
-    def __getitem__(self, rows: slice | Tensor) -> Self:
+    def __getitem__(self, rows: slice) -> Self:
         return type(self)(self.ids, self.response[rows], self.length[rows])
 
     def tokens(self) -> Tensor:
@@ -98,7 +100,7 @@ class KeptSet:
     def __getitem__(self, rows: slice) -> Self:
         return type(self)(self.lowest[rows], None if self.log_share is None else self.log_share[rows])
 
-    def __setitem__(self, rows: slice, kept: KeptSet) -> None:
+    def __setitem__(self, rows: slice | Tensor, kept: KeptSet) -> None:
         self.lowest[rows] = kept.lowest
         if self.log_share is not None and kept.log_share is not None:
             self.log_share[rows] = kept.log_share
@@ -117,7 +119,7 @@ class TokenTruncation:
     cuts: Truncation
     history: History | None  # None: there is no repetition penalty
 
-    def __getitem__(self, rows: slice | Tensor) -> Self:
+    def __getitem__(self, rows: slice) -> Self:
         return type(self)(self.cuts, None if self.history is None else self.history[rows])
 
     def penalties(self, logits: Tensor) -> Tensor | None:
@@ -137,44 +139,53 @@ class TokenTruncation:
 
     def kept(self, logits: Tensor) -> KeptSet | None:
         """S of logits [c, V] after the penalty; None: the whole vocabulary."""
-        cuts, largest = self.cuts, logits.amax(1)
+        cuts = self.cuts
         if cuts.is_whole:
             return None
+        largest = logits.amax(1)
         lowest = largest + math.log(cuts.min_p) if cuts.min_p else torch.full_like(largest, -math.inf)
-        if not cuts.top_k and cuts.top_p == 1.0:
-            return KeptSet(lowest, None)
-        values = logits.topk(min(cuts.top_k or _SORTED, logits.size(1)), dim=1).values
+        if cuts.top_p < 1.0:
+            return _nucleus(logits, lowest, cuts, num_sorted=cuts.top_k or _SORTED)
         if cuts.top_k:
-            lowest = torch.maximum(lowest, values[:, -1])
-        return KeptSet(lowest, None) if cuts.top_p == 1.0 else _nucleus(logits, values, lowest, cuts)
+            last = logits.topk(min(cuts.top_k, logits.size(1)), dim=1).values[:, -1]
+            lowest = torch.maximum(lowest, last)
+        return KeptSet(lowest, None)
 
 
-def _nucleus(logits: Tensor, values: Tensor, lowest: Tensor, cuts: Truncation) -> KeptSet:
-    """The fewest of the largest logits with at least top_p of the probability of all that are >= `lowest`.
+def _nucleus(logits: Tensor, lowest: Tensor, cuts: Truncation, *, num_sorted: int) -> KeptSet:
+    """The fewest of the largest logits with at least top_p of the probability of all that can be kept.
 
     Args:
         logits: [c, V].
-        values: [c, K] the largest of them, sorted; all that can be kept if there is a top_k.
-        lowest: [c].
+        lowest: [c] tokens with smaller logits cannot be kept.
         cuts: With top_p < 1.
+        num_sorted: Number of largest logits to sort; more where it is too small. With a top_k, it is top_k, and only
+            these logits and what equals the last of them can be kept.
     """
-    largest = values[:, :1]
-    while True:
-        weights = (values - largest).exp().masked_fill(values < lowest[:, None], 0.0)
+    values = logits.topk(min(num_sorted, logits.size(1)), dim=1).values
+    largest, smallest = values[:, :1], values[:, -1:]
+    weights = (values - largest).exp().masked_fill(values < lowest[:, None], 0.0)
+    with cumsum_permitted():
         sums = weights.cumsum(1)
-        if cuts.top_k:  # tokens as likely as the last of the top_k are kept, too
-            num_more = (logits >= lowest[:, None]).sum(1) - (weights > 0).sum(1)
-            wanted = cuts.top_p * (sums[:, -1] + num_more * (lowest[:, None] - largest).exp().squeeze(1))
-            break
-        mass = (logits - largest).exp_().masked_fill_(logits < lowest[:, None], 0.0).sum(1)
-        wanted = cuts.top_p * mass
-        if values.size(1) == logits.size(1) or bool((sums[:, -1] >= wanted).all()):
-            break
-        values = logits.topk(min(8 * values.size(1), logits.size(1)), dim=1).values
+    num_more = _count(logits == smallest) - _count(values == smallest)  # not sorted, as likely as the last one that is
+    if cuts.top_k:
+        wanted = cuts.top_p * (sums[:, -1] + num_more * weights[:, -1])
+    else:
+        wanted = cuts.top_p * (logits - largest).exp_().masked_fill_(logits < lowest[:, None], 0.0).sum(1)
     # A token is kept if those before it have less than the wanted probability; the first one always is.
     count = ((sums - weights < wanted[:, None]) & (weights > 0)).sum(1).clamp(min=1)
     last = values.gather(1, count[:, None] - 1)
     above = torch.where(values > last, weights, 0.0).sum(1)
-    num_equal = (logits == last).sum(1)
+    num_equal = _count(values == last) + num_more.where((last == smallest).squeeze(1), 0.0)
     num_kept = ((wanted - above) / (last - largest).exp().squeeze(1)).ceil().clamp(min=1).minimum(num_equal)
-    return KeptSet(last.squeeze(1), (num_kept / num_equal).log())
+    kept = KeptSet(last.squeeze(1), (num_kept / num_equal).log())
+    if not cuts.top_k and num_sorted < logits.size(1):
+        rows = (sums[:, -1] < wanted).nonzero().squeeze(1)
+        if len(rows):
+            kept[rows] = _nucleus(logits[rows], lowest[rows], cuts, num_sorted=8 * num_sorted)
+    return kept
+
+
+def _count(is_counted: Tensor) -> Tensor:
+    """[c] numbers of True in [c, V], exact up to 2^24."""
+    return is_counted.sum(1, dtype=torch.float32)

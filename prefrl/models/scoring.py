@@ -36,6 +36,7 @@ from prefrl.models.heads import (
 )
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, padded_with
+from prefrl.models.precision import coarsest_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +52,6 @@ __all__ = [
     "ScoredSequences",
     "ScoredTokens",
     "ScoringState",
-    "coarsest_dtype",
     "head_logits",
     "inner_model",
     "inside",
@@ -240,7 +240,7 @@ def inside(model: nn.Module, task: Callable[[], dict[str, Tensor]]) -> dict[str,
     return output
 
 
-def score_tokens(
+def score_tokens(  # noqa: PLR0913 - what describes the distribution, and how it is computed
     model: nn.Module,
     batch: TokenBatch,
     inputs: ModelInputs,
@@ -361,8 +361,8 @@ class _TokenReadout:
     def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         if request.held is not None:
             assert self.reference is None, "trainers that compare whole distributions do not share rows"
-            cuts = None if self.cuts is None else self.cuts[request.held]
-            part = replace(self, targets=self.targets[request.held], cuts=cuts)
+            assert self.cuts is None, "trainers that sample do not share rows"
+            part = replace(self, targets=self.targets[request.held])
             return part(model, output, replace(request, held=None))
         rows = predicting(output, request)
         head = None if request.own_logits else output_head(model)
@@ -450,13 +450,3 @@ def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:
 
 def _identity(logits: Tensor) -> Tensor:
     return logits
-
-
-def coarsest_dtype(model: PreTrainedModel, output: Tensor) -> torch.dtype:
-    """Of those that a pass which gave `output` computed in."""
-    # ZeRO-3 would gather a `weight` that is asked for by name here, and would do so in each pass from then on.
-    dtypes = [output.dtype, next(model.get_input_embeddings().parameters()).dtype]
-    if torch.is_autocast_enabled(output.device.type):
-        dtypes.append(torch.get_autocast_dtype(output.device.type))
-    coarsest: torch.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return coarsest

@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 END = 0  # the token that ends a completion
+_WHOLE = Truncation()
 
 Objective = Literal["reward", "kl", "token_kl", "reverse_token_kl", "token_variation", "entropy", "token_entropy"]
 
@@ -122,8 +123,8 @@ class Problem:
     reference: Tensor  # [D]
     rewards: Tensor  # [C]
     critic: Tensor  # [S] a critic's value of each prefix; need not be accurate
-    sampled: Truncation = Truncation()  # of the policies that sample, and of the objectives' policies
-    scored: Truncation = Truncation()  # of the log-probs that a loss reads
+    sampled: Truncation = _WHOLE  # of the policies that sample, and of the objectives' policies
+    scored: Truncation = _WHOLE  # of the log-probs that a loss reads
 
     def table(self, parameters: Tensor) -> Tensor:
         """[S, V] nats, log-probs of each token after each prefix; gradient flows."""
@@ -284,9 +285,7 @@ class Samples:
     group_size: int  # G
     completions: Tensor  # [T * B] int64, the completion of each row
     probabilities: Tensor  # [T] probability of each batch under the sampler
-    leaf: (
-        Tensor  # [N, V] nats, the policy's log-probs of all tokens at each position, not cut; gradients are taken here
-    )
+    leaf: Tensor  # [N, V] nats, the policy's log-probs of all tokens at each position, uncut; gradients are taken here
 
     @property
     def num_rows(self) -> int:

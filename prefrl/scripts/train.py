@@ -47,9 +47,8 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
         peft_config=_lora(script),
         **extra,
     )
-    resume = config.resume_from_checkpoint
     try:
-        trainer.train(resume_from_checkpoint=True if resume and resume.lower() == "true" else resume)
+        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
     finally:
         trainer.end()  # a process that exits while its process group is open may be aborted

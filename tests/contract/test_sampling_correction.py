@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefrl.generation.local.generator import LocalGenerator
 from prefrl.losses.policy.off_policy import importance_weights
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion
@@ -125,14 +126,28 @@ def test_a_fresh_minibatch_needs_no_pass_for_old_logprobs(tmp_path: Path) -> Non
 CUTS = {"temperature": 0.8, "top_k": 30, "top_p": 0.7, "min_p": 0.02, "repetition_penalty": 1.2}
 
 
-@pytest.mark.parametrize("kl_estimator", ["k3", "full"])
-def test_truncated_samples_of_the_policy_itself_have_ratio_one(tmp_path: Path, kl_estimator: str) -> None:
-    options: dict[str, Any] = {"arrival": 0, "use_vllm": True, "beta": 0.5, "kl_estimator": kl_estimator, **CUTS}
-    trainer = make_trainer("grpo", tmp_path, **options)
-    with torch.no_grad():  # so that the distributions differ from uniform ones
-        trainer.policy.get_input_embeddings().weight.mul_(3)
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shared prompts": ("grpo", {"beta": 0.5}),
+    "padded": ("grpo", {"beta": 0.5, "forward_plan": "padded"}),
+    "full KL": ("grpo", {"beta": 0.5, "kl_estimator": "full"}),
+    "turns": ("grpo", {"beta": 0.5, "talks": "forgetful"}),
+    "images": ("grpo", {"beta": 0.5, "pictures": "qwen2_5_vl"}),
+    "rloo": ("rloo", {}),
+    "reinforce_plus_plus": ("reinforce_plus_plus", {}),
+    "ppo": ("ppo", {}),
+}
+
+
+@pytest.mark.parametrize(("algorithm", "options"), WAYS.values(), ids=WAYS.keys())
+def test_truncated_samples_of_the_policy_itself_have_ratio_one(
+    tmp_path: Path, algorithm: str, options: dict[str, Any]
+) -> None:
+    trainer = make_trainer(algorithm, tmp_path, use_vllm=True, **CUTS, **options)
     assert isinstance(trainer, OnlineTrainer)
     assert trainer.reference is not None
+    trainer.generator = LocalGenerator(trainer.policy, tokenizer=trainer.tokenizer)
+    with torch.no_grad():  # so that distributions are neither flat nor one token; that of images has large weights
+        trainer.policy.get_input_embeddings().weight.mul_(0.5 if "pictures" in options else 3)
     trainer.reference.mix(trainer.policy, 1.0)
     trainer.train()
     assert last(trainer, "sampling/sampling_logp_difference/max") < 1e-4

@@ -58,6 +58,7 @@ SCHEDULE: dict[str, Any] = {
 }
 FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
 BUDGET = {"max_tokens_per_micro_batch": 25}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 LEAN = {"activation_checkpointing": True}  # passes without gradients are no larger than those with
 
 
@@ -120,6 +121,7 @@ CASES: dict[str, Case] = {
     "sft_padded": Case("sft", {"forward_plan": "padded"}, model=TIED),
     "dpo_packed": Case("dpo", {"forward_plan": "packed"}),
     "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED),
+    "dpo_compiled": Case("dpo", COMPILED),
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
     "sft_lora_head": Case("sft", lora=("q_proj", "lm_head")),
     "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens")),

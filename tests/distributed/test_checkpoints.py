@@ -42,7 +42,7 @@ JOBS = (
     "zero3_offload:sft",
     "fsdp2:grpo_reuse",
     "fsdp2:dpo_moving",
-    "fsdp2_sharded:ppo_lora",
+    "fsdp2_sharded:ppo_lora_exported",
 )
 # ZeRO-1 leaves out a step as ZeRO-2 does, and offloading changes nothing about it.
 LEFT_OUT = ("ddp:nan", "zero2:nan", "zero3:nan", "fsdp2_sharded:nan")
@@ -89,6 +89,10 @@ def test_runs_are_resumed_and_exported_under_every_backend(tmp_path: Path) -> No
         assert bool(averages) == name.endswith("_averaged"), job
         assert not averages or distance(resumed_averages, averages) == 0, job
         check_export(tmp_path, job, results[job]["whole"])
+        has_weights = (checkpoint / "model.safetensors").exists() or (
+            checkpoint / "adapter_model.safetensors"
+        ).exists()
+        assert has_weights, job
     for job in LEFT_OUT:
         assert results[job]["changed"] == [True, False, True, True], job
         assert {"model.safetensors", "step_0_of_2.safetensors", "step_1_of_2.safetensors"} <= {*results[job]["kept"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def check_agreement(trainer: OnlineTrainer) -> float:
     found = trainer.generator.generate(PROMPTS, greedy, seeds=seeds)
     for one, other in zip(found, expected, strict=True):
         assert (one[0].token_ids, one[0].finish_reason) == (other[0].token_ids, other[0].finish_reason)
-    sampling = SamplingParams(num_samples=2, max_tokens=24, temperature=trainer.args.temperature)
+    sampling = replace(trainer.args.sampling_params(), num_samples=2, max_tokens=24)
     groups = trainer.generator.generate(PROMPTS, sampling, seeds=seeds)
     rows = [(prompt, sample) for prompt, group in zip(PROMPTS, groups, strict=True) for sample in group]
     batch = flat_batch([prompt for prompt, _ in rows], [sample.token_ids for _, sample in rows])
@@ -111,6 +112,24 @@ def test_six_steps_with_the_weights_of_each(tmp_path: Path, server: Server, meth
     # Both sides score the same distribution: the correction has nothing to correct.
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
     assert all(seconds > 0 for seconds in logged(trainer, "time/weight_sync_s"))
+    trainer.generator.close()
+
+
+@pytest.mark.parametrize(
+    "cuts", [{"top_k": 50, "top_p": 0.9}, {"min_p": 0.2}, {"repetition_penalty": 1.3}], ids=lambda cuts: "_".join(cuts)
+)
+def test_the_trainer_scores_what_truncated_sampling_draws_from(
+    tmp_path: Path, server: Server, cuts: dict[str, float]
+) -> None:
+    model = policy(server.model_dir)
+    with torch.no_grad():  # so that there are unlikely tokens
+        model.get_input_embeddings().weight.mul_(3)
+    trainer = online(tmp_path, server, model=model, max_steps=2, learning_rate=0.1, **cuts)
+    firsts = check_after_each_sync(trainer)
+    trainer.train()
+    assert len(firsts) == 2
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+    assert logged(trainer, "sampling/clipped_share") == [0, 0]
     trainer.generator.close()
 
 

@@ -99,6 +99,7 @@ _POLICY: dict[str, Row] = {
     "min_filter_prefix_tokens": renamed("loss_kwargs", "min_filter_prefix_tokens"),
     "max_retry_for_on_policy": renamed("dynamic_sampling_kwargs", "max_tries"),
     "reference_reset_interval": not_there("sync_ref_model=True, ref_model_mixup_alpha=1.0 and ref_model_sync_steps"),
+    "reset_optimizer_with_reference": not_there("the optimizer keeps its state when the reference moves"),
     "use_decoupled_loss": renamed("vllm_importance_sampling_correction"),
     "behav_imp_weight_cap": not_there(
         "vllm_importance_sampling_mode='token_mask', vllm_importance_sampling_kwargs={'clip_max': ...}"
@@ -109,7 +110,7 @@ _POLICY: dict[str, Row] = {
 _TRAIN: dict[str, Row] = {
     "resume": becomes(
         "resume_from_checkpoint",
-        lambda value: {"resume_from_checkpoint": "true"} if value else {},
+        lambda value: {"resume_from_checkpoint": value if isinstance(value, str) else "auto"} if value else {},
         "resume_from_checkpoint",
     ),
     "epoch": renamed("num_train_epochs"),
@@ -154,8 +155,11 @@ _TRAIN: dict[str, Row] = {
     "fsdp_reduce_dtype": not_there(_LAUNCH),
     "fsdp_offload": not_there(_LAUNCH),
     "fsdp_reshard_after_forward": not_there(_LAUNCH),
-    "fp8": not_there("training in 8 bits is not supported"),
-    "fp4": not_there("training in 4 bits is not supported"),
+    "fp8.enable_fp8": becomes(
+        "fp8=True with bf16=True", lambda value: {"fp8": True, "bf16": True} if value else {}, "fp8"
+    ),
+    "fp8": not_needed("scales are of whole tensors, taken anew in each product, and powers of 2"),
+    "fp4": not_there("fp8=True computes in 8 bits; load_in_4bit=True trains an adapter on weights of 4 bits"),
     "ckpt.enable_checkpoint": becomes(
         "save_strategy", lambda value: {} if value else {"save_strategy": "no"}, "save_strategy"
     ),
@@ -167,10 +171,21 @@ _TRAIN: dict[str, Row] = {
     ),
     "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
     "ckpt.max_keep": if_set("save_total_limit"),
-    "ckpt.export_safetensors": not_needed("checkpoints are folders of HuggingFace"),
+    "ckpt.export_safetensors": not_needed(
+        "checkpoints are folders of HuggingFace; under ZeRO-3 and FSDP2 set the key 'export_weights' of "
+        "checkpoint_kwargs"
+    ),
     "ckpt.upload_hf": renamed("push_to_hub"),
     "ckpt.hf_repo_name": renamed("hub_model_id"),
-    "ckpt": not_there("output_dir is a local folder; push_to_hub uploads it"),
+    **{
+        f"ckpt.{name}": becomes(
+            "upload_to='s3://bucket/prefix'; final is upload_kwargs={'checkpoints': 'final'}",
+            lambda value: {},
+            "upload_to",
+        )
+        for name in ("upload_s3", "s3_bucket", "s3_prefix")
+    },
+    "ckpt": not_there("see docs/checkpoints.md"),
     "enable_validation": _flag("eval_strategy", "steps"),
     "validation_freq": renamed("eval_steps"),
     "validation_step": renamed("eval_steps"),
@@ -227,7 +242,17 @@ COSMOS_RL: dict[str, Row] = {
     "logging.logger": loggers(),
     "logging.project_name": renamed("project"),
     "logging.experiment_name": if_set("run_name"),
-    "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "profiler.enable_profiler": _flag("profile", True),
+    "profiler.enable_nsys": not_there("start the run under nsys profile; phases are ranges of record_function"),
+    "profiler.active_steps": renamed("profile_kwargs", "active"),
+    "profiler.warmup_steps": renamed("profile_kwargs", "warmup"),
+    "profiler.wait_steps": renamed("profile_kwargs", "wait"),
+    "profiler.rank_filter": renamed("profile_kwargs", "ranks"),
+    "profiler.record_shape": renamed("profile_kwargs", "record_shapes"),
+    "profiler.profile_memory": renamed("profile_kwargs", "profile_memory"),
+    "profiler.with_stack": renamed("profile_kwargs", "with_stack"),
+    "profiler.with_modules": not_needed("the phases of a step are ranges of the trace; with_stack has the modules"),
+    "profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
     "validation.enable": _flag("eval_strategy", "steps"),
     "validation.freq": renamed("eval_steps"),
     "validation.batch_size": if_set("per_device_eval_batch_size"),

@@ -155,6 +155,8 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         distributed.check_quantized(self.accelerator, model)
         if self.args.has_own_schedule:
             distributed.check_chooses_schedule(self.accelerator)
+        changed = "torch_compile=True" if self.args.torch_compile else "fp8=True" if self.args.fp8 else None
+        distributed.check_changed_layers(self.accelerator, option=changed)
         distributed.keep_outputs_exact(self.accelerator)
 
     def _count_flops(self) -> None:
@@ -175,6 +177,11 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
     def reference(self) -> Reference | None:
         """The reference that the policy stays close to, if one is kept."""
         return self.scorer.reference
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """TRL's name for the reference; None if it is the policy without its adapter, or if there is none."""
+        return None if self.reference is None else self.reference.own_model
 
     # What a subclass implements.
 

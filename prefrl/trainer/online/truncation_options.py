@@ -27,8 +27,8 @@ class TruncationOptions:
     truncated_logprobs: Literal["exact", "softmax"] = opt(
         "exact",
         "Log-probs of tokens that were sampled with top_k, top_p, min_p or repetition_penalty. exact: of the "
-        "distribution that was sampled from, in which the kept tokens are renormalized. softmax: of the whole softmax, "
-        "as in TRL; policy gradients are then biased, and sampling is not corrected.",
+        "distribution that was sampled from, in which the kept tokens are renormalized. softmax: of the whole "
+        "softmax, as in TRL; policy gradients are then biased, and sampling is not corrected.",
     )
 
     @property

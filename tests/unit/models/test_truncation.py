@@ -1,4 +1,4 @@
-"""token_logprobs of truncated sampling: the numbers of transformers' processors, whatever the plan, and of the sampler."""
+"""Log-probs of truncated sampling are those of transformers' processors, whatever the plan, and of the sampler."""
 
 from __future__ import annotations
 
