@@ -1,4 +1,4 @@
-"""Names of the section `trainer` of Ludwig's configs."""
+"""Names of the section `trainer` of Ludwig's configs that no other library has; the rest is in `others`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from prefrl.options.foreign.row import Row, becomes, not_needed, not_there, rena
 __all__ = ["LUDWIG"]
 
 _ENCODERS = "there are no encoders of several inputs; a vision-language model reads images, see docs/images.md"
-_PLATEAU = "increase_batch_size_kwargs"
 
 LUDWIG: dict[str, Row] = {
     "epochs": renamed("num_train_epochs"),
@@ -21,23 +20,10 @@ LUDWIG: dict[str, Row] = {
         "train_sampling_strategy='sequential', or shuffle_dataset=False of online trainers, keeps the order"
     ),
     "bucketing_field": not_needed("nothing is padded; max_tokens_per_micro_batch balances tokens"),
-    "steps_per_checkpoint": renamed("save_steps"),
-    "checkpoints_per_epoch": becomes(
-        "save_strategy='epoch' with save_epochs, the epochs between two of them",
-        lambda value: {"save_strategy": "epoch", "save_epochs": 1 / value} if value else {},
-        "save_epochs",
-    ),
-    "skip_all_evaluation": not_needed("eval_strategy is 'no' unless it is set"),
-    "validation_metric": renamed("metric_for_best_model"),
     "validation_field": not_there(
         "give several datasets as eval_dataset={name: dataset}, and set metric_for_best_model='eval_<name>_loss'"
     ),
     "layers_to_freeze_regex": becomes("freeze: [expression]", lambda value: {"freeze": [value]}, "freeze"),
-    "model_soup_top_k": renamed("model_soup_kwargs", "top_k"),
-    "increase_batch_size_on_plateau_patience": renamed(_PLATEAU, "patience"),
-    "increase_batch_size_on_plateau_rate": renamed(_PLATEAU, "rate"),
-    "increase_batch_size_eval_metric": renamed(_PLATEAU, "eval_metric"),
-    "increase_batch_size_eval_split": renamed(_PLATEAU, "eval_split"),
     "base_learning_rate": not_there("learning_rates gives some parameters other rates"),
     "preset": not_there("GRPOConfig.preset(name, **options) in Python has the settings of papers"),
     "loss_balancing": not_there(

@@ -77,14 +77,15 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class BaseConfig(
+    # Some of these define options of TrainingArguments anew, so they come before the classes that inherit it.
     CheckpointOptions,
     AutopilotOptions,
-    EvaluationOptions,
-    SizeOptions,
     OptimizerOptions,
     TokenizerOptions,
     PrecisionOptions,
     ProfileOptions,
+    EvaluationOptions,
+    SizeOptions,
     ScheduleOptions,
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
@@ -368,7 +369,7 @@ class BaseConfig(
                 "of a padded row, and there are none here. Leave it None."
             )
         self._check_trackers()
-        check_precision(self)
+        check_precision(self, fp8=self.fp8)
         self._validate_activations()
         self._validate_liger()
         check_checkpoints(self)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import TrainingArguments
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.suggest import nearest
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 __all__ = ["PrecisionOptions", "check_precision"]
 
@@ -19,7 +22,7 @@ _FP8_SINCE = (8, 9)  # compute capability
 
 
 @dataclass
-class PrecisionOptions(TrainingArguments):
+class PrecisionOptions:
     """Precision in addition to HuggingFace's options; see docs/profiling.md."""
 
     fp8: bool = opt(
@@ -28,8 +31,12 @@ class PrecisionOptions(TrainingArguments):
     )
 
 
-def check_precision(config: PrecisionOptions) -> None:
+def check_precision(config: TrainingArguments, *, fp8: bool) -> None:
     """Reject precisions that the device does not have, and what torch.compile cannot do here.
+
+    Args:
+        config: HuggingFace's options.
+        fp8: That of `PrecisionOptions`.
 
     Raises:
         ConfigError: Names the option, its value and what to do.
@@ -43,13 +50,13 @@ def check_precision(config: PrecisionOptions) -> None:
             "mixed_precision: fp8 in accelerate's config, or ACCELERATE_MIXED_PRECISION=fp8: is an option of the run "
             "here. Remove it, and set fp8=True with bf16=True."
         )
-    if config.fp8:
+    if fp8:
         _check_fp8(config)
     if config.torch_compile:
         _check_compilation(config)
 
 
-def _check_fp8(config: PrecisionOptions) -> None:
+def _check_fp8(config: TrainingArguments) -> None:
     device = config.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FP8_SINCE:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
@@ -61,7 +68,7 @@ def _check_fp8(config: PrecisionOptions) -> None:
         raise ConfigError("fp8=True with bf16=False: what is not in 8 bits is in bfloat16. Set bf16=True.")
 
 
-def _check_compilation(config: PrecisionOptions) -> None:
+def _check_compilation(config: TrainingArguments) -> None:
     known = torch.compiler.list_backends(())
     if config.torch_compile_backend not in known:
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge
 from torch.profiler import ProfilerAction, profile, schedule
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
@@ -19,7 +19,7 @@ from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["FOLDER", "PROFILE", "ProfileOptions", "ProfileParams", "StepProfiler", "check_profile", "profilers"]
 
@@ -58,7 +58,7 @@ PROFILE = KwargsOption(
 
 
 @dataclass
-class ProfileOptions(TrainingArguments):
+class ProfileOptions:
     """Which steps are traced; see docs/profiling.md."""
 
     changeable: ClassVar[tuple[str, ...]] = ("profile", "profile_kwargs")
@@ -67,15 +67,19 @@ class ProfileOptions(TrainingArguments):
     profile_kwargs: KwargsValue = opt(None, PROFILE.help)
 
 
-def check_profile(config: ProfileOptions) -> None:
+def _asked(config: Any) -> ProfileParams | None:
+    return PROFILE.of(config) if config.profile else None
+
+
+def check_profile(config: TrainingArguments) -> None:
     """Reject what cannot be recorded here.
 
     Raises:
         ConfigError: A memory snapshot without a CUDA device, or processes that there are not.
     """
-    if not config.profile:
+    params = _asked(config)
+    if params is None:
         return
-    params = PROFILE.of(config)
     if params.memory_snapshot and config.device.type != "cuda":
         raise ConfigError(
             f"profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on "
@@ -89,11 +93,11 @@ def check_profile(config: ProfileOptions) -> None:
         )
 
 
-def profilers(args: ProfileOptions) -> list[TrainerCallback]:
+def profilers(args: TrainingArguments) -> list[TrainerCallback]:
     """The callback that profiles this process if the options say so."""
-    if not args.profile:
+    params = _asked(args)
+    if params is None:
         return []
-    params = PROFILE.of(args)
     is_traced = params.ranks is None or args.process_index in params.ranks
     return [StepProfiler(params, Path(args.output_dir) / FOLDER, is_traced=is_traced)]
 
