@@ -77,6 +77,7 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class BaseConfig(
+    ScheduleOptions,  # first, because the classes below may bring along HuggingFace's options that it replaces
     CheckpointOptions,
     AutopilotOptions,
     EvaluationOptions,
@@ -85,7 +86,6 @@ class BaseConfig(
     TokenizerOptions,
     PrecisionOptions,
     ProfileOptions,
-    ScheduleOptions,
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
