@@ -77,15 +77,17 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class BaseConfig(
-    ScheduleOptions,  # first, because the classes below may bring along HuggingFace's options that it replaces
+    # First, because some classes below bring along HuggingFace's options that this one replaces.
+    ScheduleOptions,
     CheckpointOptions,
     AutopilotOptions,
-    EvaluationOptions,
-    SizeOptions,
     OptimizerOptions,
     TokenizerOptions,
     PrecisionOptions,
     ProfileOptions,
+    # Last, because they derive from TrainingArguments, whose output_dir is the first argument.
+    SizeOptions,
+    EvaluationOptions,
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 

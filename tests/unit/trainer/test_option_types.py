@@ -94,3 +94,4 @@ def test_no_base_of_the_config_hides_what_another_one_declares() -> None:
         declared = {field.name: field for field in dataclasses.fields(base) if field.name in base.__annotations__}
         assert all(found[name] is field for name, field in declared.items()), base.__name__
     assert bases
+    assert next(iter(found)) == "output_dir"
