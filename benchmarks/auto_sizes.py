@@ -3,10 +3,11 @@
     python -m benchmarks.auto_sizes                                    tiny models of widths 32, 128 and 512
     python -m benchmarks.auto_sizes FOLDER --rows 8 --steps 1          a model in a folder
 
-For each model, SFT and GRPO train on rows of different lengths with every budget of the sweep and with
-`max_tokens_per_micro_batch="auto"`, in turns. The time of a step is the CPU seconds of one thread in its forward and
-backward passes, the least of all rounds; a budget's speed is the tokens of all steps by their time. The weights before
-the first step are compared bit by bit with those before the search.
+For each model, SFT and GRPO train on rows of different lengths. Some trainings search with
+`max_tokens_per_micro_batch="auto"`; then others train with every budget of the sweep and every one that was found, in
+turns. The time of a step is the CPU seconds of one thread in its forward and backward passes, the least of all rounds;
+a budget's speed is the tokens of all steps by their time. If searches have found several, "auto" is the slowest of
+them. The weights before the first step are compared bit by bit with those before the search.
 """
 
 from __future__ import annotations
@@ -118,22 +119,19 @@ def timed_steps(trainer: BaseTrainer) -> list[float]:
 
 def compared(work: Workload, budgets: Sequence[int], rounds: int) -> str:
     """A line of the table: the speeds of the sweep and of what is found, tokens per second."""
-    seconds: dict[int | str, list[float]] = {}
-    found = set()
+    seconds: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
+        searched = [work.train("auto", folder)[0].args.max_tokens_per_micro_batch for _ in range(rounds)]
         for _ in range(rounds):
-            for budget in (*budgets, "auto"):
+            for budget in dict.fromkeys([*budgets, *searched]):
                 trainer, times = work.train(budget, folder)
                 seconds[budget] = [min(pair) for pair in zip(seconds.get(budget, times), times, strict=True)]
-            found.add(trainer.args.max_tokens_per_micro_batch)
         num_tokens = trainer.state.num_input_tokens_seen
     speeds = {budget: num_tokens / sum(times) for budget, times in seconds.items()}
-    best = max(speeds[budget] for budget in budgets)
+    best, found = max(speeds[budget] for budget in budgets), min(speeds[budget] for budget in searched)
     sweep = " | ".join(f"{speeds[budget]:,.0f}" for budget in budgets)
-    shown = ", ".join(map(str, sorted(found)))
-    return (
-        f"| {work.name}, {work.algorithm} | {sweep} | {speeds['auto']:,.0f} | {speeds['auto'] / best:.0%} | {shown} |"
-    )
+    shown = ", ".join(map(str, searched))
+    return f"| {work.name}, {work.algorithm} | {sweep} | {found:,.0f} | {found / best:.0%} | {shown} |"
 
 
 def models(folders: Sequence[str]) -> list[tuple[str, Any, Any]]:

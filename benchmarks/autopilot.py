@@ -32,7 +32,7 @@ from prefrl.scripts import demo
 
 RESULTS = Path(__file__).parent / "results" / "autopilot.json"
 STEPS, EVERY = 100, 10
-RATES = {"usual": 3e-4, "high": 3e-3}
+RATES = {"usual": 3e-4, "high": 1e-3}
 EVALUATED: dict[str, Any] = {
     **COMMON,
     "beta": 0.0,
@@ -174,6 +174,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="runs; nothing: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
     arguments = parser.parse_args(argv)
@@ -185,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             weights = start(seed, Path(folder))
         for rate in arguments.rates:
-            for run in RUNS:
+            for run in arguments.names or RUNS:
                 for row in measure(run, rate, seed, weights):
                     print(
                         f"{rate:6} {row.name:28} seed {seed}: {row.before:.3f} -> {row.after:.3f} {row.note}",

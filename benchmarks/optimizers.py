@@ -87,8 +87,8 @@ def train(name: str, backend: str, folder: Path) -> dict[str, Any]:
         resumed = make(name, Case("sft"), folder, **options | {"save_strategy": "no"})
         resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / f"checkpoint-{SAVED_AT}"))
         again = weights_of(resumed)
-    except ConfigError as error:
-        return {"failed": str(error)}
+    except ConfigError:
+        return {"failed": "refused"}
     except Exception as error:
         print(f"{backend} {name}: {error!r}", file=sys.stderr)
         return {"failed": type(error).__name__}
@@ -130,7 +130,9 @@ def table(names: list[str]) -> str:
             folder.mkdir()
             processes, result = 1 if backend == "single" else 2, folder / f"{backend}.pt"
             arguments = ("worker", backend, folder, *names)
-            found[backend] = launch("benchmarks.optimizers", *arguments, result=result, num_processes=processes)
+            found[backend] = launch(
+                "benchmarks.optimizers", *arguments, result=result, num_processes=processes, seconds=3600
+            )
     lines = ["| `optim` | rate | loss on sums | resumed | ZeRO-2 | FSDP2 |", "|---|---|---|---|---|---|"]
     for name in names:
         alone = found["single"][name]

@@ -31,6 +31,7 @@ KEY_PAGES = {
     ),
     "auto_size_kwargs": "automatic_sizes.md",
     "profile_kwargs": "profiling.md",
+    **dict.fromkeys(("checkpoint_kwargs", "upload_kwargs"), "checkpoints.md"),
     **dict.fromkeys(("eval_sampling_kwargs", "pass_at_k_kwargs"), "evaluation.md"),
     **dict.fromkeys(
         ("early_stopping_kwargs", "model_soup_kwargs", "increase_batch_size_kwargs", "spike_kwargs"), "autopilot.md"

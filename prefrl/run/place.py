@@ -44,6 +44,8 @@ def check_url(option: str, url: str) -> None:
     Raises:
         ConfigError: fsspec does not know it, the package that it needs is missing, or it is on the Hub.
     """
+    if not (isinstance(url, str) and url):
+        raise ConfigError(f"{option}={url!r}: must be a folder or a URL of fsspec, such as 's3://bucket/run'")
     shown = without_secrets(url)
     if url.startswith("hf://"):
         raise ConfigError(
@@ -146,7 +148,10 @@ class Place:
                 if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
                     raise CheckpointError(f"{self.url}/{name}: {MANIFEST} names {file!r}, outside of the folder")
                 (staged / file).parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(f"{source}/{file}", str(staged / file))
+                try:
+                    self._files.get_file(f"{source}/{file}", str(staged / file))
+                except FileNotFoundError as error:  # deleted by hand, or by an upload that replaces it
+                    raise CheckpointError(f"{self.url}/{name}: {file} is missing") from error
             (staged / MANIFEST).write_bytes(seal)
             problem = problem_of(staged)
             if problem is not None:
@@ -169,13 +174,14 @@ class Place:
         return {str(path).removeprefix(f"{folder}/"): int(info["size"]) for path, info in found.items()}
 
 
-def fetch(option: str, url: str, run_folder: Path) -> Path | None:
+def fetch(option: str, url: str, run_folder: Path, *, run: str | None = None) -> Path | None:
     """Copy a checkpoint, and the best one that it names, into a run's folder, where they replace others.
 
     Args:
         option: Where the URL comes from, for errors.
         url: A checkpoint, or a folder of them: the last whole one that can be resumed from.
         run_folder: The run's folder, to which no other process writes.
+        run: The run whose checkpoints count in a folder of them; None: the one that uploaded last.
 
     Returns:
         Its folder; None: there are no checkpoints.
@@ -187,7 +193,7 @@ def fetch(option: str, url: str, run_folder: Path) -> Path | None:
     parent, _, name = url.rstrip("/").rpartition("/")
     try:
         place = Place(parent if step_of(name) is not None else url)
-        found = place.fetch(name, run_folder) if step_of(name) is not None else _fetch_last(place, run_folder)
+        found = place.fetch(name, run_folder) if step_of(name) is not None else _fetch_last(place, run_folder, run)
         if found is not None:
             _fetch_best(place, found)
         return found
@@ -200,8 +206,8 @@ def fetch(option: str, url: str, run_folder: Path) -> Path | None:
         ) from error
 
 
-def _fetch_last(place: Place, run_folder: Path) -> Path | None:
-    run = place.run()
+def _fetch_last(place: Place, run_folder: Path, run: str | None) -> Path | None:
+    run = run or place.run()
     for name in place.names():
         reason = _reason_against(place.manifest(name), run)
         if reason is not None:
@@ -219,7 +225,7 @@ def _reason_against(manifest: Manifest | None, run: str | None) -> str | None:
     if manifest is None:
         return "its upload was not finished"
     if run not in (None, manifest.run):
-        return "it belongs to an earlier run"
+        return "it belongs to another run"
     return None if manifest.resumable else "it holds a model without training state"
 
 

@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from math import lcm, prod
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -30,7 +31,7 @@ _TOGETHER = {
     *("train.train_batch_per_replica", "train.train_policy.on_policy"),
     *("policy.parallelism.dp_shard_size", "policy.parallelism.dp_replicate_size"),
     *("train.optm_decay_type", "train.optm_decay_ratio", "train.optm_min_lr_factor"),
-    *("train.ckpt.upload_s3", "train.ckpt.s3_bucket", "train.ckpt.s3_prefix"),
+    *("data.val_files", "train.ckpt.upload_s3", "train.ckpt.s3_bucket", "train.ckpt.s3_prefix"),
 }
 _OF_EVALUATION = (
     *("eval_steps", "eval_on_start", "dataset_test_split", "temperature_eval", "num_generations_eval"),
@@ -94,6 +95,7 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
     if "reward_funcs" in run.options:
         module = run.options["reward_funcs"][0].partition(":")[0]
         run.options["reward_funcs"] = [f"{module}:{run.value('custom_reward_function.name', 'compute_score')}"]
+    _files_of_verl(run)
     _kl_of_verl(run)
     _loss_of_verl(run)
     processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)
@@ -266,6 +268,19 @@ class _Run:
         head += [f"# Open: line {line}: {text}" for line, text in sorted(self.open)]
         body = yaml.safe_dump(self.options, sort_keys=False, allow_unicode=True)
         return Migrated("\n".join(head) + "\n" + body, sorted(self.changes), sorted(self.open))
+
+
+def _files_of_verl(run: _Run) -> None:
+    """Files to train on and to evaluate on are splits of one dataset here."""
+    files = {"train": run.value("data.train_files", None), "test": run.value("data.val_files", None)}
+    if None in files.values():
+        return
+    paths = [path for given in files.values() for path in ([given] if isinstance(given, str) else given)]
+    formats = sorted({"json" if ".json" in Path(path).suffix else "parquet" for path in paths})
+    run.options.pop("dataset_name", None)
+    run.options["datasets"] = [{"path": formats[0], "data_files": files}]
+    if len(formats) > 1:
+        run.open.append((1, f"files of several formats: {', '.join(paths)}. Convert them to one"))
 
 
 def _kl_of_verl(run: _Run) -> None:

@@ -50,8 +50,10 @@ class PPOConfig(PolicyGradientConfig):
     lam: Annotated[float, Ge(0), Le(1)] = opt(
         0.95, "Lambda of generalized advantage estimation; 1: the critic is only a baseline and adds no bias."
     )
-    critic: Literal["head", "model"] = opt(
-        "head", "head: a head on the policy's hidden states. model: value_model, or a copy of the policy."
+    critic: Literal["head", "model"] | None = opt(
+        None,
+        "head: a head on the policy's hidden states. model: value_model, or a copy of the policy. None: model with "
+        "value_model, head without it.",
     )
     critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
     critic_optim_kwargs: dict[str, Any] | str | None = opt(None, CRITIC_OPTIMIZER.help)

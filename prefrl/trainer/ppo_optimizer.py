@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefrl.models.critic import Critic
     from prefrl.trainer.ppo_config import CriticOptimizer, PPOConfig
 
-__all__ = ["add_critic_groups", "clip_apart", "set_decays", "warm_up_critic"]
+__all__ = ["add_critic_groups", "clip_apart", "set_decays", "warm_up_critic", "without_critic"]
 
 
 def clip_apart(accelerator: Any, model: nn.Module, critic: Critic, args: PPOConfig) -> Any:
@@ -29,7 +29,7 @@ def clip_apart(accelerator: Any, model: nn.Module, critic: Critic, args: PPOConf
     Returns:
         The policy's norm before, but not finite if the critic's is not.
     """
-    norm = accelerator.clip_grad_norm_(_without_critic(model.parameters(), critic), args.max_grad_norm)
+    norm = accelerator.clip_grad_norm_(without_critic(model.parameters(), critic), args.max_grad_norm)
     limit = CRITIC_OPTIMIZER.of(args).max_grad_norm or args.max_grad_norm
     return norm + 0.0 * torch.nn.utils.clip_grad_norm_(critic.parameters(), limit)
 
@@ -61,7 +61,7 @@ def add_critic_groups(
     groups = list(optimizer.param_groups)
     for group in groups:
         of_critic = [parameter for parameter in group["params"] if id(parameter) in own]
-        group["params"] = _without_critic(group["params"], critic)
+        group["params"] = without_critic(group["params"], critic)
         if of_critic:
             changed = _changed(group, options, decays=names[id(of_critic[0])] in decaying)
             optimizer.add_param_group({**group, **changed, "params": of_critic, "lr": args.critic_learning_rate})
@@ -132,7 +132,7 @@ def warm_up_critic(scheduler: Any, args: PPOConfig, num_training_steps: int, *, 
     return scheduler
 
 
-def _without_critic(parameters: Iterable[nn.Parameter], critic: Critic) -> list[nn.Parameter]:
+def without_critic(parameters: Iterable[nn.Parameter], critic: Critic) -> list[nn.Parameter]:
     """The parameters that are not the critic's."""
     own = {id(parameter) for parameter in critic.parameters()}
     return [parameter for parameter in parameters if id(parameter) not in own]

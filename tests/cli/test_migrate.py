@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from prefrl.registry import REGISTRY
+from prefrl.scripts.dataset_config import DatasetConfig, load_part
 from prefrl.scripts.main import main
 from prefrl.scripts.migrate_config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
 from prefrl.scripts.migrate_python import migrate_script
@@ -162,6 +167,87 @@ def test_what_has_no_counterpart_stays_and_is_told(call: str, words: str) -> Non
     assert result.open[0][0] == 2
 
 
+PARSED = '''\
+"""Run: python ppo.py --reward_model_path RM --max_completion_length 4 --num_mini_batches 2"""
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification as Rewards, HfArgumentParser
+from trl import ModelConfig
+from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+
+if __name__ == "__main__":
+    parser = HfArgumentParser((PPOConfig, ModelConfig))
+    training_args, model_args = parser.parse_args_into_dataclasses()
+    remote = {"trust_remote_code": model_args.trust_remote_code}
+    trainer = PPOTrainer(
+        args=training_args,
+        model=model_args.model_name_or_path,
+        reward_model=Rewards.from_pretrained(training_args.reward_model_path, **remote),
+        value_model=Rewards.from_pretrained(training_args.reward_model_path, **remote),
+        train_dataset=load_dataset("json", data_files="prompts.jsonl", split="train"),
+    )
+    trainer.train()
+    STEPS = trainer.state.global_step
+
+    trainer.generate_completions()
+'''
+PARSED_CHANGES = """\
++import dataclasses
+-from transformers import AutoModelForSequenceClassification as Rewards, HfArgumentParser
+-from trl import ModelConfig
+-from trl.experimental.ppo import PPOConfig, PPOTrainer
++from prefrl import ArgumentParser
++from transformers import AutoModelForSequenceClassification as Rewards
++from prefrl import ModelConfig
++from prefrl import PPOConfig, PPOTrainer
++@dataclasses.dataclass
++class PPOScriptConfig(PPOConfig):
++    \"\"\"Options that only this script reads.\"\"\"
++    reward_model_path: str | None = None
+-    parser = HfArgumentParser((PPOConfig, ModelConfig))
++    parser = ArgumentParser((PPOScriptConfig, ModelConfig))
+-    remote = {"trust_remote_code": model_args.trust_remote_code}
++    remote = {"trust_remote_code": training_args.trust_remote_code}
+-    trainer.generate_completions()
+"""
+
+
+def test_a_script_that_parses_its_options_is_migrated_and_runs(
+    workspace: Path, model_folder: Path, reward_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = migrate_script(PARSED)
+    lines = difflib.unified_diff(PARSED.splitlines(), result.text.splitlines(), lineterm="", n=0)
+    changed = [line for line in lines if line[:2] not in ("--", "++", "@@") and line[1:]]  # empty lines match anywhere
+    assert changed == PARSED_CHANGES.splitlines()
+    assert [(line, said.split()[0]) for line, said in result.open] == [(1, "--num_mini_batches"), (9, "PPOConfig")]
+    assert migrate_script(result.text).text == result.text
+    words = f"--model_name_or_path {model_folder} --reward_model_path {reward_folder} --output_dir out --use_cpu"
+    more = "--missing_eos_penalty 1 --max_completion_length 2 --max_steps 1 --per_device_train_batch_size 2"
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *words.split(), *more.split()])
+    # Where a script runs, its module is there: dataclasses look for it.
+    monkeypatch.setitem(sys.modules, "__main__", module := types.ModuleType("__main__"))
+    exec(compile(result.text, "migrated", "exec"), module.__dict__)
+    assert module.STEPS == 1
+
+
+def test_a_parser_alone_is_replaced_and_a_block_keeps_a_statement() -> None:
+    script = (
+        "from transformers import HfArgumentParser\nfrom trl import BCOConfig, BCOTrainer\n"
+        "(args,) = HfArgumentParser(BCOConfig).parse_args_into_dataclasses()\nif args:\n    t.generate_completions()\n"
+    )
+    assert migrate_script(script).text == (
+        "from prefrl import ArgumentParser\nfrom prefrl import BCOConfig, BCOTrainer\n"
+        "(args,) = ArgumentParser(BCOConfig).parse_args_into_dataclasses()\nif args:\n    pass\n"
+    )
+
+
+def test_a_namesake_stays_imported_from_trl() -> None:
+    script = "from trl.experimental.bema_for_ref_model import DPOTrainer\n"
+    result = migrate_script(script)
+    assert result.text == script
+    assert [line for line, _ in result.open] == [1]
+
+
 def test_imports_of_what_is_not_there_stay() -> None:
     script = 'import trl\nfrom trl import SFTTrainer, WeaveCallback\nx = trl.SFTTrainer\n# "trl"\n'
     result = migrate_script(script)
@@ -307,15 +393,28 @@ def test_yaml_of_verl_and_what_it_leaves_open(tmp_path: Path) -> None:
         "actor_rollout_ref:\n  actor:\n    policy_loss:\n      loss_mode: clip_cov\n      clip_cov_lb: 0.5\n"
         "    fsdp_config:\n      param_offload: true\n  rollout:\n    n: 2\n    engine: x\n  model:\n    path: m\n"
         "trainer:\n  n_gpus_per_node: 1\ndata:\n  train_batch_size: 8\n  prompt_key: question\n"
-        "custom_reward_function:\n  path: rewards.py\nalgorithm:\n  adv_estimator: grpo\n"
+        "custom_reward_function:\n  path: my/rewards.py\n  name: score\nalgorithm:\n  adv_estimator: grpo\n"
     )
     result = migrate_verl(text, is_command=False)
     (tmp_path / "data.jsonl").touch()
     config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")[1]
     assert (config.loss_type, config.loss_kwargs, config.delta) == ("clip_cov", {"lb": 0.5}, None)
     assert [line for line, _ in result.open] == [7, 10, 17]
-    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards:compute_score"]
+    assert yaml.safe_load(result.text)["reward_funcs"] == ["my/rewards.py:score"]
     assert "# Open: line 17: data.prompt_key: the column must be called 'prompt'" in result.text
+
+
+def test_files_of_verl_are_splits_of_a_dataset(tmp_path: Path) -> None:
+    for name, prompts in (("a", ["1"]), ("b", ["2", "3"]), ("c", ["4", "5", "6"])):
+        Dataset.from_dict({"prompt": prompts}).to_parquet(tmp_path / f"{name}.parquet")
+    a, b, c = (f"{tmp_path}/{name}.parquet" for name in "abc")
+    result = migrate_verl(f"data:\n  train_files: [{a}, {b}]\n  val_files: {c}\n", is_command=False)
+    (entry,) = yaml.safe_load(result.text)["datasets"]
+    found = {split: load_part(DatasetConfig(**entry, split=split), streaming=False) for split in ("train", "test")}
+    assert [rows["prompt"][:] for rows in found.values()] == [["1", "2", "3"], ["4", "5", "6"]]
+    assert "files" not in str(result.open)
+    mixed = migrate_verl(f"data:\n  train_files: {a}\n  val_files: c.jsonl\n", is_command=False)
+    assert "files of several formats" in mixed.text
 
 
 def test_checkpoints_of_verl(tmp_path: Path) -> None:
@@ -327,7 +426,7 @@ def test_checkpoints_of_verl(tmp_path: Path) -> None:
         "  n_gpus_per_node: 1\ncustom_reward_function:\n  path: rewards.py\n  name: mine\n"
     )
     result = migrate_verl(text, is_command=False)
-    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards:mine"]
+    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards.py:mine"]
     (tmp_path / "data.jsonl").touch()
     config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "ppo")[1]
     assert config.checkpoint_kwargs == {"save_optimizer": False, "load_optimizer": False}
@@ -362,6 +461,21 @@ def test_uploads_of_cosmos_rl(tmp_path: Path) -> None:
     assert options["resume_from_checkpoint"] == "some/checkpoint-3"
     off = yaml.safe_load(migrate_cosmos_rl(text.replace('"final"', "false")).text)
     assert not {"upload_to", "upload_kwargs"} & off.keys()
+
+
+def test_the_critic_of_verl_has_its_own_optimizer(tmp_path: Path) -> None:
+    text = (
+        "algorithm:\n  adv_estimator: gae\nactor_rollout_ref:\n  model:\n    path: m\n  actor:\n    optim:\n"
+        "      optimizer: Adam\n      clip_grad: 0.5\ncritic:\n  grad_clip: 2.0\n  optim:\n    lr: 0.00002\n"
+        "    lr_warmup_steps: 3\n    weight_decay: 0.1\n    betas: [0.9, 0.95]\n"
+    )
+    result = migrate_verl(text, is_command=False)
+    (tmp_path / "data.jsonl").touch()
+    given = f"dataset_name: {tmp_path}/data.jsonl\nreward_funcs: [think_format_reward]\n"
+    config = parsed(f"{given}{result.text}", tmp_path, "ppo")[1]
+    assert (config.optim, config.max_grad_norm, config.critic_learning_rate) == ("adam", 0.5, 2e-5)
+    own = {"max_grad_norm": 2.0, "warmup_steps": 3, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
+    assert (config.critic_optim_kwargs, len(result.open)) == (own, 1)  # verl's rewards
 
 
 COSMOS = """\

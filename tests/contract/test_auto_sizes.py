@@ -49,6 +49,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefrl.trainer.base.auto_sizes._SECONDS", 0.0)
+
+
 @pytest.fixture
 def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speed decides nothing here: four rows are always the fastest."""

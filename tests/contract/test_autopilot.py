@@ -185,7 +185,7 @@ def test_rollouts_of_the_weights_before_a_rollback_are_not_learned_from_after_it
         trainer = make_trainer("grpo", folder, callbacks=list(callbacks), **options)
 
         def score(*_: Any) -> dict[str, Max]:
-            return {"guard/loss_spike": Max(99.0 if trainer.state.global_step == 5 else 0.0)}
+            return {"guard/grad_norm_spike": Max(99.0 if trainer.state.global_step == 5 else 0.0)}
 
         monkeypatch.setattr(StepGuard, "spike", score)
         trainer.train(**resume)
@@ -396,6 +396,13 @@ def test_what_needs_a_generation_at_a_time_is_refused_with_generations_ahead(
 ) -> None:
     with pytest.raises(ConfigError, match="with generation_mode='async'"):
         GRPOConfig(output_dir=str(tmp_path), use_vllm=True, generation_mode="async", **options)
+
+
+def test_the_loss_of_an_online_trainer_is_no_sign_of_a_spike(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "on_spike": "rollback", "save_strategy": "steps"}
+    assert SFTConfig(**options).watched_metrics == ("loss", "grad_norm", "kl")
+    assert GRPOConfig(**options).watched_metrics == ("grad_norm", "kl")
+    assert GRPOConfig(**options, spike_kwargs={"metrics": ["loss"]}).watched_metrics == ("loss",)
 
 
 def test_a_dataset_cannot_have_the_name_of_the_average(tmp_path: Path) -> None:

@@ -101,12 +101,25 @@ def test_auto_goes_on_if_there_is_a_checkpoint_and_disable_starts_anew(word: str
     assert (tmp_path / "checkpoint-2").stat().st_mtime_ns == last
 
 
+def test_a_path_is_a_place(tmp_path: Path) -> None:
+    train(tmp_path / "run", max_steps=1, upload_to=tmp_path / "mounted")
+    assert (tmp_path / "mounted" / "checkpoint-1" / "manifest.json").is_file()
+
+
 def test_local_checkpoints_come_before_uploaded_ones(tmp_path: Path, memory: Any) -> None:
     train(tmp_path, max_steps=2, upload_to=URL)
     shutil.rmtree(tmp_path / "checkpoint-2")
     fetched = train(tmp_path, True, max_steps=2, upload_to=URL)
     assert fetched.state.global_step == 2
     assert not [path for path in memory.find("/bucket/run") if "uploading" in path]
+
+
+def test_a_run_that_began_anew_does_not_go_on_with_an_earlier_one(tmp_path: Path, memory: Any) -> None:
+    train(tmp_path / "first", max_steps=2, upload_to=URL)
+    train(tmp_path / "second", "disable", max_steps=1)
+    shutil.rmtree(tmp_path / "second" / "checkpoint-1")
+    assert steps_of(train(tmp_path / "second", "auto", max_steps=1, upload_to=URL)) == [1]
+    assert not (tmp_path / "second" / "checkpoint-2").exists()
 
 
 def test_final_uploads_the_last_checkpoint_alone_once_training_is_complete(tmp_path: Path, memory: Any) -> None:

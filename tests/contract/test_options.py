@@ -175,7 +175,10 @@ KEYS: dict[tuple[str, str, str], tuple[Any, dict[str, Any]]] = {
     ("eval_sampling_kwargs", "all", "min_p"): (0.5, EVALUATED),
     ("eval_sampling_kwargs", "all", "repetition_penalty"): (3.0, EVALUATED),
     ("pass_at_k_kwargs", "all", "k"): ([2], EVALUATED),
-    ("pass_at_k_kwargs", "all", "reward"): ("two_rewards", {**AT_2, **TWO}),
+    ("pass_at_k_kwargs", "all", "reward"): (
+        "two_rewards",
+        {**AT_2, **TWO, "pass_at_k_kwargs": {"k": [2], "threshold": 1.1}},  # which that reward never reaches
+    ),
     ("pass_at_k_kwargs", "all", "threshold"): (-1.0, AT_2),
     ("pass_at_k_kwargs", "all", "answer"): ("answer", AT_2),
 }

@@ -142,7 +142,7 @@ CASES: dict[str, Case] = {
         "sft",
         {
             **ADAM,
-            **{"max_steps": 4, "lr_scheduler_type": "linear", "increase_batch_size_on_plateau": 1},
+            **{"max_steps": 5, "lr_scheduler_type": "linear", "increase_batch_size_on_plateau": 1},
             "increase_batch_size_kwargs": {"patience": 1, "eval_metric": "learning_rate"},  # which never rises
         },
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prefrl.options.foreign.row import (
@@ -79,7 +78,7 @@ def _every(what: str) -> Any:
 
 
 def _reward(value: Any) -> Mapping[str, Any]:
-    return {} if value is None else {"reward_funcs": [f"{Path(value).stem}:compute_score"]}
+    return {} if value is None else {"reward_funcs": [f"{value}:compute_score"]}
 
 
 def _saved(value: Any) -> Mapping[str, Any]:
@@ -100,7 +99,11 @@ def _loaded(value: Any) -> Mapping[str, Any]:
 
 _DATA: dict[str, Row] = {
     "train_files": becomes("dataset_name, or several paths in datasets", _files, "dataset_name"),
-    "val_files": not_there("name a split of the dataset, --dataset_test_split, or give eval_dataset in Python"),
+    "val_files": becomes(
+        "datasets: [{path: parquet, data_files: {train: ..., test: ...}}] with train_files",
+        lambda value: {},
+        "datasets",
+    ),
     "tokenizer": not_there("give the tokenizer as processing_class in Python"),
     "prompt_key": column("prompt"),
     "image_key": renamed("image_key"),
@@ -276,6 +279,7 @@ _ROLLOUT: dict[str, Row] = {
     "max_num_batched_tokens": server("--max-num-batched-tokens"),
     "max_num_seqs": server("--max-num-seqs"),
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
+    "engine_kwargs.sglang": not_there("SGLang is not supported; use_vllm=True asks a vLLM server"),
     "engine_kwargs": server("options that it does not know go on to vLLM"),
     "cudagraph_capture_sizes": server("options that it does not know go on to vLLM"),
     "disable_log_stats": server("--disable-log-stats"),
@@ -330,7 +334,7 @@ _REWARD: dict[str, Row] = {
     "model.input_tokenizer": not_needed("messages get the chat template of the reward model"),
     "model.trust_remote_code": not_there("load the reward model in Python, and give the trainer the instance"),
     "model.external_lib": not_there("import it in a script of your own"),
-    "model.fsdp_config": not_there("every process has the whole model; for a larger one, a reward may ask a server"),
+    "model.fsdp_config": not_there(f"a reward model is partitioned as the policy is: {_LAUNCH}"),
     "micro_batch_size": not_there("prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"),
     "micro_batch_size_per_gpu": not_there(
         "prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"
@@ -428,7 +432,9 @@ VERL: dict[str, Row] = {
     "critic": not_needed("the critic is trained with the batches of the policy"),
     "reward_model": not_needed("a reward model scores on every process"),
     "custom_reward_function.path": becomes(
-        "reward_funcs: [module:function]; verl's arguments are known, see docs/rewards.md", _reward, "reward_funcs"
+        "reward_funcs: [folder/file.py:compute_score]; verl's arguments are known, see docs/rewards.md",
+        _reward,
+        "reward_funcs",
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
     "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),

@@ -34,8 +34,9 @@ _FILE = "automatic_sizes.json"
 _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
 # The most rows that are tried on a CPU when nothing else bounds them; Ludwig's bound.
 _MOST_ON_CPU = 128
-# Passes over a micro-batch, of which the fastest counts: two, and more if they are shorter than this together.
-_SECONDS, _MOST_PASSES = 0.1, 8
+# Passes over a micro-batch, of which the fastest counts, since other work of the machine slows some: two, and more if
+# they are shorter than this together.
+_SECONDS, _MOST_PASSES = 0.5, 20
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,10 @@ class SpikeParams(Params):
         "How far above the median of the last 100 steps a value must be, in units of 1.4826 times their median "
         "absolute deviation; at least 10 steps must be known.",
     )
-    metrics: list[str] = opt(
-        ["loss", "grad_norm", "kl"], "What is watched: loss, grad_norm, and kl where there is one."
+    metrics: list[str] | None = opt(
+        None,
+        "What is watched: loss, grad_norm, kl where there is one. None: all of them; of the online trainers not the "
+        "loss, which is 0 up to rounding in a step on-policy.",
     )
     learning_rate_factor: Annotated[float, Gt(0), Le(1)] = opt(
         0.5, "Factor by which the learning rate falls at each rollback."
@@ -79,8 +81,7 @@ class SpikeParams(Params):
     def __post_init__(self) -> None:
         """Check types, bounds and names."""
         super().__post_init__()
-        unknown = [name for name in self.metrics if name not in _WATCHED]
-        if unknown or not self.metrics:
+        if self.metrics is not None and not (self.metrics and {*self.metrics} <= {*_WATCHED}):
             raise ConfigError(f"metrics={self.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
 
 
@@ -127,6 +128,8 @@ class AutopilotOptions:
     )
     # The metric by which checkpoints are chosen if none is named.
     best_metric: ClassVar[str] = "loss"
+    # What shows a spike if nothing is named.
+    spike_metrics: ClassVar[tuple[str, ...]] = _WATCHED
 
     early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
         None,
@@ -185,6 +188,11 @@ class AutopilotOptions:
     def spike_params(self) -> SpikeParams:
         """What a spike is, and what happens after one."""
         return SPIKE.of(self)
+
+    @property
+    def watched_metrics(self) -> tuple[str, ...]:
+        """What is watched for spikes; nothing if `on_spike` is off."""
+        return tuple(self.spike_params.metrics or self.spike_metrics) if self.on_spike == "rollback" else ()
 
 
 def name_best_metric(config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -114,6 +115,8 @@ def check_checkpoints(config: Any) -> None:
         )
     if config.upload_to is None:
         return
+    if isinstance(config.upload_to, os.PathLike):
+        config.upload_to = os.fspath(config.upload_to)
     check_url("upload_to", config.upload_to)
     if config.save_strategy == "no":
         raise ConfigError(

@@ -77,17 +77,16 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class BaseConfig(
-    # First, because some classes below bring along HuggingFace's options that this one replaces.
-    ScheduleOptions,
+    # Some of these define options of TrainingArguments anew, so they come before the classes that inherit it.
     CheckpointOptions,
     AutopilotOptions,
     OptimizerOptions,
     TokenizerOptions,
     PrecisionOptions,
     ProfileOptions,
-    # Last, because they derive from TrainingArguments, whose output_dir is the first argument.
-    SizeOptions,
     EvaluationOptions,
+    SizeOptions,
+    ScheduleOptions,
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 

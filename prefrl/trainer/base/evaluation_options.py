@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
-from transformers import TrainingArguments
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
+from prefrl.trainer.base.schedule_options import ScheduleOptions
 
 __all__ = ["EvaluationOptions", "check_evaluation"]
 
@@ -18,7 +18,7 @@ _Epochs = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class EvaluationOptions(TrainingArguments):
+class EvaluationOptions(ScheduleOptions):
     """When evaluations take place and checkpoints are saved, counted in epochs, and what is evaluated."""
 
     changeable: ClassVar[tuple[str, ...]] = (

@@ -33,6 +33,10 @@ _RATE = Annotated[float, Ge(0)]
 class OptimizerOptions:
     """Options of the update that HuggingFace does not have."""
 
+    optim: str = opt(
+        "adamw_torch_fused",
+        f"Optimizer: one of transformers, or {', '.join(OPTIMIZERS)}.",
+    )
     learning_rates: dict[str, float] | str | None = opt(
         None,
         "Learning rates of some parameters: from regular expressions to rates, all with the same schedule. The first "

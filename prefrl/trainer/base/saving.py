@@ -151,7 +151,7 @@ class RunFolder:
         own = read_identity(self.path)
         found = find_last(self.path, run=None if own is None else own.run)
         if found.folder is None and self.upload_to is not None:
-            uploaded = fetch("upload_to", self.upload_to, self.path)
+            uploaded = fetch("upload_to", self.upload_to, self.path, run=None if own is None else own.run)
             if uploaded is not None:
                 return uploaded
         if found.folder is None and found.unusable:

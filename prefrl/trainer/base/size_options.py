@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
-from transformers import TrainingArguments
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.schedule_options import ScheduleOptions
 
 __all__ = [
     "AUTO",
@@ -58,7 +58,7 @@ AUTO_SIZE = KwargsOption(
 
 
 @dataclass
-class SizeOptions(TrainingArguments):
+class SizeOptions(ScheduleOptions):
     """Sizes in addition to HuggingFace's."""
 
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(

@@ -178,6 +178,11 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         """The reference that the policy stays close to, if one is kept."""
         return self.scorer.reference
 
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """TRL's name for the reference; None if it is the policy without its adapter, or if there is none."""
+        return None if self.reference is None else self.reference.own_model
+
     # What a subclass implements.
 
     @abstractmethod

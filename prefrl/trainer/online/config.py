@@ -132,6 +132,7 @@ class OnlineConfig(
     )
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
     best_metric: ClassVar[str] = "reward"
+    spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "kl")
     changeable: ClassVar[tuple[str, ...]] = (
         "num_generations_eval",
         "temperature_eval",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 from prefrl import SFTConfig, distributed
 from prefrl.errors import ConfigError
+from prefrl.registry import REGISTRY, Algorithm
 from prefrl.trainer.base.run_identity import decisive_options
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS
 from prefrl.trainer.base.scheduler import refresh
@@ -193,3 +195,16 @@ def test_schedules_are_refused_with_parts_of_deepspeeds_config(part: str) -> Non
     distributed.check_chooses_schedule(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None)))
     with pytest.raises(ConfigError, match=f"DeepSpeed's config has {part} of its own"):
         distributed.check_chooses_schedule(with_config({part: {}}))
+
+
+@pytest.mark.parametrize("row", REGISTRY.values(), ids=lambda row: row.name)
+def test_a_field_of_a_config_is_that_of_the_first_class_that_declares_it(row: Algorithm) -> None:
+    """A dataclass takes the fields of all its bases, also those that a base has from HuggingFace's class."""
+    config = row.load_config()
+    declared: dict[str, Any] = {}
+    for group in reversed(config.__mro__):
+        if group.__module__.startswith("prefrl."):
+            fields = group.__dataclass_fields__
+            declared |= {name: fields[name] for name in inspect.get_annotations(group) if name in fields}
+    fields = config.__dataclass_fields__
+    assert {name for name, field in declared.items() if fields[name].metadata != field.metadata} == set()

@@ -148,7 +148,9 @@ CURVES: list[tuple[dict[str, Any], Callable[[int], float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "formula"), CURVES, ids=str)
+@pytest.mark.parametrize(
+    ("options", "formula"), CURVES, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
 def test_a_schedule_follows_its_formula(
     options: dict[str, Any], formula: Callable[[int], float], tmp_path: Path
 ) -> None:
