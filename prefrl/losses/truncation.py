@@ -199,5 +199,5 @@ def _count(logits: Tensor, value: Tensor) -> Tensor:
 
 
 def _rows_at_once(logits: Tensor) -> int:
-    """Rows of logits [c, V] whose S is found at once: on a CPU few, so that what is made of them stays in its caches."""
+    """Rows of logits [c, V] whose S is found at once: on a CPU so few that what is made of them fits in its caches."""
     return max(_CACHED // logits.size(1), 1) if logits.device.type == "cpu" else max(logits.size(0), 1)
