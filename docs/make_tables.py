@@ -24,7 +24,19 @@ MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
 # Pages that list the keys of an option that is a mapping; the others are in docs/losses.md.
-KEY_PAGES = {"vllm_kwargs": "vllm.md", "vllm_importance_sampling_kwargs": "vllm.md"}
+KEY_PAGES = {
+    **dict.fromkeys(("vllm_kwargs", "vllm_importance_sampling_kwargs"), "vllm.md"),
+    **dict.fromkeys(
+        ("lr_scheduler_kwargs", "reduce_on_plateau_kwargs", "weight_decay_schedule_kwargs"), "schedules.md"
+    ),
+    "auto_size_kwargs": "automatic_sizes.md",
+    "profile_kwargs": "profiling.md",
+    **dict.fromkeys(("checkpoint_kwargs", "upload_kwargs"), "checkpoints.md"),
+    **dict.fromkeys(("eval_sampling_kwargs", "pass_at_k_kwargs"), "evaluation.md"),
+    **dict.fromkeys(
+        ("early_stopping_kwargs", "model_soup_kwargs", "increase_batch_size_kwargs", "spike_kwargs"), "autopilot.md"
+    ),
+}
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 
@@ -56,6 +68,7 @@ def rows_of(name: str) -> str:
         "advantages": (["`advantage_estimator`", "of", "options", "source"], _advantages),
         "kl": (["`kl_estimator`", "value unbiased", "gradient unbiased", "source"], _kl),
         "presets": (["preset", "options", "source"], _presets),
+        "schedules": (["`lr_scheduler_type`", "options", *map(str, STEPS)], _schedules),
         "optimizers": (["`optim`", "class", "`weight_decay`", "keys of `optim_args`", "ZeRO", "FSDP2"], _optimizers),
         "names": (["name", "place", ""], _names),
         "trl": (["TRL", "prefrl"], lambda: _foreign("trl.TRL")),
@@ -64,6 +77,7 @@ def rows_of(name: str) -> str:
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
         "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
+        "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines())])
@@ -120,6 +134,36 @@ def _optimizers() -> Iterator[list[str]]:
         works = ["yes" if value else "refused" for value in works_under(name).values()]
         class_name = "Muon` and `torch.optim.AdamW" if name == "muon" else row.class_name
         yield [f"`{name}`", f"`{places[row.package]}.{class_name}`", decay, _code(row.keys), *works]
+
+
+# Steps of a training of 100.
+STEPS = (0, 5, 10, 25, 50, 75, 90, 95, 100)
+_WARM = {"warmup_steps": 10}
+CURVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # schedule, options, lr_scheduler_kwargs
+    ("constant_with_warmup", _WARM, {}),
+    ("constant_with_warmup", {**_WARM, "warmup_start_factor": 0.1}, {}),
+    ("linear", _WARM, {}),
+    ("linear", {**_WARM, "lr_decay_steps": 75}, {}),
+    ("cosine", _WARM, {}),
+    ("cosine_with_min_lr", _WARM, {"min_lr_rate": 0.1}),
+    ("inverse_sqrt", _WARM, {}),
+    ("wsd", {}, {"decay_fraction": 0.25}),
+    ("wsd", {}, {"decay_fraction": 0.25, "decay_type": "1-sqrt"}),
+    ("wsd", _WARM, {"decay_fraction": 1.0, "decay_type": "exponential", "min_lr_ratio": 0.1}),
+    ("one_cycle", {}, {}),
+    ("exponential", {}, {"decay_rate": 0.5, "decay_steps": 25}),
+    ("exponential", {}, {"decay_rate": 0.5, "decay_steps": 25, "staircase": True}),
+    ("cosine_warm_restarts", {}, {"t_0": 30, "t_mult": 2}),
+]
+
+
+def _schedules() -> Iterator[list[str]]:
+    for name, options, kwargs in CURVES:
+        common = {"output_dir": "unused", "use_cpu": True, "learning_rate": 1.0}
+        args = load("prefrl.SFTConfig")(**common, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, **options)
+        factor = args.learning_rate_factor(100)
+        shown = _code(f"{key}={value}" for key, value in {**options, **kwargs}.items())
+        yield [f"`{name}`", shown, *(f"{factor(step):.3g}" for step in STEPS)]
 
 
 def _names() -> Iterator[list[str]]:

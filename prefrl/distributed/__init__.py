@@ -24,13 +24,16 @@ from prefrl.distributed.checkpoint import (
 from prefrl.distributed.company import Scorer, in_company, missing_passes
 from prefrl.distributed.launch_checks import (
     check_backend,
+    check_changed_layers,
     check_chooses_optimizer,
+    check_chooses_schedule,
     check_devices,
     check_gradients_seen,
     check_optimizer,
     check_processes,
     check_quantized,
     check_state_read,
+    check_weights_stay,
 )
 from prefrl.distributed.parallelism import (
     accelerator_arguments,
@@ -60,6 +63,7 @@ from prefrl.distributed.processes import (
 )
 from prefrl.distributed.reading import Reader
 from prefrl.distributed.shards import (
+    assign,
     bare_copy,
     class_of,
     copy_of,
@@ -87,9 +91,12 @@ __all__ = [
     "Scorer",
     "accelerator_arguments",
     "announce_backward",
+    "assign",
     "bare_copy",
     "check_backend",
+    "check_changed_layers",
     "check_chooses_optimizer",
+    "check_chooses_schedule",
     "check_deepspeed",
     "check_devices",
     "check_first_training",
@@ -100,6 +107,7 @@ __all__ = [
     "check_quantized",
     "check_resumable",
     "check_state_read",
+    "check_weights_stay",
     "class_of",
     "copy_of",
     "divided_update",

@@ -12,6 +12,7 @@ from prefrl.errors import ConfigError
 __all__ = [
     "check_backend",
     "check_chooses_optimizer",
+    "check_chooses_schedule",
     "check_devices",
     "check_gradients_seen",
     "check_optimizer",
@@ -34,6 +35,12 @@ def check_processes(args: Any, environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: The message says what to change.
     """
+    if _is_set(environment, "ACCELERATE_USE_MEGATRON_LM"):
+        raise ConfigError(
+            "distributed_type MEGATRON_LM in accelerate's config: Megatron-LM is not supported, whose models are not "
+            "those of transformers. Use DeepSpeed ZeRO or FSDP2, which share out weights, and sp_size for long rows: "
+            "see docs/distributed.md."
+        )
     started, world_size = int(environment.get("WORLD_SIZE") or 1), args.world_size
     if started > world_size:
         remedy = (
@@ -175,6 +182,21 @@ def check_chooses_optimizer(accelerator: Any, options: str) -> None:
         raise ConfigError(f"{options} have no effect: DeepSpeed's config has an optimizer. Remove it from the config.")
 
 
+def check_chooses_schedule(accelerator: Any) -> None:
+    """Refuse schedules that transformers does not have if DeepSpeed's config has a scheduler or an optimizer.
+
+    Raises:
+        ConfigError: It has.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    found = [part for part in ("scheduler", "optimizer") if plugin is not None and part in plugin.deepspeed_config]
+    if found:
+        raise ConfigError(
+            f"lr_scheduler_type and other options of schedules: DeepSpeed's config has {' and '.join(found)} of its "
+            "own, which would leave them without effect. Remove that from the config."
+        )
+
+
 def check_state_read(accelerator: Any, name: str) -> None:
     """Refuse to save the state of an optimizer that has none, if it could not be read again.
 
@@ -198,6 +220,39 @@ def check_gradients_seen(accelerator: Any, option: str) -> None:
         raise ConfigError(
             f"{option} under DeepSpeed, which updates within the backward pass: gradients cannot be changed before. "
             "Use FSDP2 or DDP, or leave it None."
+        )
+
+
+def check_weights_stay(accelerator: Any, option: str) -> None:
+    """Refuse an option that needs the weights between the passes.
+
+    Raises:
+        ConfigError: With ZeRO-3 they are empty then.
+    """
+    is_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
+    if is_deepspeed and accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] == 3:
+        raise ConfigError(
+            f"{option} with DeepSpeed ZeRO-3, whose weights are empty between the passes: they are not averaged. Use "
+            "ZeRO-2, DDP or FSDP2; the command prefrl soup averages checkpoints afterwards."
+        )
+
+
+def check_changed_layers(accelerator: Any, *, option: str | None) -> None:
+    """Refuse layers that compute in another way where DeepSpeed gathers weights inside them.
+
+    Args:
+        accelerator: The trainer's accelerator.
+        option: What changes layers; None: nothing does.
+
+    Raises:
+        ConfigError: The backend is ZeRO-3.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    stage = None if plugin is None else plugin.deepspeed_config["zero_optimization"]["stage"]
+    if option is not None and stage == 3:
+        raise ConfigError(
+            f"{option} with DeepSpeed ZeRO-3: it gathers weights inside the layers, which cannot be changed then. Use "
+            "ZeRO-2, FSDP2 or DDP."
         )
 
 

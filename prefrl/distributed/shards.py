@@ -197,6 +197,12 @@ def mix(weight: torch.Tensor, other: torch.Tensor, alpha: float) -> None:
         weight.lerp_(whole(other).detach().to(weight), alpha)
 
 
+def assign(weight: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a tensor of any dtype into a weight, both whole or partitioned in the same way, but not by ZeRO-3."""
+    with torch.no_grad():
+        _local_part(weight).copy_(_local_part(value))
+
+
 # Whole models.
 
 

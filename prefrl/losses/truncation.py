@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from prefrl.losses.determinism import cumsum_permitted
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -169,7 +171,8 @@ def _nucleus(logits: Tensor, lowest: Tensor, cuts: Truncation, *, num_sorted: in
     values = logits.topk(min(num_sorted, logits.size(1)), dim=1).values
     largest, smallest = values[:, :1], values[:, -1:]
     weights = (values - largest).exp().masked_fill(values < lowest[:, None], 0.0)
-    sums = weights.cumsum(1)
+    with cumsum_permitted():
+        sums = weights.cumsum(1)
     num_more = _count(logits, smallest) - _count(values, smallest)  # not sorted, as likely as the last one that is
     if cuts.top_k:
         wanted = cuts.top_p * (sums[:, -1] + num_more * weights[:, -1])

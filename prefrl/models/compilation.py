@@ -1,19 +1,18 @@
 """torch.compile for the layers of a model, in passes that score rows.
 
-Rows have other lengths in every step, and compiling takes seconds. So each layer is compiled with symbolic lengths,
-without the attention inside it: the layout of a flat row is a Python object, of which every step has another one. What
-is compiled serves all layers of a kind, all lengths and all flat layouts. Generation, whose layers read a key/value
-cache, is not compiled.
+Rows have other lengths in every step, and compiling takes seconds. So the parts of each layer are compiled with
+symbolic lengths, without the attention inside them: the layout of a flat row is a Python object, of which every step
+has another one. What is compiled serves all layers of a kind, all lengths and all flat layouts. Parts, not whole
+layers, because torch does not compile what it checkpoints. Generation, whose layers read a key/value cache, is not
+compiled.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transformers.modeling_layers import GradientCheckpointingLayer
-
-from prefrl.errors import ConfigError
-from prefrl.models.scoring import inner_model, prepare_for_scoring
+from prefrl.models.layers import layers_of
+from prefrl.models.scoring import prepare_for_scoring
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["compile_layers"]
 
 
-def compile_layers(model: nn.Module, *, backend: str, mode: str | None, checkpointed: bool) -> None:
-    """Compile the layers of the language model inside, in place; nothing is compiled before the first pass.
+def compile_layers(model: nn.Module, *, backend: str, mode: str | None) -> None:
+    """Compile the parts of a language model's layers, in place; nothing is compiled before the first pass.
 
     Call it before the model is wrapped. A copy of the model is not compiled.
 
@@ -30,19 +29,11 @@ def compile_layers(model: nn.Module, *, backend: str, mode: str | None, checkpoi
         model: A causal language model or sequence classifier, PEFT included.
         backend: Of torch.compile.
         mode: Of torch.compile; None: its default.
-        checkpointed: Whether the backward pass computes the layers once more. torch does not compile what it
-            checkpoints, so the modules of each layer are compiled instead.
 
     Raises:
-        ConfigError: It has no layers that are known to be alike.
+        ConfigError: It has no layers that are known.
     """
-    inner = inner_model(model)
-    layers = [part for part in inner.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            f"torch_compile=True: {type(inner).__name__} has no layers that can be compiled one by one. Set it to False."
-        )
-    for layer in layers:
-        for part in layer.children() if checkpointed else [layer]:
+    for layer in layers_of(model, needed_by="torch_compile=True"):
+        for part in layer.children():
             part.compile(backend=backend, mode=mode, dynamic=True)
     prepare_for_scoring(model).is_compiled = True

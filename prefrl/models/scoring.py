@@ -36,6 +36,7 @@ from prefrl.models.heads import (
 )
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, padded_with
+from prefrl.models.precision import coarsest_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +52,6 @@ __all__ = [
     "ScoredSequences",
     "ScoredTokens",
     "ScoringState",
-    "coarsest_dtype",
     "head_logits",
     "inner_model",
     "inside",
@@ -450,13 +450,3 @@ def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:
 
 def _identity(logits: Tensor) -> Tensor:
     return logits
-
-
-def coarsest_dtype(model: PreTrainedModel, output: Tensor) -> torch.dtype:
-    """Of those that a pass which gave `output` computed in."""
-    # ZeRO-3 would gather a `weight` that is asked for by name here, and would do so in each pass from then on.
-    dtypes = [output.dtype, next(model.get_input_embeddings().parameters()).dtype]
-    if torch.is_autocast_enabled(output.device.type):
-        dtypes.append(torch.get_autocast_dtype(output.device.type))
-    coarsest: torch.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return coarsest

@@ -14,13 +14,14 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
+from prefrl.models.fp8 import without_fp8
 from prefrl.models.heads import is_classifier, needed_head, output_head, pad_token_id
 from prefrl.models.images import image_rules
 from prefrl.models.liger import liger_options_of, without_liger
 from prefrl.models.modes import eval_mode, uncompiled
 from prefrl.models.plans import FlatInputs, Verdict, lay_out
+from prefrl.models.precision import coarsest_dtype
 from prefrl.models.scoring import (
-    coarsest_dtype,
     inner_model,
     predicting,
     prepare_for_scoring,
@@ -81,15 +82,16 @@ def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> Ve
     It runs without gradients, in eval mode, with token ids from a separate generator, so weights, modes and random
     states do not change. Every call runs the same number of forward passes, so that sharded ranks stay in step. For a
     sequence classifier that is not just a base model with a score head, only its own forward is tried. With Liger's
-    kernels, the plain forward must give the same as without them. Compiled layers run only at the end: the plan that
-    was found must give the same with them.
+    kernels, the plain forward must give the same as without them. Products in 8 bits, whose errors are larger than
+    what is looked for, are off. Compiled layers run only at the end: the plan that was found must give the same with
+    them.
 
     Raises:
         ConfigError: A sequence classifier needs its own forward, but that forward reads padding; or Liger's kernels
             or torch.compile change what the model computes.
     """
     state = prepare_for_scoring(model)
-    with uncompiled(state.is_compiled):
+    with uncompiled(state.is_compiled), without_fp8(model):
         verdict = _checked_plans(model, image_example)
     if state.is_compiled:
         _check_compiled(model, verdict)
@@ -377,9 +379,10 @@ def _check_compiled(model: nn.Module, verdict: Verdict) -> None:
             with uncompiled(True):
                 eager = _read_hidden(bare, inputs, own_logits=verdict.own_logits)
     except Exception as error:
+        cause = " ".join(str(error).partition("\n\n")[0].split())  # without torch's advice to its developers
         raise ConfigError(
             f"torch_compile=True: the layers of {type(inner).__name__} cannot be compiled here: "
-            f"{type(error).__name__}: {error}. Set it to False, or choose another torch_compile_backend."
+            f"{type(error).__name__}: {cause}. Set it to False, or choose another torch_compile_backend."
         ) from error
     change = _relative_error(compiled, eager)
     if not change <= _SEQUENCE_TOLERANCES[coarsest_dtype(inner, compiled)][0]:
@@ -392,7 +395,7 @@ def _check_compiled(model: nn.Module, verdict: Verdict) -> None:
 def _read_hidden(model: nn.Module, inputs: ModelInputs, *, own_logits: bool) -> Tensor:
     """[N, h] what a pass gives to its readout, at the positions that predict responses."""
 
-    def readout(_: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+    def readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         return {"output": output if output.dim() == 2 else predicting(output, request)}
 
     hidden: Tensor = read_out(model, inputs, inputs.predictors, readout, own_logits=own_logits)["output"]

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from prefrl.errors import ConfigError
+from prefrl.models.soup_choice import Ingredient, Soup, greedy_choice
 from prefrl.optional import require
 
 if TYPE_CHECKING:
@@ -30,7 +31,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Evaluate", "Ingredient", "Soup", "best_soup", "greedy_soup", "load_checkpoint", "uniform_soup"]
+__all__ = [
+    "Evaluate",
+    "Ingredient",
+    "Soup",
+    "best_soup",
+    "greedy_choice",
+    "greedy_soup",
+    "load_checkpoint",
+    "uniform_soup",
+]
 
 Evaluate = Callable[["PreTrainedModel"], float]
 Folder = str | os.PathLike[str]
@@ -63,24 +73,6 @@ _LINEAR = frozenset(
         "use_rslora",
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ingredient:
-    """A checkpoint and its share of a soup."""
-
-    checkpoint: Path
-    weight: float  # its share; all shares add up to 1; 0: not used
-    metric: float | None = None  # of the checkpoint alone
-    trial_metric: float | None = None  # of the greedy soup that included it on trial; None: it was not tried
-
-
-@dataclass(frozen=True, slots=True)
-class Soup:
-    """The ingredients of an average, and its metric."""
-
-    ingredients: list[Ingredient]
-    metric: float | None  # None: not evaluated
 
 
 def uniform_soup(checkpoints: Sequence[Folder], output_dir: Folder, *, weights: Sequence[float] | None = None) -> Soup:
@@ -169,22 +161,11 @@ def greedy_soup(
     Source: algorithm 1, greedy soup; equal metrics are accepted, as there.
     """
     ranked = _ranked(_checked(checkpoints, output_dir, top_k), evaluate, greater_is_better)
-    num_tried = len(ranked) if top_k is None else top_k
-    used: list[Path] = []
-    best = ranked[0].metric
-    tried = []
-    for ingredient in ranked[:num_tried]:
-        candidate = [*used, ingredient.checkpoint]
-        metric = _metric_of(candidate, Path(output_dir), evaluate) if used else ingredient.metric
-        assert metric is not None
-        assert best is not None
-        is_used = metric >= best if greater_is_better else metric <= best
-        if is_used:
-            used, best = candidate, metric
-        tried.append(dataclasses.replace(ingredient, weight=float(is_used), trial_metric=metric))
-    _write(used, _shares(None, len(used)), Path(output_dir))
-    shares = [dataclasses.replace(i, weight=i.weight / len(used)) for i in [*tried, *ranked[num_tried:]]]
-    return Soup(shares, metric=best)
+    tried = ranked[:top_k]
+    metric_of = partial(_metric_of, output_dir=Path(output_dir), evaluate=evaluate)
+    soup = greedy_choice(tried, metric_of, greater_is_better=greater_is_better)
+    _write(soup.used, _shares(None, len(soup.used)), Path(output_dir))
+    return dataclasses.replace(soup, ingredients=[*soup.ingredients, *ranked[len(tried) :]])
 
 
 def load_checkpoint(folder: Folder) -> PreTrainedModel:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from prefrl.rewards.compute_score import ComputeScore
 from prefrl.rewards.grader import Grader
 from prefrl.rewards.model import ModelReward
 
@@ -22,7 +23,7 @@ def reward_fingerprint(function: Callable[..., Any]) -> str:
     """
     if isinstance(function, ModelReward):
         return str(function.model.config.name_or_path)
-    while isinstance(function, functools.partial):
+    while isinstance(function, functools.partial | ComputeScore):
         function = function.func
     if isinstance(function, Grader):
         return _hashed(json.dumps([type(function).__name__, function.settings()], default=reward_fingerprint))

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelReward"]
 
-_ROWS_PER_BATCH = 16
-
 
 class ModelReward:
     """A reward that is one of the logits that a sequence-classification model gives to prompt and completion.
@@ -39,9 +37,10 @@ class ModelReward:
         tokenizer: The model's tokenizer; None: the one loaded by the model's name. A tokenizer without a padding token
             pads with its end-of-sequence token.
         device: Where the model is put; None: it stays where it is.
+        batch_size: The most completions that the model scores at once.
     Raises:
         ConfigError: The model or tokenizer cannot be loaded, has no trained score head or no token to pad with, has
-            several labels and no `head`, or one label and a `head`.
+            several labels and no `head`, or one label and a `head`; `batch_size` is below 1.
         ImportError: The model is an adapter and peft is not installed.
     """
 
@@ -53,7 +52,11 @@ class ModelReward:
         per_token: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
+        batch_size: int = 16,
     ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size}: must be at least 1")
+        self.batch_size = batch_size
         self.model: PreTrainedModel = model if isinstance(model, nn.Module) else _load_model(model)
         name = _short_name(model)
         labels = _labels(name, self.model)
@@ -87,8 +90,8 @@ class ModelReward:
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))  # similar lengths together: little padding
         scores = [0.0] * len(rows)
         with _evaluating(self.model):
-            for start in range(0, len(order), _ROWS_PER_BATCH):
-                chosen = order[start : start + _ROWS_PER_BATCH]
+            for start in range(0, len(order), self.batch_size):
+                chosen = order[start : start + self.batch_size]
                 for row, score in zip(chosen, self._scores([rows[row] for row in chosen]), strict=True):
                     scores[row] = score
         return self._divided(scores, completion_ids) if self._is_per_token else scores

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from prefrl.errors import ConfigError
@@ -46,9 +49,9 @@ def reward_by_name(name: str) -> RewardFunction:
     """The reward that an entry of `reward_funcs` names.
 
     Args:
-        name: A name of `REWARD_FUNCTIONS`; `module:function`; `reasoning_gym:task`; or a grader with its parameters,
-            `string_check(reference='{answer}')`, whose values are texts, numbers, lists, mappings, and for rewards
-            such entries as this one. It is read, never run as Python.
+        name: A name of `REWARD_FUNCTIONS`; `module:function` or `folder/file.py:function`; `reasoning_gym:task`; or a
+            grader with its parameters, `string_check(reference='{answer}')`, whose values are texts, numbers, lists,
+            mappings, and for rewards such entries as this one. It is read, never run as Python.
     Raises:
         ConfigError: There is no such reward, or a parameter is not valid.
     """
@@ -70,14 +73,31 @@ def reward_by_name(name: str) -> RewardFunction:
 
 
 def _imported(name: str) -> Any:
-    module_name, _, function = name.partition(":")
+    place, _, function = name.rpartition(":")
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:
-        return getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward_funcs={name!r}: cannot be imported: {error}") from error
+        return getattr(_file(Path(place)) if place.endswith(".py") else importlib.import_module(place), function)
+    except (ImportError, AttributeError, ValueError, OSError, TypeError) as error:
+        raise ConfigError(
+            f"reward_funcs={name!r}: cannot be imported: {error}. Write module:function or folder/file.py:function"
+        ) from error
     finally:
         sys.path.remove("")
+
+
+def _file(path: Path) -> ModuleType:
+    """The module in a file, imported once."""
+    name = f"prefrl_rewards_of_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path.resolve()):
+        return known
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look for it there
+    spec.loader.exec_module(module)
+    return module
 
 
 def _from_call(text: str) -> RewardFunction:

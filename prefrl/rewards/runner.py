@@ -20,6 +20,7 @@ from torch import nn
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards.call import Call, EventLoopThread, Outcome, call_all, is_async, result_of
 from prefrl.rewards.check import checked_values, excerpt
+from prefrl.rewards.compute_score import ComputeScore, is_compute_score
 from prefrl.rewards.fingerprint import reward_fingerprint
 from prefrl.rewards.logged import RewardLog
 from prefrl.rewards.model import ModelReward
@@ -163,6 +164,8 @@ class RewardRunner:
             )
         known = [*columns, *self._standard]
         for reward in self._rewards:
+            if isinstance(reward.function, ComputeScore):
+                reward.function.check_columns(columns)
             for name in sorted(reward.required):
                 if name not in known or name in _HIDDEN:
                     raise ConfigError(_missing(reward.name, name, columns, self._standard))
@@ -313,7 +316,7 @@ def _function(
         )
     if callable(setup := getattr(_unwrapped(source), "setup", None)):
         setup()
-    return source
+    return ComputeScore(source) if is_compute_score(source) else source
 
 
 def _name(function: Callable[..., Any]) -> str:

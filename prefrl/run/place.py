@@ -1,5 +1,6 @@
 """A folder of checkpoints that fsspec reaches: `s3://bucket/run`, `gs://...`, a mounted folder.
 
+<url>/run.txt                           the id of the run that uploaded last
 <url>/checkpoint-<step>/                sealed checkpoints, as in a run's folder
 <url>/checkpoint-<step>/manifest.json   their seal; it is written last, so whoever finds it finds all files
 <url>/checkpoint-<step>/uploading.json  the same seal while the other files are being written
@@ -25,6 +26,7 @@ __all__ = ["Place", "check_url", "fetch", "is_url"]
 _log = logging.getLogger(__name__)
 
 _STARTED = "uploading.json"
+_RUN = "run.txt"
 
 
 def is_url(text: object) -> bool:
@@ -42,11 +44,14 @@ def check_url(option: str, url: str) -> None:
     Raises:
         ConfigError: fsspec does not know it, the package that it needs is missing, or it is on the Hub.
     """
+    if not (isinstance(url, str) and url):
+        raise ConfigError(f"{option}={url!r}: must be a folder or a URL of fsspec, such as 's3://bucket/run'")
     shown = without_secrets(url)
     if url.startswith("hf://"):
         raise ConfigError(
-            f"{option}={shown!r}: each file would be a commit of its own. Set push_to_hub=True, hub_model_id and "
-            "hub_strategy='all_checkpoints', which upload whole checkpoints."
+            f"{option}={shown!r}: a checkpoint on the Hub is one commit. To upload, set push_to_hub=True, "
+            "hub_model_id and hub_strategy='all_checkpoints'; to resume, get the folder with `hf download` and give "
+            "its path."
         )
     try:
         fsspec.get_filesystem_class(fsspec.core.split_protocol(url)[0] or "file")
@@ -86,6 +91,9 @@ class Place:
             raise CheckpointError(f"{folder}: {MANIFEST} is damaged")
         if self._read(f"{target}/{MANIFEST}") == seal:
             return
+        if self.run() != manifest.run:
+            self._files.makedirs(self._path, exist_ok=True)
+            self._files.pipe_file(f"{self._path}/{_RUN}", manifest.run.encode())
         if self._read(f"{target}/{_STARTED}") != seal:
             if self._files.exists(target):
                 self._files.rm(target, recursive=True)
@@ -98,6 +106,11 @@ class Place:
                 self._files.put_file(str(folder / file), f"{target}/{file}")
         self._files.pipe_file(f"{target}/{MANIFEST}", seal)
         self._files.rm_file(f"{target}/{_STARTED}")
+
+    def run(self) -> str | None:
+        """The id of the run that uploaded last; None: there was none."""
+        text = self._read(f"{self._path}/{_RUN}")
+        return None if text is None else text.decode(errors="replace")
 
     def names(self) -> list[str]:
         """The names of all that could be checkpoints, the last first."""
@@ -135,7 +148,10 @@ class Place:
                 if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
                     raise CheckpointError(f"{self.url}/{name}: {MANIFEST} names {file!r}, outside of the folder")
                 (staged / file).parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(f"{source}/{file}", str(staged / file))
+                try:
+                    self._files.get_file(f"{source}/{file}", str(staged / file))
+                except FileNotFoundError as error:  # deleted by hand, or by an upload that replaces it
+                    raise CheckpointError(f"{self.url}/{name}: {file} is missing") from error
             (staged / MANIFEST).write_bytes(seal)
             problem = problem_of(staged)
             if problem is not None:
@@ -158,13 +174,14 @@ class Place:
         return {str(path).removeprefix(f"{folder}/"): int(info["size"]) for path, info in found.items()}
 
 
-def fetch(option: str, url: str, run_folder: Path) -> Path | None:
+def fetch(option: str, url: str, run_folder: Path, *, run: str | None = None) -> Path | None:
     """Copy a checkpoint, and the best one that it names, into a run's folder, where they replace others.
 
     Args:
         option: Where the URL comes from, for errors.
         url: A checkpoint, or a folder of them: the last whole one that can be resumed from.
         run_folder: The run's folder, to which no other process writes.
+        run: The run whose checkpoints count in a folder of them; None: the one that uploaded last.
 
     Returns:
         Its folder; None: there are no checkpoints.
@@ -176,7 +193,7 @@ def fetch(option: str, url: str, run_folder: Path) -> Path | None:
     parent, _, name = url.rstrip("/").rpartition("/")
     try:
         place = Place(parent if step_of(name) is not None else url)
-        found = place.fetch(name, run_folder) if step_of(name) is not None else _fetch_last(place, run_folder)
+        found = place.fetch(name, run_folder) if step_of(name) is not None else _fetch_last(place, run_folder, run)
         if found is not None:
             _fetch_best(place, found)
         return found
@@ -189,11 +206,11 @@ def fetch(option: str, url: str, run_folder: Path) -> Path | None:
         ) from error
 
 
-def _fetch_last(place: Place, run_folder: Path) -> Path | None:
+def _fetch_last(place: Place, run_folder: Path, run: str | None) -> Path | None:
+    run = run or place.run()
     for name in place.names():
-        manifest = place.manifest(name)
-        if manifest is None or not manifest.resumable:
-            reason = "its upload was not finished" if manifest is None else "it holds a model without training state"
+        reason = _reason_against(place.manifest(name), run)
+        if reason is not None:
             _log.warning("%s/%s is passed over: %s", place.url, name, reason)
             continue
         try:
@@ -201,6 +218,15 @@ def _fetch_last(place: Place, run_folder: Path) -> Path | None:
         except CheckpointError as error:
             _log.warning("passed over: %s", error)
     return None
+
+
+def _reason_against(manifest: Manifest | None, run: str | None) -> str | None:
+    """Why training does not resume from a checkpoint; None: it may."""
+    if manifest is None:
+        return "its upload was not finished"
+    if run not in (None, manifest.run):
+        return "it belongs to another run"
+    return None if manifest.resumable else "it holds a model without training state"
 
 
 def _fetch_best(place: Place, checkpoint: Path) -> None:

@@ -63,14 +63,15 @@ class Uploads:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 self.add(left)
-        for folder in own_checkpoints(self._run_folder, run=run).values() if everything else ():
-            self.add(folder)
+        if everything:
+            self.add(*own_checkpoints(self._run_folder, run=run).values())
 
-    def add(self, checkpoint: Path) -> None:
-        """Upload a sealed checkpoint, unless it is at its place already."""
+    def add(self, *checkpoints: Path) -> None:
+        """Upload sealed checkpoints, unless they are at their place already, and once more those that failed."""
         with self._changed:
-            self._waiting.add(checkpoint.name)
-            if not self._is_running:
+            again = {name for name in self._failed if (self._run_folder / name).is_dir()}
+            self._waiting |= again | {checkpoint.name for checkpoint in checkpoints}
+            if self._waiting and not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._work, name="prefrl-upload", daemon=True).start()
 
@@ -83,11 +84,7 @@ class Uploads:
         Returns:
             What is not uploaded: the names of checkpoints with the reasons.
         """
-        with self._changed:
-            again = [self._run_folder / name for name in self._failed]
-        for checkpoint in again:
-            if checkpoint.is_dir():
-                self.add(checkpoint)
+        self.add()
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_running, timeout=seconds):
                 late = {*self._waiting, self._current} - {None}
@@ -121,7 +118,7 @@ class Uploads:
                 self.place.upload(links, name)
             except Exception as error:  # a library that talks to a server may raise anything
                 reason = reason_of(error)
-                then = "it is tried again at the end" if pause is None else f"next try in {pause:g} seconds"
+                then = "it is tried again with the next one" if pause is None else f"next try in {pause:g} seconds"
                 _log.warning("%s could not be uploaded to %s: %s; %s", name, self.place.url, reason, then)
                 threading.Event().wait(pause or 0)
             else:

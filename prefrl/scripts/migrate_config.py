@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from math import lcm, prod
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -29,7 +30,13 @@ _TOGETHER = {
     *("trainer.n_gpus_per_node", "algorithm.use_pf_ppo", "custom_reward_function.name"),
     *("train.train_batch_per_replica", "train.train_policy.on_policy"),
     *("policy.parallelism.dp_shard_size", "policy.parallelism.dp_replicate_size"),
+    *("train.optm_decay_type", "train.optm_decay_ratio", "train.optm_min_lr_factor"),
+    *("data.val_files", "train.ckpt.upload_s3", "train.ckpt.s3_bucket", "train.ckpt.s3_prefix"),
 }
+_OF_EVALUATION = (
+    *("eval_steps", "eval_on_start", "dataset_test_split", "temperature_eval", "num_generations_eval"),
+    *("eval_sampling_kwargs", "log_val_generations", "max_eval_samples"),
+)
 
 
 # TRL: the options have the same places, so the file is edited.
@@ -85,6 +92,10 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
     command = "reinforce_plus_plus" if str(estimator).startswith("reinforce") else command
     if command == "ppo":
         run.options.setdefault("lam", 1.0)
+    if "reward_funcs" in run.options:
+        module = run.options["reward_funcs"][0].partition(":")[0]
+        run.options["reward_funcs"] = [f"{module}:{run.value('custom_reward_function.name', 'compute_score')}"]
+    _files_of_verl(run)
     _kl_of_verl(run)
     _loss_of_verl(run)
     processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)
@@ -118,6 +129,10 @@ def migrate_cosmos_rl(text: str) -> Migrated:
     processes = max(1, run.number(places[0], 1)) * max(1, run.number(places[1], 1))
     if command == "grpo":
         _rollouts_of_cosmos_rl(run)
+    _schedule_of_cosmos_rl(run)
+    if (where := run.value("train.ckpt.upload_s3", False)) and (bucket := run.value("train.ckpt.s3_bucket", "")):
+        run.options["upload_to"] = f"s3://{bucket}/{run.value('train.ckpt.s3_prefix', 'outputs')}"
+        run.options |= {"upload_kwargs": {"checkpoints": "final"}} if where == "final" else {}
     _without_effect(run.options)
     micro = run.options.setdefault("per_device_train_batch_size", 2)
     batches = max(1, run.number("train.train_batch_per_replica", 8) // (micro * processes))
@@ -140,13 +155,31 @@ def _rollouts_of_cosmos_rl(run: _Run) -> None:
         options.pop("delta")
 
 
+def _schedule_of_cosmos_rl(run: _Run) -> None:
+    """The learning rate rises in 20 steps and stays, and falls at the end if a kind of decay is given."""
+    options, kind = run.options, run.value("train.optm_decay_type", "none")
+    options.setdefault("warmup_steps", 20)
+    fraction = run.value("train.optm_decay_ratio", 1.0)
+    if kind not in cosmos_rl.DECAYS or fraction == 0:
+        options["lr_scheduler_type"] = "constant_with_warmup"
+        return
+    options["lr_scheduler_type"] = "wsd"
+    options["lr_scheduler_kwargs"] = {
+        "decay_type": cosmos_rl.DECAYS[kind],
+        "decay_fraction": fraction,
+        "min_lr_ratio": run.value("train.optm_min_lr_factor", 0.0),
+    }
+    if not options["warmup_steps"]:
+        options["lr_scheduler_kwargs"]["warmup_fraction"] = 0.0
+
+
 def _without_effect(options: dict[str, Any]) -> None:
     """Leave out what belongs to evaluation or checkpoints that are off; here it would be an error."""
     if options.get("eval_strategy", "no") == "no":
-        for name in ("eval_steps", "dataset_test_split", "temperature_eval", "num_generations_eval"):
+        for name in _OF_EVALUATION:
             options.pop(name, None)
     if options.get("save_strategy") == "no":
-        for name in ("save_steps", "save_in_background", "save_total_limit"):
+        for name in ("save_steps", "save_in_background", "save_total_limit", "upload_to", "upload_kwargs"):
             options.pop(name, None)
 
 
@@ -237,6 +270,19 @@ class _Run:
         return Migrated("\n".join(head) + "\n" + body, sorted(self.changes), sorted(self.open))
 
 
+def _files_of_verl(run: _Run) -> None:
+    """Files to train on and to evaluate on are splits of one dataset here."""
+    files = {"train": run.value("data.train_files", None), "test": run.value("data.val_files", None)}
+    if None in files.values():
+        return
+    paths = [path for given in files.values() for path in ([given] if isinstance(given, str) else given)]
+    formats = sorted({"json" if ".json" in Path(path).suffix else "parquet" for path in paths})
+    run.options.pop("dataset_name", None)
+    run.options["datasets"] = [{"path": formats[0], "data_files": files}]
+    if len(formats) > 1:
+        run.open.append((1, f"files of several formats: {', '.join(paths)}. Convert them to one"))
+
+
 def _kl_of_verl(run: _Run) -> None:
     """There is a weight and an estimate for the KL in the loss, and others for that in the reward."""
     options, in_loss = run.options, bool(run.value("actor_rollout_ref.actor.use_kl_loss", False))
@@ -284,7 +330,9 @@ def _loss_of_verl(run: _Run) -> None:
 def _batches_of_verl(run: _Run, processes: int) -> None:
     """Prompts of a step are counted over all processes there, completions of a process here."""
     options, actor, group = run.options, "actor_rollout_ref.actor", run.number("actor_rollout_ref.rollout.n", 1)
-    if not run.value(f"{actor}.use_dynamic_bsz", False):
+    if run.value(f"{actor}.use_dynamic_bsz", False):
+        options.setdefault("max_tokens_per_micro_batch", 16384)
+    else:
         options.pop("max_tokens_per_micro_batch", None)
     per_generation = run.number("data.train_batch_size", 1024) * group
     per_step = min(per_generation, run.number(f"{actor}.ppo_mini_batch_size", 256) * group)

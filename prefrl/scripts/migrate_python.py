@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import io
 import re
 import textwrap
@@ -13,13 +14,16 @@ from typing import Any
 import prefrl
 import prefrl.rewards
 from prefrl.options.foreign import ARGUMENTS
-from prefrl.options.foreign.trl import DEFAULTS, NAMES, TRAINER_NAMES, TRL, VALUES
-from prefrl.scripts.migrate_edits import Edit, Migrated, accepted, applied, converted
+from prefrl.options.foreign.trl import DEFAULTS, METHODS, NAMES, SCRIPT_OPTIONS, TRAINER_NAMES, TRL, VALUES
+from prefrl.registry import REGISTRY
+from prefrl.scripts.migrate_edits import Edit, Migrated, accepted, applied, converted, every_option, options_of
+from prefrl.scripts.migrate_parsed import parsed_options
 from prefrl.scripts.migrate_shell import migrate_commands
 
 __all__ = ["migrate_script"]
 
 _LINE = 119
+_NAMESAKES = "trl.experimental.bema_for_ref_model"  # its names are those of other classes
 _IMPORT = re.compile(rb"from\s+trl[\w.]*\s+import")
 
 
@@ -52,8 +56,9 @@ class _Script:
             self.starts.append(self.starts[-1] + len(line))
         self.names: dict[str, str] = {}  # names in the script -> those of TRL
         self.module: str | None = None  # what the script calls trl
-        self.removed: list[ast.keyword] = []
+        self.removed: list[ast.keyword | ast.alias] = []
         self.needs_trl = False  # whether it still imports something of trl
+        self.own: list[str] = []  # options that no trainer reads, only the script
 
     def migrated(self) -> Migrated:
         for node in ast.walk(self.tree):
@@ -61,12 +66,18 @@ class _Script:
                 self._import_from(node)
             elif isinstance(node, ast.Import):
                 self._import(node)
+        self.parsed = parsed_options(self.tree, self._name)
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call) and (name := self._name(node.func)) is not None:
                 self._call(node, name)
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 self._attribute(node, node.value.id)
+            for body in (getattr(node, field, None) for field in ("body", "orelse")):
+                if isinstance(body, list):
+                    self._methods(body)
         if self.names or self.module:
+            self._parser()
+            self._own_options()
             self._defaults_of_parsed_configs()
             self._texts()
         self.result.text = applied(self.source, self.edits).decode()
@@ -79,7 +90,7 @@ class _Script:
     def _import_from(self, node: ast.ImportFrom) -> None:
         homes: dict[str, list[str]] = {}
         for alias in node.names:
-            home = _home(alias.name)
+            home = None if node.module == _NAMESAKES else _home(alias.name)
             if home is None:
                 self.needs_trl = True
                 remedy = NAMES.get(alias.name, "it stays imported from trl")
@@ -126,6 +137,8 @@ class _Script:
         if self.module == "trl" and base == "trl":
             start, _ = self._span(node.value)
             self._edit(start, start + len("trl"), "prefrl")
+        if self.parsed is not None and base in self.parsed.variables and self._of_other_class(node, base):
+            return
         row = TRL.get(node.attr) if "args" in base or "config" in base else None
         is_user = bool(self.names or self.module)
         if row is None or not is_user or any(node.attr in accepted(name) for name in self.names.values()):
@@ -136,6 +149,82 @@ class _Script:
             self.result.changes.append((node.lineno, f"{base}.{node.attr}: it {row.says}"))
         else:
             self.result.open.append((node.lineno, f"{base}.{node.attr} {row.says}"))
+
+    def _of_other_class(self, node: ast.Attribute, base: str) -> bool:
+        """Whether a parsed dataclass lacks the option, but the config has it or the script gets it."""
+        assert self.parsed is not None
+        config = self.parsed.config
+        variable = self.parsed.variable_of(config)
+        if config is None or variable is None or node.attr in accepted(config):
+            is_elsewhere = base != variable and node.attr not in _fields_of(self.parsed.variables[base])
+            if config is None or variable is None or not is_elsewhere:
+                return False
+            start, _ = self._span(node.value)
+            self._edit(start, start + len(base), variable)
+            self.result.changes.append((node.lineno, f"{base}.{node.attr}: an option of {config} here"))
+            return True
+        if base == variable and node.attr in SCRIPT_OPTIONS:
+            self.own += [] if node.attr in self.own else [node.attr]
+            return True
+        return False
+
+    def _parser(self) -> None:
+        """A parser of prefrl in the place of HuggingFace's, which knows fields alone and not TRL's names of keys."""
+        if self.parsed is None or not accepted(str(self.parsed.config)):
+            return
+        found = [
+            (node, alias)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.ImportFrom) and node.module == "transformers"
+            for alias in node.names
+            if alias.name == "HfArgumentParser" and alias.asname is None
+        ]
+        if not found or not isinstance(self.parsed.parser, ast.Name) or self.parsed.parser.id != "HfArgumentParser":
+            return
+        ((node, alias),) = found[:1]
+        line = f"from prefrl import ArgumentParser\n{' ' * node.col_offset}"
+        start, end = self._span(node)
+        if len(node.names) == 1:
+            self._edit(start, end, line.rstrip())
+        else:
+            self._edit(start, start, line)
+            self._remove(alias)
+        self._edit(*self._span(self.parsed.parser), "ArgumentParser")
+        self.result.changes.append((self.parsed.parser.lineno, "prefrl's ArgumentParser also knows TRL's names"))
+
+    def _own_options(self) -> None:
+        """A config of the script's own, with the options that no trainer reads."""
+        if not self.own or self.parsed is None or self.parsed.config is None:
+            return
+        config = self.parsed.classes[self.parsed.config]
+        name = f"{self.parsed.config.removesuffix('Config')}ScriptConfig"
+        statements = [node for node in self.tree.body if not _is_docstring_or_future(node)]
+        used = next(node for node in statements if node.lineno <= config.lineno <= (node.end_lineno or 0))
+        fields = "".join(f"    {option}: str | None = None\n" for option in self.own)
+        start, _ = self._span(used)
+        text = f'    """Options that only this script reads."""\n\n{fields}'
+        old = self.source[slice(*self._span(config))].decode()
+        self._edit(start, start, f"@dataclasses.dataclass\nclass {name}({old}):\n{text}\n\n")
+        first, _ = self._span(statements[0])
+        self._edit(first, first, "import dataclasses\n")
+        self._edit(*self._span(config), name)
+        self.result.changes.append((config.lineno, f"{name} has {', '.join(self.own)}, which no trainer reads"))
+
+    def _methods(self, body: list[ast.stmt]) -> None:
+        """Remove calls of methods that trainers need not have here."""
+        for node in body:
+            call = node.value if isinstance(node, ast.Expr) else None
+            name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+            if name not in METHODS or not any(used.endswith("Trainer") for used in self.names.values()):
+                continue
+            start, end = self._span(node)
+            line = self.source.rfind(b"\n", 0, start) + 1
+            line -= self.source[:line].endswith(b"\n\n")  # with an empty line before it
+            if len(body) == 1:
+                self._edit(start, end, "pass")
+            else:
+                self._edit(line, min(end + 1, len(self.source)), "")
+            self.result.changes.append((node.lineno, f"{name}() removed: {METHODS[name]}"))
 
     def _name(self, node: ast.expr) -> str | None:
         """The public name of TRL that an expression stands for."""
@@ -263,9 +352,10 @@ class _Script:
     # Comments and strings that stand alone.
 
     def _texts(self) -> None:
+        known = every_option() if self.parsed is None else _options_of(self.parsed.config) | {*self.own}
         for line, start, end in [*self._comments(), *self._strings()]:
             old = self.source[start:end].decode()
-            found = migrate_commands(old, first_line=line, is_script=True, needs_trl=self.needs_trl)
+            found = migrate_commands(old, first_line=line, of_script=known, needs_trl=self.needs_trl)
             if found.text != old:
                 self._edit(start, end, found.text)
             self.result.changes += found.changes
@@ -303,8 +393,8 @@ class _Script:
         self._edit(start, start + len(keyword.arg), name)
         self.result.changes.append((keyword.lineno, f"{keyword.arg} is {name} here"))
 
-    def _remove(self, keyword: ast.keyword) -> None:
-        """Remove a keyword with its comma, and its lines if nothing else is on them."""
+    def _remove(self, keyword: ast.keyword | ast.alias) -> None:
+        """Remove a keyword or an imported name with its comma, and its lines if nothing else is on them."""
         self.removed.append(keyword)
         start, end = self._span(keyword)
         comma = re.compile(rb"\s*,").match(self.source, end)
@@ -324,6 +414,22 @@ class _Script:
 
 def _remedy_of(name: str) -> str:
     return NAMES.get(name, "trl stays imported")
+
+
+def _options_of(config: str | None) -> frozenset[str]:
+    """The options of the command whose config it is; those of all commands if there is none."""
+    command = next((row.name for row in REGISTRY.values() if row.config.endswith(f":{config}")), None)
+    return every_option() if command is None else options_of(command)
+
+
+def _fields_of(name: str) -> frozenset[str]:
+    """The options of a dataclass of ours."""
+    return frozenset(field.name for field in dataclasses.fields(getattr(prefrl, name)))
+
+
+def _is_docstring_or_future(node: ast.stmt) -> bool:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_text or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
 
 
 def _import_line(module: str, names: list[str], indent: int) -> str:

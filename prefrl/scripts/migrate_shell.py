@@ -9,7 +9,7 @@ import yaml
 
 from prefrl.options.foreign.trl import TRL
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate_edits import Migrated, converted, every_option, options_of
+from prefrl.scripts.migrate_edits import Migrated, converted, options_of
 
 __all__ = ["migrate_commands"]
 
@@ -19,19 +19,21 @@ _FLAG = re.compile(r"""--([A-Za-z_][\w-]*)(?:(?:=|[ \t]+)(?!-)("[^"\n]*"|'[^'\n]
 _INSTALL = re.compile(r"(?<=pip install )trl\b")
 
 
-def migrate_commands(text: str, *, first_line: int = 1, is_script: bool = False, needs_trl: bool = False) -> Migrated:
+def migrate_commands(
+    text: str, *, first_line: int = 1, of_script: Collection[str] | None = None, needs_trl: bool = False
+) -> Migrated:
     """The text with `prefrl` commands and their options in place of TRL's.
 
     Args:
         text: A shell script, a comment, or a docstring.
         first_line: The number of its first line.
-        is_script: Whether it is part of a Python script, so that flags of all commands are TRL's options.
+        of_script: The options of the Python script that it is a part of, whose flags may stand anywhere.
         needs_trl: Whether trl must stay installed.
     """
     result = Migrated(text)
     lines = text.split("\n")
     new: list[str] = []
-    known: Collection[str] | None = every_option() if is_script else None
+    known = of_script
     for number, line in enumerate(lines, start=first_line):
         found = _COMMAND.search(line)
         if found is not None and (found[1] in REGISTRY or found[1] == "vllm-serve"):
@@ -45,7 +47,7 @@ def migrate_commands(text: str, *, first_line: int = 1, is_script: bool = False,
             new.append(changed)
         elif new and not changed.strip():  # the command ended here
             new[-1] = new[-1].rstrip().removesuffix("\\").rstrip()
-        if not is_script and not line.rstrip().endswith("\\"):
+        if of_script is None and not line.rstrip().endswith("\\"):
             known = None
     result.text = "\n".join(new)
     return result

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, NonFiniteError
@@ -22,7 +23,7 @@ from prefrl.registry import REGISTRY
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal, read_entry
 from prefrl.rollout.summary import print_table, title_of_step
-from prefrl.run.checkpoints import find_last
+from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.identity import Identity, read_identity
 from prefrl.scripts.replay_dump import replay_dump
 from prefrl.scripts.replay_setup import config_of, never, processing_class_of
@@ -108,14 +109,21 @@ class _Replay:
                 f"run={str(folder)!r}: {self.algorithm} learns from a dataset, which the folder does not hold. Only "
                 "its folder nan-step-N can be computed again, if there is one."
             )
-        if self.config.increase_batch_size_on_plateau:
-            raise ConfigError(
-                f"run={str(folder)!r}: its batches grew (increase_batch_size_on_plateau="
-                f"{self.config.increase_batch_size_on_plateau}), so the journal does not say which of them a step "
-                "learned from. Only its folder nan-step-N can be computed again, if there is one."
-            )
+        for name, unset in (("increase_batch_size_on_plateau", 0), ("on_spike", "ignore")):
+            if (value := identity.decisive.get(name, unset)) != unset:
+                raise ConfigError(
+                    f"run={str(folder)!r}: with {name}={value!r}, the journal does not say what each step learned "
+                    "from. Only its folder nan-step-N can be computed again, if there is one."
+                )
         if step > self.config.max_steps > 0:
             raise _beyond(step, self.config.max_steps)
+        if not (self.checkpoint / OPTIMIZER_NAME).exists():
+            if step != (next_step := 1 + (step_of(self.checkpoint.name) or 0)):
+                raise ConfigError(
+                    f"step={step}: {self.checkpoint} holds no optimizer state (from save_optimizer=False), so only "
+                    f"step {next_step} can be computed again from it."
+                )
+            self.config.checkpoint_kwargs = {"load_optimizer": False}
         self.first = (step - 1) // self.config.steps_of_a_generation * self.config.steps_of_a_generation
 
     def _checkpoint(self) -> Path:

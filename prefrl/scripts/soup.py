@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -206,13 +205,7 @@ def _config(algorithm: Algorithm, file: str | None, scratch: str) -> Any:
 
 def _report(options: SoupArguments, soup: Soup) -> None:
     """Print a table, and write its content to soup.json."""
-    record = {
-        "method": options.method,
-        "metric": options.metric,
-        "soup": soup.metric,
-        "checkpoints": [dataclasses.asdict(i) | {"checkpoint": str(i.checkpoint)} for i in soup.ingredients],
-    }
-    (Path(options.output_dir) / "soup.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    soup.save(Path(options.output_dir), method=options.method, metric=options.metric)
     table = Table(title=f"{options.method} soup in {options.output_dir}")
     columns = ["share"] + ([] if options.metric is None else [options.metric, "of the soup with it"])
     for column in ("checkpoint", *columns):

@@ -47,9 +47,8 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
         peft_config=_lora(script),
         **extra,
     )
-    resume = config.resume_from_checkpoint
     try:
-        trainer.train(resume_from_checkpoint=True if resume and resume.lower() == "true" else resume)
+        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
     finally:
         trainer.end()  # a process that exits while its process group is open may be aborted
@@ -136,7 +135,8 @@ def _datasets(script: CommandArguments, config: Any) -> tuple[Any, Any]:
 
 def _load_single(script: CommandArguments, option: str) -> Any:
     assert script.dataset_name is not None
-    part = DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=getattr(script, option))
+    split, revision = getattr(script, option), script.dataset_revision
+    part = DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=split, revision=revision)
     return load_part(part, streaming=script.dataset_streaming, path_option="dataset_name", split_option=option)
 
 

@@ -20,8 +20,11 @@ __all__ = ["CriticOptimizer", "PPOConfig"]
 
 @dataclass(frozen=True)
 class CriticOptimizer(Params):
-    """How the optimizer's groups of the critic differ from those of the policy. None: they do not."""
+    """How optimizer and schedule of the critic differ from those of the policy. None: they do not."""
 
+    warmup_steps: Annotated[float, Ge(0)] | None = opt(
+        None, "Steps in which the learning rate rises; below 1: a share of all steps."
+    )
     weight_decay: Annotated[float, Ge(0)] | None = opt(None, "Weight decay.")
     adam_beta1: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of the first moment.")
     adam_beta2: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of the second moment.")
@@ -31,7 +34,7 @@ class CriticOptimizer(Params):
 
 CRITIC_OPTIMIZER = KwargsOption(
     name="critic_optim_kwargs",
-    description="Options of the optimizer that are different for the critic, besides critic_learning_rate.",
+    description="Options of optimizer and schedule that are different for the critic, besides critic_learning_rate.",
     switch=None,
     choices={None: CriticOptimizer},
 )
@@ -47,8 +50,10 @@ class PPOConfig(PolicyGradientConfig):
     lam: Annotated[float, Ge(0), Le(1)] = opt(
         0.95, "Lambda of generalized advantage estimation; 1: the critic is only a baseline and adds no bias."
     )
-    critic: Literal["head", "model"] = opt(
-        "head", "head: a head on the policy's hidden states. model: value_model, or a copy of the policy."
+    critic: Literal["head", "model"] | None = opt(
+        None,
+        "head: a head on the policy's hidden states. model: value_model, or a copy of the policy. None: model with "
+        "value_model, head without it.",
     )
     critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
     critic_optim_kwargs: dict[str, Any] | str | None = opt(None, CRITIC_OPTIMIZER.help)
@@ -82,6 +87,15 @@ class PPOConfig(PolicyGradientConfig):
                 because="critic='model' shares nothing with the policy",
                 remedy="Use critic='head'.",
             )
+        self._check_critic()
+        if 0 < self.max_steps <= self.critic_warmup:
+            raise ConfigError(
+                f"critic_warmup={self.critic_warmup}: must be below max_steps={self.max_steps}, or the policy never "
+                "learns"
+            )
+
+    def _check_critic(self) -> None:
+        """Reject options of the critic's optimizer that have no effect."""
         critic = CRITIC_OPTIMIZER.of(self)
         check_decay(str(self.optim), "critic_optim_kwargs: weight_decay", critic.weight_decay)
         if critic.max_grad_norm is not None and self.max_grad_norm == 0:
@@ -89,11 +103,35 @@ class PPOConfig(PolicyGradientConfig):
                 "critic_optim_kwargs: max_grad_norm has no effect because max_grad_norm=0 turns clipping off. Set "
                 "max_grad_norm to a norm that the policy's gradients do not reach, such as 1e9."
             )
-        if 0 < self.max_steps <= self.critic_warmup:
+        if critic.warmup_steps is not None and not self.takes_warmup:
             raise ConfigError(
-                f"critic_warmup={self.critic_warmup}: must be below max_steps={self.max_steps}, or the policy never "
-                "learns"
+                f"critic_optim_kwargs: warmup_steps={critic.warmup_steps} has no effect because lr_scheduler_type="
+                f"{self._schedule_name!r} does not read it. Choose another schedule, such as "
+                "'constant_with_warmup'."
             )
+        if self.critic_warmup and str(self.optim) == "asgd":
+            raise ConfigError(
+                f"critic_warmup={self.critic_warmup} with optim='asgd', which shrinks weights without gradients, the "
+                "policy's too. Set critic_warmup=0, or choose another optimizer."
+            )
+
+    @property
+    def set_on_gradients(self) -> list[str]:
+        """See `OptimizerOptions`."""
+        is_set = CRITIC_OPTIMIZER.of(self).max_grad_norm is not None
+        return [*super().set_on_gradients, *["critic_optim_kwargs: max_grad_norm"] * is_set]
+
+    @property
+    def has_own_schedule(self) -> bool:
+        """See `ScheduleOptions`; a warm-up of the critic is more than schedules of transformers have."""
+        has_warmup = CRITIC_OPTIMIZER.of(self).warmup_steps is not None and self.takes_warmup
+        return super().has_own_schedule or has_warmup
+
+    @property
+    def depends_on_length(self) -> bool:
+        """See `ScheduleOptions`."""
+        is_share = 0 < (CRITIC_OPTIMIZER.of(self).warmup_steps or 0) < 1
+        return super().depends_on_length or (is_share and self.lr_decay_steps is None)
 
     @property
     def estimator(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.trainer import Optimizers
 from prefrl.trainer.online.policy_batch import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.trainer.ppo_config import CRITIC_OPTIMIZER, PPOConfig
+from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.ppo_critic import (
     attach_critic,
     critic_loss,
@@ -26,7 +26,7 @@ from prefrl.trainer.ppo_critic import (
     save_gathered,
     split_state,
 )
-from prefrl.trainer.ppo_optimizer import add_critic_groups, clip_apart, set_weight_decays
+from prefrl.trainer.ppo_optimizer import add_critic_groups, clip_apart, set_decays, warm_up_critic
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -105,8 +105,6 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             environment_factory=environment_factory,
             compute_metrics=compute_metrics,
         )
-        if CRITIC_OPTIMIZER.of(self.args).max_grad_norm is not None:
-            distributed.check_gradients_seen(self.accelerator, "critic_optim_kwargs: max_grad_norm")
         self.critic: Critic = make_critic(self.args, self.policy, value_model)
         self.scorer.critic = self.critic
         # The critic becomes part of the trained module, so every backend reduces and shards the gradients of both.
@@ -138,23 +136,27 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
 
     # The critic is part of the model that HuggingFace trains, and its parameters are in the optimizer's last groups.
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """HuggingFace's optimizer with parameter groups for the critic, whose norms and biases do not decay either."""
-        is_new = self.optimizer is None
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        if is_new:
-            model = self.model if model is None else model
-            names = set(self.get_decay_parameter_names(model))
-            decaying = {id(parameter) for name, parameter in model.named_parameters() if name in names}
-            self._weight_decays = add_critic_groups(optimizer, self.critic, self.args, decaying=decaying)
-        return optimizer
+    def group_parameters(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """See `OptimizedTrainer`; the critic has groups of its own, and its norms and biases do not decay either."""
+        super().group_parameters(optimizer, model)
+        decaying = self.get_decay_parameter_names(model)
+        self._weight_decays = add_critic_groups(optimizer, model, self.critic, self.args, decaying=decaying)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """HuggingFace's hook."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        return warm_up_critic(scheduler, self.args, num_training_steps, first=len(self._weight_decays))
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """See `OnlineTrainer`; during `critic_warmup`, weight decay of the policy is off, too."""
-        set_weight_decays(self.optimizer, self.lr_scheduler, self._weight_decays, learns=not self._is_warmup)
+        set_decays(self.optimizer, self.lr_scheduler, self._weight_decays, is_warmup=self._is_warmup)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """See `OptimizedTrainer`; during `critic_warmup`, the critic's alone."""
+        return self.critic.parameters() if self._is_warmup else super().penalized(model)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if distributed.updates_in_backward(self.accelerator):  # it has already clipped the gradients of both together

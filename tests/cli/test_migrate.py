@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from prefrl.registry import REGISTRY
+from prefrl.scripts.dataset_config import DatasetConfig, load_part
 from prefrl.scripts.main import main
 from prefrl.scripts.migrate_config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
 from prefrl.scripts.migrate_python import migrate_script
@@ -162,6 +167,87 @@ def test_what_has_no_counterpart_stays_and_is_told(call: str, words: str) -> Non
     assert result.open[0][0] == 2
 
 
+PARSED = '''\
+"""Run: python ppo.py --reward_model_path RM --max_completion_length 4 --num_mini_batches 2"""
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification as Rewards, HfArgumentParser
+from trl import ModelConfig
+from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+
+if __name__ == "__main__":
+    parser = HfArgumentParser((PPOConfig, ModelConfig))
+    training_args, model_args = parser.parse_args_into_dataclasses()
+    remote = {"trust_remote_code": model_args.trust_remote_code}
+    trainer = PPOTrainer(
+        args=training_args,
+        model=model_args.model_name_or_path,
+        reward_model=Rewards.from_pretrained(training_args.reward_model_path, **remote),
+        value_model=Rewards.from_pretrained(training_args.reward_model_path, **remote),
+        train_dataset=load_dataset("json", data_files="prompts.jsonl", split="train"),
+    )
+    trainer.train()
+    STEPS = trainer.state.global_step
+
+    trainer.generate_completions()
+'''
+PARSED_CHANGES = """\
++import dataclasses
+-from transformers import AutoModelForSequenceClassification as Rewards, HfArgumentParser
+-from trl import ModelConfig
+-from trl.experimental.ppo import PPOConfig, PPOTrainer
++from prefrl import ArgumentParser
++from transformers import AutoModelForSequenceClassification as Rewards
++from prefrl import ModelConfig
++from prefrl import PPOConfig, PPOTrainer
++@dataclasses.dataclass
++class PPOScriptConfig(PPOConfig):
++    \"\"\"Options that only this script reads.\"\"\"
++    reward_model_path: str | None = None
+-    parser = HfArgumentParser((PPOConfig, ModelConfig))
++    parser = ArgumentParser((PPOScriptConfig, ModelConfig))
+-    remote = {"trust_remote_code": model_args.trust_remote_code}
++    remote = {"trust_remote_code": training_args.trust_remote_code}
+-    trainer.generate_completions()
+"""
+
+
+def test_a_script_that_parses_its_options_is_migrated_and_runs(
+    workspace: Path, model_folder: Path, reward_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = migrate_script(PARSED)
+    lines = difflib.unified_diff(PARSED.splitlines(), result.text.splitlines(), lineterm="", n=0)
+    changed = [line for line in lines if line[:2] not in ("--", "++", "@@") and line[1:]]  # empty lines match anywhere
+    assert changed == PARSED_CHANGES.splitlines()
+    assert [(line, said.split()[0]) for line, said in result.open] == [(1, "--num_mini_batches"), (9, "PPOConfig")]
+    assert migrate_script(result.text).text == result.text
+    words = f"--model_name_or_path {model_folder} --reward_model_path {reward_folder} --output_dir out --use_cpu"
+    more = "--missing_eos_penalty 1 --max_completion_length 2 --max_steps 1 --per_device_train_batch_size 2"
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *words.split(), *more.split()])
+    # Where a script runs, its module is there: dataclasses look for it.
+    monkeypatch.setitem(sys.modules, "__main__", module := types.ModuleType("__main__"))
+    exec(compile(result.text, "migrated", "exec"), module.__dict__)
+    assert module.STEPS == 1
+
+
+def test_a_parser_alone_is_replaced_and_a_block_keeps_a_statement() -> None:
+    script = (
+        "from transformers import HfArgumentParser\nfrom trl import BCOConfig, BCOTrainer\n"
+        "(args,) = HfArgumentParser(BCOConfig).parse_args_into_dataclasses()\nif args:\n    t.generate_completions()\n"
+    )
+    assert migrate_script(script).text == (
+        "from prefrl import ArgumentParser\nfrom prefrl import BCOConfig, BCOTrainer\n"
+        "(args,) = ArgumentParser(BCOConfig).parse_args_into_dataclasses()\nif args:\n    pass\n"
+    )
+
+
+def test_a_namesake_stays_imported_from_trl() -> None:
+    script = "from trl.experimental.bema_for_ref_model import DPOTrainer\n"
+    result = migrate_script(script)
+    assert result.text == script
+    assert [line for line, _ in result.open] == [1]
+
+
 def test_imports_of_what_is_not_there_stay() -> None:
     script = 'import trl\nfrom trl import SFTTrainer, WeaveCallback\nx = trl.SFTTrainer\n# "trl"\n'
     result = migrate_script(script)
@@ -272,6 +358,20 @@ def test_a_kl_term_of_verl_that_is_off_is_off_here(tmp_path: Path) -> None:
     assert config.kl_kwargs == {"target": 0.1, "horizon": 10000}
 
 
+@pytest.mark.parametrize(
+    ("words", "budget"),
+    [
+        ("use_dynamic_bsz=True", 16384),
+        ("ppo_max_token_len_per_gpu=5000 actor_rollout_ref.actor.use_dynamic_bsz=True", 5000),
+        ("ppo_max_token_len_per_gpu=5000", None),
+    ],
+)
+def test_a_budget_of_verl_counts_only_with_its_switch(words: str, budget: int | None, tmp_path: Path) -> None:
+    text = VERL.format(estimator="grpo", kl=False).replace("$@", f"actor_rollout_ref.actor.{words}")
+    config = parsed(migrate_verl(text, is_command=True).text, tmp_path, "grpo")[1]
+    assert config.max_tokens_per_micro_batch == budget
+
+
 def test_variables_of_a_script_are_put_in_and_others_are_told(tmp_path: Path) -> None:
     text = (
         "LENGTH=$((16 * 4))\nexport MODEL='org/model'\necho 'it\nis'\npython -m verl.trainer.main_ppo "
@@ -293,15 +393,89 @@ def test_yaml_of_verl_and_what_it_leaves_open(tmp_path: Path) -> None:
         "actor_rollout_ref:\n  actor:\n    policy_loss:\n      loss_mode: clip_cov\n      clip_cov_lb: 0.5\n"
         "    fsdp_config:\n      param_offload: true\n  rollout:\n    n: 2\n    engine: x\n  model:\n    path: m\n"
         "trainer:\n  n_gpus_per_node: 1\ndata:\n  train_batch_size: 8\n  prompt_key: question\n"
-        "custom_reward_function:\n  path: rewards.py\nalgorithm:\n  adv_estimator: grpo\n"
+        "custom_reward_function:\n  path: my/rewards.py\n  name: score\nalgorithm:\n  adv_estimator: grpo\n"
     )
     result = migrate_verl(text, is_command=False)
     (tmp_path / "data.jsonl").touch()
     config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")[1]
     assert (config.loss_type, config.loss_kwargs, config.delta) == ("clip_cov", {"lb": 0.5}, None)
     assert [line for line, _ in result.open] == [7, 10, 17]
-    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards:compute_score"]
+    assert yaml.safe_load(result.text)["reward_funcs"] == ["my/rewards.py:score"]
     assert "# Open: line 17: data.prompt_key: the column must be called 'prompt'" in result.text
+
+
+def test_files_of_verl_are_splits_of_a_dataset(tmp_path: Path) -> None:
+    for name, prompts in (("a", ["1"]), ("b", ["2", "3"]), ("c", ["4", "5", "6"])):
+        Dataset.from_dict({"prompt": prompts}).to_parquet(tmp_path / f"{name}.parquet")
+    a, b, c = (f"{tmp_path}/{name}.parquet" for name in "abc")
+    result = migrate_verl(f"data:\n  train_files: [{a}, {b}]\n  val_files: {c}\n", is_command=False)
+    (entry,) = yaml.safe_load(result.text)["datasets"]
+    found = {split: load_part(DatasetConfig(**entry, split=split), streaming=False) for split in ("train", "test")}
+    assert [rows["prompt"][:] for rows in found.values()] == [["1", "2", "3"], ["4", "5", "6"]]
+    assert "files" not in str(result.open)
+    mixed = migrate_verl(f"data:\n  train_files: {a}\n  val_files: c.jsonl\n", is_command=False)
+    assert "files of several formats" in mixed.text
+
+
+def test_checkpoints_of_verl(tmp_path: Path) -> None:
+    text = (
+        "actor_rollout_ref:\n  model:\n    path: m\n  actor:\n    checkpoint:\n"
+        "      save_contents: [model, extra, hf_model]\n"
+        "      load_contents: [model, extra]\n      async_save: true\n"
+        "trainer:\n  resume_mode: auto\n  default_hdfs_dir: memory://a/b\n  remove_previous_ckpt_in_save: true\n"
+        "  n_gpus_per_node: 1\ncustom_reward_function:\n  path: rewards.py\n  name: mine\n"
+    )
+    result = migrate_verl(text, is_command=False)
+    assert yaml.safe_load(result.text)["reward_funcs"] == ["rewards.py:mine"]
+    (tmp_path / "data.jsonl").touch()
+    config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "ppo")[1]
+    assert config.checkpoint_kwargs == {"save_optimizer": False, "load_optimizer": False}
+    assert (config.resume_from_checkpoint, config.upload_to) == ("auto", "memory://a/b")
+    assert (config.save_in_background, config.save_total_limit) == (True, 1)
+    assert not result.open
+
+
+@pytest.mark.parametrize(
+    ("contents", "options"),
+    [
+        (["model", "optimizer", "extra"], {}),
+        (["model"], {"save_only_model": True}),
+        (["optimizer", "extra"], None),
+    ],
+)
+def test_what_checkpoints_of_verl_hold(contents: list[str], options: dict[str, Any] | None) -> None:
+    key = "actor_rollout_ref.actor.checkpoint.save_contents"
+    result = migrate_verl(f"{key}:\n  {contents}\n".replace(":\n ", ":"), is_command=False)
+    written = yaml.safe_load(result.text)
+    if options is None:
+        assert [text.partition(":")[0] for _, text in result.open if "checkpoint" in text] == [key]
+    else:
+        assert {name: written[name] for name in written if name.startswith(("save_only", "checkpoint"))} == options
+
+
+def test_uploads_of_cosmos_rl(tmp_path: Path) -> None:
+    place = 'enable_checkpoint = true\nupload_s3 = "final"\ns3_bucket = "b"\ns3_prefix = "p/q"\n'
+    text = f'[train]\nresume = "some/checkpoint-3"\n[train.ckpt]\n{place}'
+    options = yaml.safe_load(migrate_cosmos_rl(text).text)
+    assert (options["upload_to"], options["upload_kwargs"]) == ("s3://b/p/q", {"checkpoints": "final"})
+    assert options["resume_from_checkpoint"] == "some/checkpoint-3"
+    off = yaml.safe_load(migrate_cosmos_rl(text.replace('"final"', "false")).text)
+    assert not {"upload_to", "upload_kwargs"} & off.keys()
+
+
+def test_the_critic_of_verl_has_its_own_optimizer(tmp_path: Path) -> None:
+    text = (
+        "algorithm:\n  adv_estimator: gae\nactor_rollout_ref:\n  model:\n    path: m\n  actor:\n    optim:\n"
+        "      optimizer: Adam\n      clip_grad: 0.5\ncritic:\n  grad_clip: 2.0\n  optim:\n    lr: 0.00002\n"
+        "    lr_warmup_steps: 3\n    weight_decay: 0.1\n    betas: [0.9, 0.95]\n"
+    )
+    result = migrate_verl(text, is_command=False)
+    (tmp_path / "data.jsonl").touch()
+    given = f"dataset_name: {tmp_path}/data.jsonl\nreward_funcs: [think_format_reward]\n"
+    config = parsed(f"{given}{result.text}", tmp_path, "ppo")[1]
+    assert (config.optim, config.max_grad_norm, config.critic_learning_rate) == ("adam", 0.5, 2e-5)
+    own = {"max_grad_norm": 2.0, "warmup_steps": 3, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
+    assert (config.critic_optim_kwargs, len(result.open)) == (own, 1)  # verl's rewards
 
 
 COSMOS = """\
@@ -336,6 +510,7 @@ def test_a_file_of_cosmos_rl_means_the_same_here(command: str, tmp_path: Path) -
     script, config = parsed(result.text, tmp_path, command)
     assert (script.model_name_or_path, script.dataset_train_split) == ("m", "train+more")
     assert (config.num_train_epochs, config.learning_rate, config.bf16, config.report_to) == (2, 1e-6, True, [])
+    assert (config.lr_scheduler_type, config.warmup_steps) == ("constant_with_warmup", 20)
     assert [line for line, _ in result.open] == [12]
     if command == "grpo":
         assert (script.reward_funcs, config.reward_weights) == (["accuracy_reward", "think_format_reward"], [0.9, 0.1])
@@ -344,6 +519,16 @@ def test_a_file_of_cosmos_rl_means_the_same_here(command: str, tmp_path: Path) -
         assert (config.use_vllm, config.generation_mode, config.max_staleness) == (True, "async", 4)
     else:
         assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (4, 2)
+
+
+def test_a_decay_of_cosmos_rl_is_one_of_wsd(tmp_path: Path) -> None:
+    """From step 10 of 20 on 0.1 + 0.9 (1 - sqrt(p)), without a warm-up."""
+    decay = 'optm_warmup_steps = 0\noptm_decay_ratio = 0.5\noptm_min_lr_factor = 0.1\noptm_decay_type = "sqrt"'
+    text = COSMOS.replace("optm_warmup_steps = 20", decay) + POLICIES["sft"]
+    config = parsed(migrate_cosmos_rl(text).text, tmp_path, "sft")[1]
+    factor = config.learning_rate_factor(20)
+    assert [factor(step) for step in (0, 9)] == [1.0, 1.0]
+    assert [factor(step) for step in (12, 20)] == pytest.approx([1 - 0.9 * 0.2**0.5, 0.1])
 
 
 def test_files_are_written_beside_or_in_place_or_not_at_all(

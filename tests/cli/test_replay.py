@@ -33,7 +33,10 @@ def ends_early(completions: list[str], **_: Any) -> list[float]:
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "reuse": ("grpo", {**REUSE, **BALANCED, "reward": [length, ends_early]}),
-    "adapter": ("grpo", {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1}),
+    "adapter": (
+        "grpo",
+        {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1, "ema_decay": 0.5},
+    ),
     "critic": ("ppo", {"critic_learning_rate": 1e-2}),
     "episodes": ("grpo", {"talks": "forgetful", "turn_credit": "return", "beta": 0.0}),
 }
@@ -71,6 +74,20 @@ def test_a_step_of_an_online_run_is_the_same_bit_by_bit(
     assert "before step 5" in shown
 
 
+def test_from_a_checkpoint_without_the_optimizer_one_step_can_be_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"checkpoint_kwargs": {"save_optimizer": False}, "upload_to": str(tmp_path / "mounted"), "beta": 0.0}
+    trainer = make_trainer("grpo", tmp_path / "run", **SAVING, **ADAM, **options)
+    trainer.train()
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path / "run"), "--step", "4"]) == 0
+    (entry,) = [entry for entry in trainer.state.log_history if entry["step"] == 4 and "loss" in entry]
+    assert capsys.readouterr().out.count(repr(entry["grad_norm"])) == 2
+    assert main(["replay", str(tmp_path / "run"), "--step", "5"]) == 2
+    assert "only step 4 can be computed again" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of GRPO without a reference, of a model without a name."""
@@ -97,6 +114,16 @@ def test_a_step_that_cannot_be_computed_is_refused(
     assert main(["replay", str(run), *arguments]) == 2
     errors = capsys.readouterr().err
     assert re.search(message, errors), errors
+
+
+@pytest.mark.parametrize("option", [{"on_spike": "rollback"}, {"increase_batch_size_on_plateau": 1}], ids=str)
+def test_a_run_that_chose_its_steps_is_refused(
+    option: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trainer("grpo", tmp_path, **{**SAVING, "max_steps": 4}, **option, beta=0.0).train()
+    assert main(["replay", str(tmp_path), "--step", "4"]) == 2
+    ((name, value),) = option.items()
+    assert f"with {name}={value!r}, the journal does not say" in capsys.readouterr().err
 
 
 def test_folders_that_hold_too_little_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"num_iterations": 2, "kl_kwargs": {"target": 0.01, "horizon": 20}, "beta": 0.1}),
     ("grpo", {"reward_shaping_kwargs": {"normalize": True}, "beta": 0.0}),
     ("grpo", {"rollout_selection": "best", "selection_kwargs": {"num_selected": 2}}),
+    ("grpo", {"top_k": 5, "top_p": 0.9}),
     ("rloo", {}),
     ("reinforce_plus_plus", {}),
-    ("ppo", {"critic_learning_rate": 1e-2, "critic_warmup": 1}),
+    ("ppo", {"critic_learning_rate": 1e-2, "critic_warmup": 1, "critic": "model"}),
     ("online_dpo", {}),
 ]
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefrl.trainer.base.auto_sizes._SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -131,8 +139,20 @@ def test_a_resumed_run_has_the_sizes_that_were_found(
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert resumed.sizes.found == whole.sizes.found
     assert resumed.args.per_device_train_batch_size == whole.args.per_device_train_batch_size
+    assert resumed.state.train_batch_size == whole.state.train_batch_size == whole.args.per_device_train_batch_size
     expected, actual = weights_of(whole.model), weights_of(resumed.model)
     assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+
+
+def test_sizes_that_a_checkpoint_lacks_are_found(tmp_path: Path) -> None:
+    """Another trainer with the same options finds its own, too."""
+    (tmp_path / "automatic_sizes.json").write_text('{"per_device_train_batch_size": 4, "rows_per_step": 8}')
+    first = make_trainer("grpo", tmp_path, **TOKENS)
+    first.sizes.settle(tmp_path, num_rows=24)
+    assert first.args.max_tokens_per_micro_batch is not None
+    again = AutomaticSizes(first.args, first.model, first.trial, first._run_trial)
+    again.settle(None, num_rows=24)
+    assert [trial.tokens for trial in again.trials][:3] == [trial.tokens for trial in first.sizes.trials][:3]
 
 
 def test_sizes_of_a_checkpoint_fit_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,15 +178,20 @@ def test_two_processes_have_the_same_sizes(tmp_path: Path) -> None:
 
 def test_the_slowest_process_and_the_fullest_memory_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer("sft", tmp_path, **TOKENS)
-    monkeypatch.setattr(distributed, "max_over_ranks", _other_process(seconds=1e3, load=0.75))
+    monkeypatch.setattr(distributed, "max_over_ranks", _other_process(seconds=[1e3], load=0.75))
     trainer.sizes.settle(None, num_rows=24)
     assert all(trial.load == 0.75 and trial.speed < 1 for trial in trainer.sizes.trials)
 
 
-def _other_process(*, seconds: float, load: float) -> Any:
-    """Maxima with a process that is slow and has little memory."""
-    others = {1: [0.0], 4: [seconds, load, 0.0, 0.0]}
-    return lambda values, _: [max(pair) for pair in zip(values, others[len(values)], strict=True)]
+def _other_process(*, seconds: Sequence[float], load: float) -> Any:
+    """Maxima with a process whose passes take these times, the last ones again and again, and that needs memory."""
+    left = list(seconds)
+
+    def others(count: int) -> list[float]:
+        return [load, 0.0, 0.0] if count == 3 else [left.pop(0) if len(left) > 1 else left[0]]
+
+    first = iter([[0.0]])  # the memory of gradients
+    return lambda values, _: [max(pair) for pair in zip(values, next(first, None) or others(len(values)), strict=True)]
 
 
 @pytest.mark.parametrize("first", [1, 4])
@@ -174,32 +199,50 @@ def test_memory_that_runs_out_ends_the_search_or_the_run(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer("sft", tmp_path, **ROWS)
-    original = trainer.trial
+    original = trainer._micro_step
 
-    def trial(num_rows: int) -> Any:
-        if num_rows >= first:
+    def step(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.num_rows >= first:
             raise OutOfMemoryError("out of memory in a trial")
-        return original(num_rows)
+        return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(trainer.sizes, "_trial", trial)
+    monkeypatch.setattr(trainer, "_micro_step", step)
     if first == 1:
         with pytest.raises(OutOfMemoryError, match="out of memory in a trial"):
             trainer.sizes.settle(None, num_rows=24)
         return
     trainer.sizes.settle(None, num_rows=24)
     assert [found.rows for found in trainer.sizes.trials] == [1, 2]
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_memory_that_runs_out_in_another_process_ends_the_search_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer("sft", tmp_path, **ROWS)
+    monkeypatch.setattr(distributed, "max_over_ranks", _other_process(seconds=[0.0, 0.0, math.inf], load=0.0))
+    trainer.sizes.settle(None, num_rows=24)
+    assert [found.rows for found in trainer.sizes.trials] == [1]
+
+
+@pytest.mark.parametrize("name", ["sft", "kto", "grpo"])
 def test_trials_have_the_longest_rows(name: str, tmp_path: Path) -> None:
+    """A budget counts the mismatched completions of KTO, too."""
     trainer = make_trainer(name, tmp_path, **TOKENS)
-    with trainer.trial(2) as batch:
-        length = max(batch.forward_tokens([row]) for row in range(batch.num_rows))
-    columns = [
-        [len(ids) for ids in trainer.train_dataset[c]] for c in trainer.train_dataset.column_names if "ids" in c
-    ]
-    longest = max(map(sum, zip(*columns, strict=True)))
-    assert length == longest + (trainer.args.max_completion_length if name in ONLINE else 0)
+    columns = [column for column in trainer.train_dataset.column_names if column.endswith("_ids")]
+    longest = max(sum(len(row[column]) for column in columns) for row in trainer.train_dataset)
+    trainer.args.per_device_train_batch_size = 1
+    with trainer.trial(1) as long:
+        assert long.tokens == longest + (trainer.args.max_completion_length if name in ONLINE else 0)
+        assert long.batch.num_rows == 1
+
+
+@pytest.mark.parametrize(("name", "family"), [("sft", "llava"), ("dpo", "llava"), ("grpo", "llava")])
+def test_trials_have_images(name: str, family: str, tmp_path: Path) -> None:
+    trainer = make_trainer(name, tmp_path, pictures=family, **TOKENS)
+    with trainer.trial(2) as long:
+        assert long.batch.images
+    trainer.train()
 
 
 def test_a_batch_size_without_a_step_size_is_bounded(tmp_path: Path) -> None:

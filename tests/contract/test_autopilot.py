@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from prefrl import GRPOConfig, SFTConfig
+from prefrl.errors import ConfigError
 from prefrl.metrics import Max
 from prefrl.trainer.base.guard import StepGuard
 from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, weights_of
@@ -27,7 +33,8 @@ def vector(model: torch.nn.Module) -> torch.Tensor:
 
 
 # One completion for each prompt, whatever the seed: a run with larger batches from the start samples the same.
-GREEDY = {"beta": 0.0, "top_k": 1, "num_generations": 1, "shuffle_dataset": False}
+# Of the softmax: the only token that is kept has log-prob 0, whatever the weights are.
+GREEDY = {**{"beta": 0.0, "top_k": 1, "truncated_logprobs": "softmax", "num_generations": 1, "shuffle_dataset": False}}
 
 
 @pytest.mark.parametrize(
@@ -176,8 +183,11 @@ def test_rollouts_of_the_weights_before_a_rollback_are_not_learned_from_after_it
         del options["train_sampling_strategy"], options["per_device_train_batch_size"]
         options["spike_kwargs"] = {"max_rollbacks": 1, "learning_rate_factor": 0.1}
         trainer = make_trainer("grpo", folder, callbacks=list(callbacks), **options)
-        scores = lambda *_: {"guard/loss_spike": Max(99.0 if trainer.state.global_step == 5 else 0.0)}
-        monkeypatch.setattr(StepGuard, "spike", scores)
+
+        def score(*_: Any) -> dict[str, Max]:
+            return {"guard/grad_norm_spike": Max(99.0 if trainer.state.global_step == 5 else 0.0)}
+
+        monkeypatch.setattr(StepGuard, "spike", score)
         trainer.train(**resume)
         return trainer
 
@@ -225,3 +235,196 @@ def test_the_best_model_of_an_online_run_is_that_with_the_best_held_out_reward(t
     assert trainer.state.best_global_step == max(rewards, key=rewards.__getitem__)
     assert trainer.evaluate()["eval_reward"] == pytest.approx(max(rewards.values()))
     assert len(set(rewards.values())) == 4
+
+
+class EvaluatesAgain(TrainerCallback):
+    """Evaluates another dataset at each checkpoint, and the same one once more."""
+
+    trainer: Any
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.evaluate(dataset_of("sft", 3), metric_key_prefix="eval_other")
+        self.trainer.evaluate()
+
+
+def test_only_the_first_evaluation_after_a_step_counts(tmp_path: Path) -> None:
+    again = EvaluatesAgain()
+    options = {**STOPS, "eval_dataset": dataset_of("sft", 2), "eval_on_start": True, "callbacks": [again]}
+    again.trainer = trainer = make_trainer("sft", tmp_path, **options)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_a_metric_that_evaluations_lack_is_an_error_that_names_those_there_are(tmp_path: Path) -> None:
+    options = {**STOPS, "metric_for_best_model": "rewards", "eval_dataset": dataset_of("grpo", 2)}
+    with pytest.raises(ConfigError, match=r"metric_for_best_model='rewards'.*'eval_rewards'.*'eval_reward'"):
+        make_trainer("grpo", tmp_path, **options).train()
+
+
+EVALUATES: dict[str, Any] = {
+    **ADAM,
+    "max_steps": 4,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+
+
+def evaluations(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize(("algorithm", "metric"), [("sft", "loss"), ("grpo", "reward")])
+def test_the_moving_average_is_evaluated_and_saved_and_training_does_not_notice(
+    algorithm: str, metric: str, tmp_path: Path
+) -> None:
+    options = {**EVALUATES, "eval_dataset": dataset_of(algorithm, 4)}
+    plain = make_trainer(algorithm, tmp_path / "plain", **options)
+    plain.train()
+    trainer = make_trainer(algorithm, tmp_path / "run", **options, ema_decay=0.6)
+    trainer.train()
+    assert torch.equal(vector(trainer.model), vector(plain.model))
+    assert evaluations(trainer, f"eval_{metric}") == evaluations(plain, f"eval_{metric}")
+    trainer.save_model(str(tmp_path / "out"))
+    saved = make_trainer(algorithm, tmp_path / "saved", model=str(tmp_path / "out" / "ema"), **options)
+    of_average = evaluations(trainer, f"eval_ema_{metric}")
+    assert saved.evaluate()[f"eval_{metric}"] == pytest.approx(of_average[-1], abs=1e-6)
+    assert not torch.equal(vector(saved.model), vector(trainer.model))
+    assert torch.equal(vector(trainer.model), vector(plain.model))
+
+
+def test_a_generator_is_told_when_the_average_is_evaluated_and_when_that_is_over(tmp_path: Path) -> None:
+    options = {**EVALUATES, "max_steps": 1, "eval_dataset": dataset_of("grpo", 2), "ema_decay": 0.6}
+    trainer: Any = make_trainer("grpo", tmp_path, **options)
+    told: list[str] = []
+
+    def telling(name: str) -> Any:
+        inner = getattr(trainer.generator, name)
+
+        def tell(*arguments: Any, **more: Any) -> None:
+            told.append(name)
+            inner(*arguments, **more)
+
+        return tell
+
+    trainer.generator.sync, trainer.generator.invalidate = telling("sync"), telling("invalidate")
+    trainer.train()
+    of_training, of_evaluation, of_average = ["invalidate", "sync"], ["sync"], ["invalidate", "sync", "invalidate"]
+    assert told == of_training + of_evaluation + of_average
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [("sft", {"optim": "adamw_torch"}), ("ppo", {"eval_steps": 2})])
+def test_a_run_with_averages_resumes_bit_exactly(algorithm: str, options: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**EVALUATES, "ema_decay": 0.6, "model_soup": "greedy", "max_steps": 6, "save_steps": 2, **options}
+    settings["eval_dataset"] = dataset_of(algorithm, 4)
+    whole = make_trainer(algorithm, tmp_path, **settings)
+    whole.train()
+    resumed = make_trainer(algorithm, tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    for name in ("eval_ema_loss", "eval_soup_loss"):
+        assert evaluations(resumed, name) == evaluations(whole, name)
+        assert evaluations(whole, name)
+
+
+def weights_in(folder: Path) -> torch.Tensor:
+    return vector(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_the_uniform_soup_is_the_mean_of_the_best_checkpoints(tmp_path: Path) -> None:
+    options = {**EVALUATES, "model_soup": "uniform", "model_soup_kwargs": {"top_k": 2}, "learning_rate": 0.1}
+    options |= {"metric_for_best_model": "eval_entropy", "eval_dataset": dataset_of("sft", 4)}
+    trainer = make_trainer("sft", tmp_path, **options)
+    trainer.train()
+    entropies = evaluations(trainer, "eval_entropy")
+    best = sorted(range(4), key=entropies.__getitem__)[-2:]
+    mean = torch.stack([weights_in(tmp_path / f"checkpoint-{i + 1}") for i in best]).mean(0)
+    assert torch.allclose(vector(trainer.model), mean, atol=1e-7)
+    record = json.loads((tmp_path / "soup.json").read_text())
+    assert record["soup"] == trainer.evaluate()["eval_entropy"]
+    assert [Path(row["checkpoint"]).name for row in record["checkpoints"]] == [
+        f"checkpoint-{i + 1}" for i in best[::-1]
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_the_greedy_soup_is_not_worse_than_the_best_checkpoint_and_is_what_is_left(
+    algorithm: str, tmp_path: Path
+) -> None:
+    options = {**EVALUATES, "model_soup": "greedy", "learning_rate": 0.05, "eval_dataset": dataset_of(algorithm, 8)}
+    trainer = make_trainer(algorithm, tmp_path, **options)
+    trainer.train()
+    metric, sign = ("reward", 1) if algorithm == "grpo" else ("loss", -1)
+    record = json.loads((tmp_path / "soup.json").read_text())
+    best = max(sign * value for value in evaluations(trainer, f"eval_{metric}"))
+    assert sign * record["soup"] >= best
+    assert trainer.evaluate()[f"eval_{metric}"] == pytest.approx(record["soup"])
+    used = [row["checkpoint"] for row in record["checkpoints"] if row["weight"]]
+    mean = torch.stack([weights_in(Path(folder)) for folder in used]).mean(0)
+    assert torch.allclose(vector(trainer.model), mean, atol=1e-7)
+
+
+def test_adapters_are_averaged_and_stay_adapters_that_learn(tmp_path: Path) -> None:
+    options = {**EVALUATES, "model_soup": "uniform", "ema_decay": 0.6, "eval_dataset": dataset_of("sft", 4)}
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    trainer = make_trainer("sft", tmp_path, **options, peft_config=lora)
+    trainer.train()
+    (name, weight), *_ = [(n, p) for n, p in trainer.policy.named_parameters() if "lora_B" in n]
+    assert weight.requires_grad
+    files = [load_file(tmp_path / f"checkpoint-{i + 1}" / "adapter_model.safetensors") for i in range(4)]
+    saved = name.replace(".default", "")
+    assert torch.allclose(weight, torch.stack([file[saved] for file in files]).mean(0), atol=1e-7)
+    trainer.save_model(str(tmp_path / "out"))
+    average = load_file(tmp_path / "out" / "ema" / "adapter_model.safetensors")[saved]
+    assert trainer.ema is not None
+    assert torch.equal(average, trainer.ema.average.state(keep=True)[name])
+
+
+def test_without_two_evaluated_checkpoints_there_is_no_soup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {**EVALUATES, "max_steps": 1, "model_soup": "uniform", "eval_dataset": dataset_of("sft", 4)}
+    make_trainer("sft", tmp_path, **options).train()
+    assert "there is no soup, because fewer than two checkpoints were evaluated: checkpoint-1" in caplog.text
+
+
+REFUSED = [
+    ({"early_stopping_patience": 2}, "early_stopping_patience=2 with eval_strategy='no'"),
+    ({"model_soup": "greedy"}, "model_soup='greedy' with eval_strategy='no'"),
+    ({**EVALUATES, "model_soup": "greedy", "save_total_limit": 1}, "with save_total_limit=1: there is one checkpoint"),
+    ({**EVALUATES, "model_soup": "greedy", "eval_steps": 2, "save_steps": 3}, "whose ratio is 1.5"),
+    ({**EVALUATES, "model_soup": "greedy", "save_strategy": "epoch"}, "Set both alike"),
+    ({"ema_decay": 0.9, "optim": "schedule_free_adamw"}, "this optimizer averages the weights itself"),
+    ({"on_spike": "rollback", "save_only_model": True}, "training cannot go on from a model alone"),
+    ({"on_spike": "rollback", "save_strategy": "no"}, "on_spike='rollback' has no effect"),
+    ({"increase_batch_size_on_plateau": 1, "increase_batch_size_kwargs": {"eval_split": "validation"}}, "no evaluat"),
+    ({"model_soup_kwargs": {"top_k": 2}}, "model_soup_kwargs"),
+    ({"early_stopping_kwargs": {"threshold": 0.1}}, "early_stopping_patience=None: training does not stop early"),
+    ({"spike_kwargs": {"metrics": ["reward"]}, "on_spike": "rollback"}, "must be one or several of 'loss'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_parts_that_cannot_work_are_refused_at_once(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SFTConfig(output_dir=str(tmp_path), **{"save_strategy": "steps", **options})
+
+
+@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"increase_batch_size_on_plateau": 1}], ids=str)
+def test_what_needs_a_generation_at_a_time_is_refused_with_generations_ahead(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="with generation_mode='async'"):
+        GRPOConfig(output_dir=str(tmp_path), use_vllm=True, generation_mode="async", **options)
+
+
+def test_the_loss_of_an_online_trainer_is_no_sign_of_a_spike(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "on_spike": "rollback", "save_strategy": "steps"}
+    assert SFTConfig(**options).watched_metrics == ("loss", "grad_norm", "kl")
+    assert GRPOConfig(**options).watched_metrics == ("grad_norm", "kl")
+    assert GRPOConfig(**options, spike_kwargs={"metrics": ["loss"]}).watched_metrics == ("loss",)
+
+
+def test_a_dataset_cannot_have_the_name_of_the_average(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="an eval_dataset that is called 'ema'"):
+        make_trainer("sft", tmp_path, **EVALUATES, ema_decay=0.9, eval_dataset={"ema": dataset_of("sft", 2)})

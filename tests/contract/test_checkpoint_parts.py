@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.run.uploads import Uploads
@@ -38,6 +40,10 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x[name], y[name]) for name in x)
 
 
+def steps_of(trainer: Any) -> list[int]:
+    return [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def uploaded(memory: Any) -> list[str]:
     return sorted(Path(path).parent.name for path in memory.find("/bucket/run") if path.endswith("manifest.json"))
 
@@ -54,7 +60,7 @@ def test_a_run_whose_disk_is_gone_resumes_from_what_was_uploaded(
     shutil.rmtree(tmp_path / "first")
     to = URL if resume is True else None
     resumed = train(tmp_path / "second", resume, algorithm=algorithm, upload_to=to)
-    assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3]
+    assert steps_of(resumed) == [1, 2, 3]
     assert (tmp_path / "second" / "checkpoint-2").is_dir()
     assert not (tmp_path / "second" / "checkpoint-1").exists()
     assert same(resumed, whole)
@@ -85,12 +91,35 @@ def test_the_best_checkpoint_is_fetched_and_loaded_at_the_end(tmp_path: Path, me
     assert not (tmp_path / "second" / "checkpoint-1").exists()
 
 
+@pytest.mark.parametrize("word", ["auto", "true"])
+def test_auto_goes_on_if_there_is_a_checkpoint_and_disable_starts_anew(word: str, tmp_path: Path) -> None:
+    train(tmp_path, "Auto", max_steps=1)
+    assert steps_of(train(tmp_path, word, max_steps=2)) == [1, 2]
+    assert json.loads((tmp_path / "checkpoint-2" / "manifest.json").read_text())["step"] == 2
+    last = (tmp_path / "checkpoint-2").stat().st_mtime_ns
+    assert steps_of(train(tmp_path, "disable", max_steps=1)) == [1]
+    assert (tmp_path / "checkpoint-2").stat().st_mtime_ns == last
+
+
+def test_a_path_is_a_place(tmp_path: Path) -> None:
+    train(tmp_path / "run", max_steps=1, upload_to=tmp_path / "mounted")
+    assert (tmp_path / "mounted" / "checkpoint-1" / "manifest.json").is_file()
+
+
 def test_local_checkpoints_come_before_uploaded_ones(tmp_path: Path, memory: Any) -> None:
     train(tmp_path, max_steps=2, upload_to=URL)
     shutil.rmtree(tmp_path / "checkpoint-2")
     fetched = train(tmp_path, True, max_steps=2, upload_to=URL)
     assert fetched.state.global_step == 2
     assert not [path for path in memory.find("/bucket/run") if "uploading" in path]
+
+
+def test_a_run_that_began_anew_does_not_go_on_with_an_earlier_one(tmp_path: Path, memory: Any) -> None:
+    train(tmp_path / "first", max_steps=2, upload_to=URL)
+    train(tmp_path / "second", "disable", max_steps=1)
+    shutil.rmtree(tmp_path / "second" / "checkpoint-1")
+    assert steps_of(train(tmp_path / "second", "auto", max_steps=1, upload_to=URL)) == [1]
+    assert not (tmp_path / "second" / "checkpoint-2").exists()
 
 
 def test_final_uploads_the_last_checkpoint_alone_once_training_is_complete(tmp_path: Path, memory: Any) -> None:
@@ -150,6 +179,10 @@ def test_a_url_without_checkpoints_is_an_error_and_true_starts_at_step_0(tmp_pat
             {"save_only_model": True, "checkpoint_kwargs": {"save_optimizer": False}},
             r"save_optimizer=False has no effect because save_only_model=True",
         ),
+        (
+            {"on_spike": "rollback", "checkpoint_kwargs": {"save_optimizer": False}},
+            r"save_optimizer=False with on_spike='rollback'",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -178,6 +211,33 @@ def test_a_checkpoint_without_the_optimizer_goes_on_at_its_step_with_new_moments
     assert {state["step"].item() for state in resumed.optimizer.state.values()} == {2.0}  # of Adam, since resumed
     assert logs[2]["loss"] == next(e["loss"] for e in whole.state.log_history if e["step"] == 3)  # the same rows
     assert not same(resumed, whole)
+
+
+def test_the_schedule_of_the_weight_decay_goes_on_without_the_optimizer(tmp_path: Path) -> None:
+    options = {"weight_decay": 0.1, "weight_decay_schedule": "linear", "max_steps": 4}
+    train(tmp_path, **options)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            seen.append(optimizer.param_groups[0]["weight_decay"])
+
+    whole = make_trainer("sft", tmp_path / "whole", **SAVING | options)
+    whole.add_callback(Watch())
+    whole.train()
+    expected, seen[:] = seen[2:], []
+    assert expected[0] != 0.1
+    resumed = make_trainer("sft", tmp_path, **SAVING | options, checkpoint_kwargs={"load_optimizer": False})
+    resumed.add_callback(Watch())
+    resumed.train(resume_from_checkpoint=True)
+    assert seen == expected
+
+
+def test_whole_weights_are_exported_where_they_are_not_anyway(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"export_weights=True has no effect"):
+        train(tmp_path, checkpoint_kwargs={"export_weights": True})
 
 
 def test_a_whole_checkpoint_can_be_read_without_its_optimizer(tmp_path: Path) -> None:

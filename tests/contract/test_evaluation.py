@@ -47,13 +47,13 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path: Path
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_the_best_model_of_an_online_training_is_found_by_its_loss(algorithm: str, tmp_path: Path) -> None:
+def test_the_best_model_of_an_online_training_is_found_by_its_reward(algorithm: str, tmp_path: Path) -> None:
     saved = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     options = {**saved, "load_best_model_at_end": True, "max_steps": 2, "learning_rate": 0.5}
     trainer = make_trainer(algorithm, tmp_path, eval_dataset=dataset_of(algorithm, 4), **options)
     trainer.train()
-    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert trainer.state.best_metric == min(losses)
+    rewards = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert trainer.state.best_metric == max(rewards)
     assert trainer.state.best_model_checkpoint is not None
 
 

@@ -13,10 +13,11 @@ from datasets import Dataset
 
 from prefrl import ConfigError
 from prefrl.rewards.at_k import best_at_k, pass_at_k
+from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import read_entry
 from tests.contract.cases import dataset_of, make_trainer, ragged_reward, stopping_model, weights_of
 
-SOURCES = ["math", "code", "math", "code", "math"]
+SOURCES = ["math", "code", "math", "code", None]
 EPOCH = {"eval_strategy": "epoch", "save_strategy": "epoch"}
 # An epoch of 6 steps.
 OPTIONS: dict[str, Any] = {"per_device_train_batch_size": 4, "rows": 24, "max_steps": -1, "num_train_epochs": 2}
@@ -115,12 +116,12 @@ def test_the_training_set_is_evaluated_like_a_dataset_with_its_rows(algorithm: s
 
 def test_two_evaluations_called_train_and_one_without_an_end_are_refused(tmp_path: Path) -> None:
     rows = dataset_of("sft", 2)
-    trainer = make_trainer("sft", tmp_path, eval_dataset={"train": rows}, evaluate_training_set=True)
     with pytest.raises(ConfigError, match="an eval_dataset that is called 'train'"):
-        trainer.evaluate()
-    trainer = make_trainer("sft", tmp_path, eval_dataset=rows, evaluate_training_set=True, streams=True)
+        make_trainer("sft", tmp_path, eval_dataset={"train": rows}, evaluate_training_set=True)
     with pytest.raises(ConfigError, match="Set max_eval_samples"):
-        trainer.evaluate()
+        make_trainer("sft", tmp_path, eval_dataset=rows, evaluate_training_set=True, streams=True)
+    with pytest.raises(ConfigError, match="there is no train_dataset"):
+        make_trainer("sft", tmp_path, eval_dataset=rows, evaluate_training_set=True, train_dataset=None)
 
 
 def test_evaluations_sample_in_their_own_way(tmp_path: Path) -> None:
@@ -177,6 +178,26 @@ def test_an_evaluation_says_how_good_k_samples_of_a_prompt_are_for_each_source(t
             assert 0 <= metrics[f"eval_maj@{k}{suffix}"] <= 1
         if suffix:
             assert metrics[f"eval_reward{suffix}"] == pytest.approx(rewards[which].mean())
+    assert not any("/None" in name for name in metrics)
+
+
+def test_completions_without_the_reward_that_counts_are_left_out(tmp_path: Path) -> None:
+    def of_math(data_source: list[str | None], **_: Any) -> list[float | None]:
+        return [1.0 if source == "math" else None for source in data_source]
+
+    trainer: Any = make_trainer(
+        "grpo",
+        tmp_path,
+        reward=[answering, of_math],
+        train_dataset=with_sources(),
+        eval_dataset=with_sources(),
+        pass_at_k_kwargs={"k": [2], "reward": "of_math", "answer": "answer"},
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_pass@2"] == metrics["eval_pass@2/math"] == 1.0
+    assert "eval_pass@2/code" not in metrics
+    # A process may have no prompts.
+    assert trainer._evaluation.report(Collected([]), name="eval", step=0) == {}
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,7 @@ def test_the_order_of_trl_works_in_online_dpo(tmp_path: Path) -> None:
     assert trainer.args is config
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (len(train), len(test))
     assert trainer.processing_class is tokenizer
-    assert trainer.reference is not None
-    assert trainer.reference.own_model is reference
+    assert trainer.ref_model is reference
 
 
 def test_a_reward_in_the_place_of_the_reference_is_refused(tmp_path: Path) -> None:

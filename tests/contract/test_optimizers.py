@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.trainer.base.optimizers import OPTIMIZERS
-from tests.contract.cases import make_trainer, model_of, weights_of
+from tests.contract.cases import dataset_of, make_trainer, model_of, weights_of
 
 # Rates at which the tiny model learns in a few steps.
 RATES = {
@@ -30,6 +31,17 @@ OTHERS: dict[str, dict[str, Any]] = {
     "adagrad": {"optim_args": "initial_accumulator_value=0.1", "learning_rate": 3e-2},
 }
 SAVED_AT = 3
+
+
+class WeightsOfSteps(TrainerCallback):
+    """The weights after each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        self.steps.append(weights_of(kwargs["model"]))
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
@@ -99,6 +111,16 @@ def test_the_critic_of_ppo_has_the_penalty_too(tmp_path: Path) -> None:
     torch.testing.assert_close(other - plain, -0.002 * start, rtol=1e-3, atol=1e-6)
 
 
+def test_a_policy_that_waits_for_its_critic_has_no_penalty(tmp_path: Path) -> None:
+    options = {"critic": "model", "critic_warmup": 3, "optim": "sgd", "critic_learning_rate": 0.1}
+    options |= {"regularization_type": "l1_l2", "regularization_lambda": 0.01, "max_grad_norm": 0.0}
+    trainer: Any = make_trainer("ppo", tmp_path, **options, max_steps=4, callbacks=[seen := WeightsOfSteps()])
+    trainer.train()
+    policy = [key for key in seen.steps[0] if "critic" not in key]
+    assert all(torch.equal(seen.steps[2][key], seen.steps[0][key]) for key in policy)
+    assert not all(torch.equal(seen.steps[3][key], seen.steps[2][key]) for key in policy)
+
+
 def test_each_number_of_the_gradients_is_clipped_after_their_norm(tmp_path: Path) -> None:
     _, by_norm = change(tmp_path / "norm", max_grad_norm=1.0)
     _, clipped = change(tmp_path, max_grad_norm=1.0, max_grad_value=0.01)
@@ -122,6 +144,47 @@ def test_the_critic_has_options_of_the_optimizer_of_its_own(tmp_path: Path) -> N
     ]
     policy = [(0.1, 0.0, (0.9, 0.999), 1e-8, {False})] * 2
     assert seen == [*policy, (0.3, 0.2, (0.9, 0.95), 1e-5, {True}), (0.3, 0.0, (0.9, 0.95), 1e-5, {True})]
+
+
+def test_options_of_the_critic_do_not_change_the_epsilon_of_muon(tmp_path: Path) -> None:
+    groups, critic = groups_of(tmp_path, optim="muon", critic_optim_kwargs={"adam_epsilon": 1e-4})
+    of_critic = [group for group in groups if id(group["params"][0]) in critic]
+    assert {(group["use_muon"], group["eps"]) for group in of_critic} == {(True, 1e-7), (False, 1e-4)}
+
+
+def test_the_learning_rate_of_the_critic_rises_by_itself(tmp_path: Path) -> None:
+    own = {"warmup_steps": 4}
+    options = {"critic": "model", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "optim": "sgd"}
+    options |= {"learning_rate": 0.1, "critic_learning_rate": 0.2, "critic_optim_kwargs": own, "reduce_on_plateau": 1}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset_of("ppo", 2)}
+    trainer: Any = make_trainer("ppo", tmp_path, **options)
+    optimizer = trainer.create_optimizer()
+    scheduler = trainer.create_scheduler(10)
+    seen = []
+    for _ in range(6):
+        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[-1]["lr"]))
+        scheduler.step()
+    expected = [(0.0, 0.0), (0.05, 0.05), (0.1, 0.1), (0.1, 0.15), (0.1, 0.2), (0.1, 0.2)]
+    assert seen == [pytest.approx(pair) for pair in expected]
+    scheduler.plateau.num_reductions = 1
+    scheduler.step()
+    factor = scheduler.plateau.params.factor
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[-1]["lr"]) == (0.1 * factor, 0.2 * factor)
+
+
+def test_an_expression_that_names_the_critic_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="learning_rates: 'score' is found only in names of the critic's parameters"):
+        groups_of(tmp_path, learning_rates={"score": 0.1})
+
+
+def test_settings_of_groups_may_change_at_resume(tmp_path: Path) -> None:
+    options = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "learning_rates": {"norm": 0.0}}
+    make_trainer("sft", tmp_path, **options, max_steps=1).train()
+    changed = {"adam_beta2": 0.9, "adam_epsilon": 1e-6, "learning_rate": 0.2}
+    resumed = make_trainer("sft", tmp_path, **options, **changed, max_steps=2, allow_resume_changes=[*changed])
+    resumed.train(resume_from_checkpoint=True)
+    assert {(group["betas"], group["eps"]) for group in resumed.optimizer.param_groups} == {((0.9, 0.9), 1e-6)}
+    assert {group["initial_lr"] for group in resumed.optimizer.param_groups} == {0.0, 0.2}
 
 
 def test_the_gradients_of_the_critic_are_clipped_to_a_norm_of_its_own(tmp_path: Path) -> None:
@@ -148,6 +211,8 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest(tmp_path: Path) -> None
 def test_muon_and_a_critic_are_resumed_exactly(tmp_path: Path) -> None:
     settings = {"optim": "muon", "learning_rate": 1e-2, "critic": "model", "critic_learning_rate": 1e-2}
     settings |= {"max_grad_norm": 1.0, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    own = {"warmup_steps": 3, "weight_decay": 0.1, "adam_beta2": 0.9, "max_grad_norm": 0.5}
+    settings |= {"lr_scheduler_type": "linear", "critic_optim_kwargs": own}
     whole = make_trainer("ppo", tmp_path, **settings)
     whole.train()
     resumed = make_trainer("ppo", tmp_path, **settings)

@@ -175,7 +175,10 @@ KEYS: dict[tuple[str, str, str], tuple[Any, dict[str, Any]]] = {
     ("eval_sampling_kwargs", "all", "min_p"): (0.5, EVALUATED),
     ("eval_sampling_kwargs", "all", "repetition_penalty"): (3.0, EVALUATED),
     ("pass_at_k_kwargs", "all", "k"): ([2], EVALUATED),
-    ("pass_at_k_kwargs", "all", "reward"): ("two_rewards", {**AT_2, **TWO}),
+    ("pass_at_k_kwargs", "all", "reward"): (
+        "two_rewards",
+        {**AT_2, **TWO, "pass_at_k_kwargs": {"k": [2], "threshold": 1.1}},  # which that reward never reaches
+    ),
     ("pass_at_k_kwargs", "all", "threshold"): (-1.0, AT_2),
     ("pass_at_k_kwargs", "all", "answer"): ("answer", AT_2),
 }
@@ -229,13 +232,16 @@ def own_options(algorithm: str) -> list[str]:
 
 
 def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]]]:
-    """Each key of each option that is a mapping, but for those about servers: a value, and what it may need to act."""
+    """Each key of each option that is a mapping: a value, and what it may need to act.
+
+    Those about servers are not here, and those of PPO's critic are in test_optimizers.
+    """
     return {
         (option.name, choices, key.name): ((default_of(key) or 0.5) * 2, {_switch(option): choices.split(", ")[0]})
         for option in REGISTRY[algorithm].load_config().kwargs_options
         for choices, found in option.keys().items()
         for key in found
-        if not option.name.startswith("vllm_") and option not in BaseConfig.kwargs_options
+        if not option.name.startswith(("vllm_", "critic_")) and option not in BaseConfig.kwargs_options
     }
 
 

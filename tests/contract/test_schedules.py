@@ -54,16 +54,24 @@ def test_a_critic_with_a_learning_rate_of_its_own_follows_in_proportion(tmp_path
 def test_a_run_that_is_reduced_on_a_plateau_is_resumed_bit_exactly(
     metric: str, kwargs: dict[str, Any], tmp_path: Path
 ) -> None:
+    """Also where the resumed run makes one more evaluation than the other: at its start."""
     kwargs = {**PLATEAU["reduce_on_plateau_kwargs"], "metric": metric, **kwargs}  # type: ignore[dict-item]
     options: dict[str, Any] = {**PLATEAU, "reduce_on_plateau_kwargs": kwargs, "lr_scheduler_type": "cosine"}
-    options |= {**EVERY_STEP, "max_steps": 8, "save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch"}
+    options |= {
+        **EVERY_STEP,
+        "eval_on_start": True,
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "optim": "adamw_torch",
+    }
     whole, resumed = (make_trainer("sft", tmp_path, **options, rows=40) for _ in range(2))
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     rates = [[e["learning_rate"] for e in t.state.log_history if "learning_rate" in e] for t in (whole, resumed)]
     assert rates[0] == rates[1]
-    plain = make_trainer("sft", tmp_path / "plain", **{**options, **dict.fromkeys(("reduce_on_plateau",), 0),
-                         "reduce_on_plateau_kwargs": None}, rows=40)  # fmt: skip
+    plain_options = {**options, "reduce_on_plateau": 0, "reduce_on_plateau_kwargs": None}
+    plain = make_trainer("sft", tmp_path / "plain", **plain_options, rows=40)
     scheduler = plain.create_optimizer_and_scheduler(8) or plain.lr_scheduler
     shares = [rate / (0.1 * scheduler.lr_lambdas[0](step)) for step, rate in enumerate(rates[0])]
     assert sorted({round(share, 9) for share in shares}) == [0.25, 0.5, 1.0]
@@ -81,15 +89,16 @@ def test_a_metric_that_is_never_logged_is_an_error(metric: str, tmp_path: Path) 
 
 
 def test_a_schedule_that_may_change_goes_on_at_the_same_step(tmp_path: Path) -> None:
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    make_trainer("sft", tmp_path, **options, lr_scheduler_type="linear").train()
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "weight_decay": 0.2}
+    make_trainer("sft", tmp_path, **options, lr_scheduler_type="linear", weight_decay_schedule="linear").train()
     shutil.rmtree(tmp_path / "checkpoint-4")
     changed = {"lr_scheduler_type": "exponential", "lr_scheduler_kwargs": {"decay_rate": 0.5, "decay_steps": 1}}
-    allowed = ["lr_scheduler_type", "lr_scheduler_kwargs", "max_steps", "num_train_epochs"]
+    allowed = ["lr_scheduler_type", "lr_scheduler_kwargs", "weight_decay_schedule", "max_steps", "num_train_epochs"]
     resumed = make_trainer("sft", tmp_path, **options, **changed, allow_resume_changes=allowed)
     resumed.train(resume_from_checkpoint=True)
     rates = [entry["learning_rate"] for entry in resumed.state.log_history if "learning_rate" in entry]
     assert rates == pytest.approx([0.1, 0.075, 0.025, 0.0125])
+    assert {group["weight_decay"] for group in resumed.optimizer.param_groups} == {0.0, 0.2}
 
 
 def test_training_with_a_schedule_that_does_not_know_its_length_is_extended_bit_exactly(tmp_path: Path) -> None:
@@ -105,7 +114,7 @@ def test_training_with_a_schedule_that_does_not_know_its_length_is_extended_bit_
     assert all(torch.equal(value, actual[name]) for name, value in weights_of(whole.model).items())
 
 
-def test_a_second_training_begins_without_reductions(tmp_path: Path) -> None:
+def test_a_second_training_begins_without_reductions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kwargs = {**PLATEAU["reduce_on_plateau_kwargs"], "metric": "loss"}  # type: ignore[dict-item]
     options = {**PLATEAU, "reduce_on_plateau_kwargs": kwargs, "max_steps": 5}
     trainer = make_trainer("sft", tmp_path, **options)
@@ -113,11 +122,13 @@ def test_a_second_training_begins_without_reductions(tmp_path: Path) -> None:
         trainer.train()
         rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
         assert rates == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.05])
+    told = [record.getMessage() for record in caplog.records if "does not improve" in record.getMessage()]
+    assert told[0].startswith("step 3: loss does not improve; the learning rate is reduced, 1 of reduce_on_plateau=2")
 
 
 def test_options_of_a_schedule_are_refused_with_a_scheduler_of_the_users_own(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     trainer = make_trainer("sft", tmp_path, lr_scheduler_type="wsd", optimizers=(optimizer, scheduler))
-    with pytest.raises(ConfigError, match="has a scheduler of its own"):
+    with pytest.raises(ConfigError, match="was given a scheduler in optimizers"):
         trainer.train()

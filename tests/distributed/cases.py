@@ -51,8 +51,14 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 # Layers as wide as bitsandbytes' blocks, in four bits, which FSDP2 shares out in floating-point storage alone.
 WIDE = {"architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+SCHEDULE: dict[str, Any] = {
+    **{"max_steps": 4, "weight_decay": 0.3, "weight_decay_schedule": "linear"},
+    **{"lr_scheduler_type": "exponential", "lr_scheduler_kwargs": {"decay_rate": 0.5, "decay_steps": 2}},
+    **{"reduce_on_plateau": 2, "reduce_on_plateau_kwargs": {"patience": 0, "factor": 0.5, "threshold": 0.9}},
+}
 FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
 BUDGET = {"max_tokens_per_micro_batch": 25}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 LEAN = {"activation_checkpointing": True}  # passes without gradients are no larger than those with
 
 
@@ -99,7 +105,14 @@ CASES: dict[str, Case] = {
     "ppo": Case(
         "ppo", {**ADAM, **EVAL, "critic_learning_rate": 1e-2, "critic_warmup": 1, "max_grad_norm": 0.0}, eval_rows=3
     ),
-    "online_dpo": Case("online_dpo", EVAL, model=TIED, eval_rows=1),  # one rank has no completions
+    # One rank has no completions.
+    "online_dpo": Case(
+        "online_dpo",
+        {**EVAL, "pass_at_k_kwargs": {"k": [2], "answer": "answer"}},
+        model=TIED,
+        reward=answering,
+        eval_rows=1,
+    ),
     # The head, the forward pass, and how the work is cut.
     "sft_llama_tied": Case("sft", model=LLAMA_TIED),
     "sft_micro_batches": Case("sft", {"gradient_accumulation_steps": 2}, rows_per_micro_batch=2),
@@ -108,6 +121,7 @@ CASES: dict[str, Case] = {
     "sft_padded": Case("sft", {"forward_plan": "padded"}, model=TIED),
     "dpo_packed": Case("dpo", {"forward_plan": "packed"}),
     "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED),
+    "dpo_compiled": Case("dpo", COMPILED),
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
     "sft_lora_head": Case("sft", lora=("q_proj", "lm_head")),
     "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens")),
@@ -124,10 +138,18 @@ CASES: dict[str, Case] = {
         },
     ),
     "sft_nadam_rates": Case("sft", {**ADAM, "optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}),
+    "sft_grown": Case(
+        "sft",
+        {
+            **ADAM,
+            **{"max_steps": 5, "lr_scheduler_type": "linear", "increase_batch_size_on_plateau": 1},
+            "increase_batch_size_kwargs": {"patience": 1, "eval_metric": "learning_rate"},  # which never rises
+        },
+    ),
     "sft_window": Case("sft", model={"architecture": "mistral", "sliding_window": 4, "num_key_value_heads": 1}),
     "sft_eval": Case(
         "sft",
-        {**EVAL, "compute_metrics": num_predicted, "callbacks": [BEMACallback(update_freq=1)]},
+        {**EVAL, **SCHEDULE, "compute_metrics": num_predicted, "callbacks": [BEMACallback(update_freq=1)]},
         model=TIED,
         eval_rows=7,
     ),

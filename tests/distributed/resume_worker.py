@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl import distributed
+from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.types import LossOutput
 from tests.distributed.backends import enter
 from tests.distributed.cases import ADAM, ATTENTION, MOVING, TIED, Case
@@ -29,6 +31,13 @@ SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": SAVED_AT, "row
 # Saved in the last of the four steps that learn from the first rollouts.
 REUSE = {"steps_per_generation": 2, "num_iterations": 2}
 CRITIC = {"critic_learning_rate": 1e-2}
+# Reduced in the middle, with a state that the first reduction after resuming depends on.
+FALLING: dict[str, Any] = {
+    **{"lr_scheduler_type": "cosine", "weight_decay_schedule": "linear", "reduce_on_plateau": 2},
+    "reduce_on_plateau_kwargs": {"metric": "loss", "patience": 1, "factor": 0.5, "threshold": 0.9},
+}
+AVERAGED = {"ema_decay": 0.6, "model_soup": "uniform", "eval_strategy": "steps", "eval_steps": SAVED_AT}
+EXPORTED = {"checkpoint_kwargs": {"export_weights": True}}
 EMBEDDINGS = ("q_proj", "embed_tokens")
 
 RESUMED: dict[str, Case] = {
@@ -38,10 +47,11 @@ RESUMED: dict[str, Case] = {
     "sft_frozen": Case("sft", {**ADAM, "freeze": ["layers.0", "norm"]}, model=TIED, by_name=True),
     "sft_muon": Case("sft", {**ADAM, "optim": "muon"}),
     "sft_nadam_rates": Case("sft", {**ADAM, "optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}),
-    "sft_lora": Case("sft", ADAM, lora=ATTENTION),
+    "sft_averaged": Case("sft", {**ADAM, **AVERAGED}, model=TIED, eval_rows=4),
+    "sft_lora": Case("sft", {**ADAM, **FALLING}, lora=ATTENTION),
     "sft_lora_embeddings": Case("sft", ADAM, lora=EMBEDDINGS),
     "sft_lora_head": Case("sft", ADAM, lora=("q_proj", "lm_head"), by_name=True),
-    "dpo_moving": Case("dpo", {**ADAM, **MOVING}, model=TIED),
+    "dpo_moving": Case("dpo", {**ADAM, **MOVING, **FALLING}, model=TIED),
     "dpo_lora": Case("dpo", ADAM, lora=ATTENTION),
     "dpo_lora_by_name": Case("dpo", ADAM, lora=ATTENTION, by_name=True),
     "dpo_lora_moving": Case("dpo", {**ADAM, **MOVING}, lora=ATTENTION),
@@ -58,6 +68,7 @@ RESUMED: dict[str, Case] = {
     "ppo_reuse": Case("ppo", {**ADAM, **CRITIC, **REUSE}),
     "ppo_model": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, model=TIED),
     "ppo_lora": Case("ppo", {**ADAM, **CRITIC}, lora=ATTENTION),
+    "ppo_lora_exported": Case("ppo", {**ADAM, **CRITIC, **EXPORTED}, lora=ATTENTION),
     "ppo_model_lora": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, lora=ATTENTION),
     "reward": Case("reward", ADAM),
     "reward_lora": Case("reward", ADAM, lora=ATTENTION),
@@ -74,17 +85,32 @@ def run(folder: Path, backend: str, name: str, checkpoint: str | None) -> dict[s
     case = RESUMED[name]
     (folder / backend).mkdir(exist_ok=True)
     options = {**enter(backend, folder), **SAVING}
+    if name == "ppo_lora_exported":
+        options["upload_to"] = str(folder / "uploaded")
     result: dict[str, Any] = {}
     if checkpoint is None:
         trainer = make(name, case, folder / backend, **options)
         trainer.train()
-        result["whole"] = weights_of(trainer)
+        result["whole"], result["averages"] = weights_of(trainer), averages_of(trainer)
         trainer.save_model(str(folder_of(folder, backend, name) / "final"))
         checkpoint = str(folder_of(folder, backend, name) / f"checkpoint-{SAVED_AT}")
-        options["save_strategy"] = "no"
+        if "model_soup" not in case.options:
+            options["save_strategy"] = "no"
+        if "upload_to" in options:  # the disk is lost
+            lost = Path(checkpoint)
+            distributed.on_main(lambda: shutil.rmtree(lost))
+            checkpoint = f"file://{options.pop('upload_to')}/checkpoint-{SAVED_AT}"
     trainer = make(name, case, folder / backend, **options)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return {**result, "resumed": weights_of(trainer), "steps": trainer.state.global_step}
+    resumed = {"resumed": weights_of(trainer), "resumed_averages": averages_of(trainer)}
+    return {**result, **resumed, "steps": trainer.state.global_step}
+
+
+def averages_of(trainer: BaseTrainer) -> dict[str, torch.Tensor]:
+    """The moving average of the weights, whole; none on other processes than the first."""
+    if trainer.ema is None or trainer.ema.average is None:
+        return {}
+    return trainer.ema.average.state(keep=distributed.is_main())
 
 
 class Broken(TrainerCallback):

@@ -33,6 +33,8 @@ JOBS = (
     "zero1:grpo_reuse",
     "zero2:sft_lora",
     "zero2:sft_nadam_rates",
+    "zero2:sft_averaged",
+    "fsdp2:sft_averaged",
     "fsdp2:sft_muon",
     "zero3:grpo_reuse",
     "zero3:dpo_lora",
@@ -40,7 +42,7 @@ JOBS = (
     "zero3_offload:sft",
     "fsdp2:grpo_reuse",
     "fsdp2:dpo_moving",
-    "fsdp2_sharded:ppo_lora",
+    "fsdp2_sharded:ppo_lora_exported",
 )
 # ZeRO-1 leaves out a step as ZeRO-2 does, and offloading changes nothing about it.
 LEFT_OUT = ("ddp:nan", "zero2:nan", "zero3:nan", "fsdp2_sharded:nan")
@@ -83,7 +85,14 @@ def test_runs_are_resumed_and_exported_under_every_backend(tmp_path: Path) -> No
         assert written_by == {"backend": SIGNATURES[backend], "num_processes": 2}
         assert results[job]["steps"] == 6, job
         assert distance(results[job]["resumed"], results[job]["whole"]) == 0, job
+        averages, resumed_averages = results[job]["averages"], results[job]["resumed_averages"]
+        assert bool(averages) == name.endswith("_averaged"), job
+        assert not averages or distance(resumed_averages, averages) == 0, job
         check_export(tmp_path, job, results[job]["whole"])
+        has_weights = (checkpoint / "model.safetensors").exists() or (
+            checkpoint / "adapter_model.safetensors"
+        ).exists()
+        assert has_weights, job
     for job in LEFT_OUT:
         assert results[job]["changed"] == [True, False, True, True], job
         assert {"model.safetensors", "step_0_of_2.safetensors", "step_1_of_2.safetensors"} <= {*results[job]["kept"]}

@@ -23,6 +23,7 @@ from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.parser import CommandParser
+from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.optimized import OptimizedTrainer
@@ -100,6 +101,7 @@ OPTIONAL = {
     "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers.py"),
     "pytorch_optimizer": ("prefrl/trainer/base/optimizers.py",),
     "deepspeed": ("prefrl/distributed/",),
+    "torchao": ("prefrl/models/fp8.py",),
     "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
@@ -148,7 +150,8 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     trainer = row.load_trainer()
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
-    assert _bases(BaseTrainer) == [EvaluatingTrainer]
+    assert _bases(BaseTrainer) == [AveragingTrainer]
+    assert _bases(AveragingTrainer) == [EvaluatingTrainer]
     assert _bases(EvaluatingTrainer) == [SizedTrainer]
     assert _bases(SizedTrainer) == [GuardedTrainer]
     assert _bases(GuardedTrainer) == [ResumableTrainer]

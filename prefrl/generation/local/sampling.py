@@ -19,6 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from prefrl.losses.determinism import cumsum_permitted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -75,6 +77,10 @@ class TokenSampler:
             uniforms: [B] float64 in [0, 1); not used for greedy decoding.
             history: [B, .] int64, tokens so far; required if `reads_history`.
         """
+        with cumsum_permitted():
+            return self._draw(logits, uniforms, history)
+
+    def _draw(self, logits: Tensor, uniforms: Tensor, history: Tensor | None) -> Draw:
         scores = logits
         for processor in self._processors:
             scores = processor(history, scores)

@@ -150,7 +150,6 @@ def _attention_or_flat(
     return output, None
 
 
-@torch.compiler.disable  # the layout changes with every step; compiled layers call this as it is
 def _sdpa_or_flat(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> _AttentionResult:
@@ -158,7 +157,6 @@ def _sdpa_or_flat(
     return _attention_or_flat(replaced, module, query, key, value, attention_mask, kwargs)
 
 
-@torch.compiler.disable
 def _eager_or_flat(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> _AttentionResult:
@@ -167,8 +165,9 @@ def _eager_or_flat(
     return _attention_or_flat(replaced, module, query, key, value, attention_mask, kwargs)
 
 
-AttentionInterface.register(_OUR_NAME["sdpa"], _sdpa_or_flat)
-AttentionInterface.register(_OUR_NAME["eager"], _eager_or_flat)
+# The layout changes with every step: compiled layers call these functions as they are.
+AttentionInterface.register(_OUR_NAME["sdpa"], torch.compiler.disable(_sdpa_or_flat))  # type: ignore[no-untyped-call]
+AttentionInterface.register(_OUR_NAME["eager"], torch.compiler.disable(_eager_or_flat))  # type: ignore[no-untyped-call]
 AttentionMaskInterface.register(_OUR_NAME["sdpa"], sdpa_mask)
 AttentionMaskInterface.register(_OUR_NAME["eager"], eager_mask)
 

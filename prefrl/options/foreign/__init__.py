@@ -1,10 +1,11 @@
-"""What names of TRL, verl and cosmos-rl are here: for messages, the migration guides and `prefrl migrate`."""
+"""What names of TRL, verl, cosmos-rl and Ludwig are here: for messages, the migration guides and `prefrl migrate`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
 from prefrl.options.foreign.cosmos_rl import COSMOS_RL
+from prefrl.options.foreign.ludwig import LUDWIG
 from prefrl.options.foreign.others import OTHERS
 from prefrl.options.foreign.row import Row
 from prefrl.options.foreign.trl import ARGUMENTS, TRL
@@ -13,7 +14,10 @@ from prefrl.options.foreign.verl import VERL
 __all__ = ["ARGUMENTS", "LIBRARIES", "Row", "advice", "row_of"]
 
 # Names of verl and cosmos-rl are paths of keys. The first library that has a name is the one that is meant.
-LIBRARIES: dict[str, Mapping[str, Row]] = {"TRL": TRL, "verl": VERL, "cosmos-rl": COSMOS_RL, "others": OTHERS}
+LIBRARIES: dict[str, Mapping[str, Row]] = {
+    **{"TRL": TRL, "verl": VERL, "cosmos-rl": COSMOS_RL},
+    **{"Ludwig": LUDWIG, "others": OTHERS},
+}
 
 
 def row_of(rows: Mapping[str, Row], name: str) -> Row | None:

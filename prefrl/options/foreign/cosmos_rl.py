@@ -11,18 +11,22 @@ from prefrl.options.foreign.row import (
     becomes,
     column,
     if_set,
+    if_set_key,
     layers,
     loggers,
     not_needed,
     not_there,
     renamed,
+    sampled_top_k,
     server,
 )
 
-__all__ = ["COSMOS_RL", "DEFAULTS"]
+__all__ = ["COSMOS_RL", "DECAYS", "DEFAULTS"]
 
 _LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
 _REWARDS = {"boxed_math": "accuracy_reward", "format": "think_format_reward", "gsm8k": "numeric_reward"}
+# How the learning rate falls.
+DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
 _VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dapo": {"dynamic_sampling": True},
@@ -57,8 +61,10 @@ _POLICY: dict[str, Row] = {
     "dataset.split": becomes("dataset_train_split", _split, "dataset_train_split"),
     "dataset.train_split": becomes("dataset_train_split", _split, "dataset_train_split"),
     "dataset.test_split": if_set("dataset_test_split"),
-    "dataset.test_size": not_there("name the rows: --dataset_test_split 'train[90%:]'"),
-    "dataset.revision": not_there("load the dataset in Python, datasets.load_dataset(..., revision=...)"),
+    "dataset.test_size": not_there(
+        "give the dataset in datasets, and test_split_size; or name the rows: --dataset_test_split 'train[90%:]'"
+    ),
+    "dataset.revision": if_set("dataset_revision"),
     "conversation_column_name": column("messages", "conversations"),
     "prompt_column_name": column("prompt"),
     "response_column_name": not_there("the rewards read a column by its name: answer or solution for built-in ones"),
@@ -95,6 +101,7 @@ _POLICY: dict[str, Row] = {
     "min_filter_prefix_tokens": renamed("loss_kwargs", "min_filter_prefix_tokens"),
     "max_retry_for_on_policy": renamed("dynamic_sampling_kwargs", "max_tries"),
     "reference_reset_interval": not_there("sync_ref_model=True, ref_model_mixup_alpha=1.0 and ref_model_sync_steps"),
+    "reset_optimizer_with_reference": not_there("the optimizer keeps its state when the reference moves"),
     "use_decoupled_loss": renamed("vllm_importance_sampling_correction"),
     "behav_imp_weight_cap": not_there(
         "vllm_importance_sampling_mode='token_mask', vllm_importance_sampling_kwargs={'clip_max': ...}"
@@ -105,15 +112,15 @@ _POLICY: dict[str, Row] = {
 _TRAIN: dict[str, Row] = {
     "resume": becomes(
         "resume_from_checkpoint",
-        lambda value: {"resume_from_checkpoint": "true"} if value else {},
+        lambda value: {"resume_from_checkpoint": value if isinstance(value, str) else "auto"} if value else {},
         "resume_from_checkpoint",
     ),
     "epoch": renamed("num_train_epochs"),
     "epsilon": renamed("adam_epsilon"),
-    "optm_name": becomes("optim='adamw_torch_fused'", lambda value: {"AdamW": {}}[value]),
+    "optm_name": asked("optim", {"AdamW": "adamw_torch_fused", "Adam": "adam"}),
     "optm_impl": not_needed("optim names the implementation, too"),
     "optm_lr": becomes(
-        "learning_rate, and for other rates of some parameters learning_rates",
+        "learning_rate, and learning_rates for other rates of some parameters",
         lambda value: {"learning_rate": float(value)},
         "learning_rate",
     ),
@@ -123,12 +130,22 @@ _TRAIN: dict[str, Row] = {
     ),
     "optm_warmup_steps": renamed("warmup_steps"),
     "optm_grad_norm_clip": renamed("max_grad_norm"),
-    "optm_decay_type": not_there("set lr_scheduler_type"),
-    "optm_decay_ratio": not_there("lr_scheduler_type='warmup_stable_decay' and its lr_scheduler_kwargs"),
-    "optm_min_lr_factor": not_there(
-        "lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': ...}"
+    "optm_warmup_start_factor": becomes(
+        "warmup_start_factor", lambda value: {"warmup_start_factor": value} if value else {}, "warmup_start_factor"
     ),
-    "max_num_steps": if_set("max_steps"),
+    "optm_decay_type": asked(
+        "lr_scheduler_kwargs",
+        {name: {"decay_type": ours} for name, ours in DECAYS.items()},
+        "lr_scheduler_type='wsd' and the key decay_type of lr_scheduler_kwargs, sqrt is '1-sqrt'; without a decay "
+        "lr_scheduler_type='constant_with_warmup'",
+    ),
+    "optm_decay_ratio": renamed("lr_scheduler_kwargs", "decay_fraction"),
+    "optm_min_lr_factor": renamed("lr_scheduler_kwargs", "min_lr_ratio"),
+    "max_num_steps": becomes(
+        "max_steps, which num_train_epochs does not end earlier",
+        lambda value: {"max_steps": value} if value else {},
+        "max_steps",
+    ),
     "compile": renamed("torch_compile"),
     "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
     "master_dtype": becomes("float32 weights", lambda value: {"float32": {}}[value]),
@@ -144,19 +161,37 @@ _TRAIN: dict[str, Row] = {
     "fsdp_reduce_dtype": not_there(_LAUNCH),
     "fsdp_offload": not_there(_LAUNCH),
     "fsdp_reshard_after_forward": not_there(_LAUNCH),
-    "fp8": not_there("training in 8 bits is not supported"),
-    "fp4": not_there("training in 4 bits is not supported"),
+    "fp8.enable_fp8": becomes(
+        "fp8=True with bf16=True", lambda value: {"fp8": True, "bf16": True} if value else {}, "fp8"
+    ),
+    "fp8": not_needed("scales are of whole tensors, taken anew in each product, and powers of 2"),
+    "fp4": not_there("fp8=True computes in 8 bits; load_in_4bit=True trains an adapter on weights of 4 bits"),
     "ckpt.enable_checkpoint": becomes(
         "save_strategy", lambda value: {} if value else {"save_strategy": "no"}, "save_strategy"
     ),
     "ckpt.save_freq": renamed("save_steps"),
-    "ckpt.save_freq_in_epoch": not_there("save_strategy='epoch' saves after every epoch"),
+    "ckpt.save_freq_in_epoch": becomes(
+        "save_strategy='epoch' and save_epochs",
+        lambda value: {"save_strategy": "epoch", "save_epochs": value} if value else {},
+        "save_epochs",
+    ),
     "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
     "ckpt.max_keep": if_set("save_total_limit"),
-    "ckpt.export_safetensors": not_needed("checkpoints are folders of HuggingFace"),
+    "ckpt.export_safetensors": not_needed(
+        "checkpoints are folders of HuggingFace; under ZeRO-3 and FSDP2 set the key 'export_weights' of "
+        "checkpoint_kwargs"
+    ),
     "ckpt.upload_hf": renamed("push_to_hub"),
     "ckpt.hf_repo_name": renamed("hub_model_id"),
-    "ckpt": not_there("output_dir is a local folder; push_to_hub uploads it"),
+    **{
+        f"ckpt.{name}": becomes(
+            "upload_to='s3://bucket/prefix'; final is upload_kwargs={'checkpoints': 'final'}",
+            lambda value: {},
+            "upload_to",
+        )
+        for name in ("upload_s3", "s3_bucket", "s3_prefix")
+    },
+    "ckpt": not_there("see docs/checkpoints.md"),
     "enable_validation": _flag("eval_strategy", "steps"),
     "validation_freq": renamed("eval_steps"),
     "validation_step": renamed("eval_steps"),
@@ -179,7 +214,9 @@ _ROLLOUT: dict[str, Row] = {
     "sampling_config.top_k": becomes("top_k, 0 for all tokens", lambda value: {"top_k": max(value, 0)}),
     "sampling_config.repetition_penalty": renamed("repetition_penalty"),
     "sampling_config": not_needed("it is an environment variable of vLLM"),
-    "backend": becomes("use_vllm=True", lambda value: {"vllm": {"use_vllm": True}}[value], "use_vllm"),
+    "backend": becomes(
+        "use_vllm=True; there is no TensorRT-LLM", lambda value: {"vllm": {"use_vllm": True}}[value], "use_vllm"
+    ),
     "gpu_memory_utilization": server("--gpu_memory_utilization"),
     "enforce_eager": server("--enforce_eager"),
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
@@ -207,21 +244,36 @@ COSMOS_RL: dict[str, Row] = {
     "train.train_policy.temperature": not_needed("the temperature of sampling is that of the loss"),
     "policy.model_gradient_checkpointing": renamed("gradient_checkpointing"),
     "policy.model_max_length": renamed("max_length"),
-    "policy.trainable_map": not_there("freeze has regular expressions for parameters that are not trained"),
+    "policy.trainable_map": not_there(
+        "freeze has regular expressions for parameters that are not trained; '^(?!.*lm_head)' is all but lm_head"
+    ),
     "policy.enable_liger_kernel": renamed("use_liger_kernel"),
     "policy.parallelism": not_there(_LAUNCH),
     "logging.logger": loggers(),
     "logging.project_name": renamed("project"),
     "logging.experiment_name": if_set("run_name"),
-    "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "profiler.enable_profiler": _flag("profile", True),
+    "profiler.enable_nsys": not_there("start the run under nsys profile; phases are ranges of record_function"),
+    "profiler.active_steps": renamed("profile_kwargs", "active"),
+    "profiler.warmup_steps": renamed("profile_kwargs", "warmup"),
+    "profiler.wait_steps": renamed("profile_kwargs", "wait"),
+    "profiler.rank_filter": renamed("profile_kwargs", "ranks"),
+    "profiler.record_shape": renamed("profile_kwargs", "record_shapes"),
+    "profiler.profile_memory": renamed("profile_kwargs", "profile_memory"),
+    "profiler.with_stack": renamed("profile_kwargs", "with_stack"),
+    "profiler.with_modules": not_needed("the phases of a step are ranges of the trace; with_stack has the modules"),
+    "profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
     "validation.enable": _flag("eval_strategy", "steps"),
     "validation.freq": renamed("eval_steps"),
     "validation.batch_size": if_set("per_device_eval_batch_size"),
     "validation.temperature": renamed("temperature_eval"),
     "validation.n_generation": renamed("num_generations_eval"),
+    "validation.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
+    "validation.top_k": sampled_top_k(),
+    "validation.repetition_penalty": if_set_key("eval_sampling_kwargs", "repetition_penalty"),
     "validation.dataset.name": not_needed("evaluation reads another split of the same dataset"),
     "validation.dataset.test_split": if_set("dataset_test_split"),
-    "validation": not_there("evaluation samples and is rewarded as training is"),
+    "validation": not_there("evaluations have the rewards of training, and its max_completion_length"),
     "redis": not_needed("there is no controller"),
     "custom": not_there("give the values to your own script"),
 }

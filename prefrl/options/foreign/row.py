@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = [
-    *("Row", "asked", "becomes", "column", "if_set", "layers", "loggers", "not_needed", "not_there", "renamed"),
-    "server",
+    *("Row", "asked", "becomes", "column", "if_set", "if_set_key", "layers", "loggers", "not_needed", "not_there"),
+    *("renamed", "sampled_top_k", "server"),
 ]
 
 _UNSET = (None, "", "None", -1)
@@ -70,6 +70,19 @@ def asked(option: str, values: Mapping[Any, Any], text: str | None = None) -> Ro
 def if_set(option: str) -> Row:
     """The same value under another name, unless it says that nothing is set."""
     return becomes(option, lambda value: {} if value in _UNSET else {option: value}, option)
+
+
+def if_set_key(option: str, key: str) -> Row:
+    """The same value as a key of an option that is a mapping, unless it says that nothing is set."""
+    convert = renamed(option, key).convert
+    assert convert is not None
+    return becomes(f"the key {key!r} of {option}", lambda value: {} if value in _UNSET else convert(value), option)
+
+
+def sampled_top_k() -> Row:
+    """The number of tokens that evaluations sample from; a negative one stands for all of them."""
+    option = "eval_sampling_kwargs"
+    return becomes(f"the key 'top_k' of {option}, 0 for all tokens", lambda n: {option: {"top_k": max(n, 0)}}, option)
 
 
 def column(*names: str) -> Row:

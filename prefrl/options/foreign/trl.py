@@ -7,7 +7,7 @@ from typing import Any
 
 from prefrl.options.foreign.row import Row, becomes, not_needed, not_there, renamed, server
 
-__all__ = ["ARGUMENTS", "DEFAULTS", "NAMES", "TRAINER_NAMES", "TRL", "VALUES"]
+__all__ = ["ARGUMENTS", "DEFAULTS", "METHODS", "NAMES", "SCRIPT_OPTIONS", "TRAINER_NAMES", "TRL", "VALUES"]
 
 _NO_PADDING = "batches are laid out without padding"
 _LOCAL = "completions are sampled by prefrl's own loop or on a server"
@@ -48,6 +48,7 @@ TRL: dict[str, Row] = {
         "the folder completions in output_dir has all rollouts as Parquet files; upload it with "
         "huggingface_hub.upload_folder"
     ),
+    "log_multimodal": not_needed("the journal keeps the images"),
     "max_new_tokens": renamed("max_completion_length"),
     "response_length": renamed("max_completion_length"),
     "reward_model_path": not_there(
@@ -102,6 +103,10 @@ TRAINER_NAMES: dict[str, str] = {
     "policy": "model",
     "ref_policy": "ref_model",
 }
+# Options that no trainer of TRL reads: its scripts load with them what they give to the trainer.
+SCRIPT_OPTIONS = ("reward_model_path", "sft_model_path")
+# Methods of trainers that scripts need not call here, and why.
+METHODS: dict[str, str] = {"generate_completions": "log_completions prints what was sampled"}
 # Public names that are not there under this name.
 NAMES: dict[str, str] = {
     "AsyncGRPOConfig": "GRPOConfig with use_vllm=True, generation_mode='async' and max_staleness",
@@ -117,8 +122,13 @@ NAMES: dict[str, str] = {
     "SIMPLE_CHAT_TEMPLATE": "the option chat_template_path reads a template from a file",
     "DataCollatorForCompletionOnlyLM": "the option completion_only_loss or assistant_only_loss",
     "ConstantLengthDataset": "the option packing",
+    "SyncRefModelCallback": "the option sync_ref_model",
     "WeaveCallback": "the option report_to names trackers",
     "AutoModelForCausalLMWithValueHead": "PPOTrainer makes its critic itself: critic='head' or 'model'",
+    "AutoModelForSeq2SeqLMWithValueHead": "models with an encoder are not supported; use a decoder-only model",
+    "MergeModelCallback": "prefrl soup averages checkpoints; merge with other models by mergekit itself",
+    "MergeConfig": "prefrl soup averages checkpoints; merge with other models by mergekit itself",
+    "WinRateCallback": "compute_metrics gets the completions of an evaluation, and get_judge_reward asks a judge",
 }
 # Values of options that have another name: config, option, value -> ours.
 VALUES: dict[tuple[str, str, str], str] = {
@@ -141,4 +151,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"learning_rate": 5e-7, "max_completion_length": 64, "max_prompt_length": None, "disable_dropout": True},
         **_EVERY,
     },
+    "BCOConfig": _EVERY,
+    "PPOConfig": {"learning_rate": 5e-5, **_ONLINE, "max_completion_length": 53, "temperature": 0.7},
 }

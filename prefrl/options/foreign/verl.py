@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prefrl.options.foreign.row import (
@@ -12,11 +11,13 @@ from prefrl.options.foreign.row import (
     becomes,
     column,
     if_set,
+    if_set_key,
     layers,
     loggers,
     not_needed,
     not_there,
     renamed,
+    sampled_top_k,
     server,
 )
 
@@ -28,6 +29,11 @@ _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL_ESTIMATORS |= {"kl+": "k1+", "k1+": "k1+", "abs+": "abs+", "low_var_kl+": "k3+", "k3+": "k3+", "full": "full"}
+# Classes of torch.optim and bitsandbytes.optim, and Megatron's name.
+_OPTIMIZERS = {
+    **{"AdamW": "adamw_torch_fused", "Adam": "adam", "SGD": "sgd", "AdamW8bit": "adamw_8bit"},
+    **{"PagedAdamW8bit": "paged_adamw_8bit", "adam": "adamw_torch_fused"},
+}
 _REDUCTIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 LOSSES: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -39,6 +45,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo"},
     "geo_mean": {"loss_type": "gmpo"},
 }
+_DECAYS = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+_DECAYS |= {"inverse_square_root": "inverse_sqrt", "WSD": "wsd"}
 # The algorithm that an advantage estimator stands for is the name of the command.
 _ESTIMATORS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("gae", "grpo", "rloo", "reinforce_plus_plus")},
@@ -70,15 +78,35 @@ def _every(what: str) -> Any:
 
 
 def _reward(value: Any) -> Mapping[str, Any]:
-    return {} if value is None else {"reward_funcs": [f"{Path(value).stem}:compute_score"]}
+    return {} if value is None else {"reward_funcs": [f"{value}:compute_score"]}
+
+
+def _saved(value: Any) -> Mapping[str, Any]:
+    contents = {value} if isinstance(value, str) else {*value}
+    if not {"optimizer", "extra"} & contents:
+        return {"save_only_model": True}
+    if not {"model", "extra"} <= contents:
+        raise ValueError("a checkpoint that holds more than the model has the model and the state of the run")
+    return {} if "optimizer" in contents else {"checkpoint_kwargs": {"save_optimizer": False}}
+
+
+def _loaded(value: Any) -> Mapping[str, Any]:
+    contents = {value} if isinstance(value, str) else {*value}
+    if not {"model", "extra"} <= contents:
+        raise ValueError("start a new training with the folder of the checkpoint as its model")
+    return {} if "optimizer" in contents else {"checkpoint_kwargs": {"load_optimizer": False}}
 
 
 _DATA: dict[str, Row] = {
     "train_files": becomes("dataset_name, or several paths in datasets", _files, "dataset_name"),
-    "val_files": not_there("name a split of the dataset, --dataset_test_split, or give eval_dataset in Python"),
+    "val_files": becomes(
+        "datasets: [{path: parquet, data_files: {train: ..., test: ...}}] with train_files",
+        lambda value: {},
+        "datasets",
+    ),
     "tokenizer": not_there("give the tokenizer as processing_class in Python"),
     "prompt_key": column("prompt"),
-    "image_key": column("images"),
+    "image_key": renamed("image_key"),
     "video_key": not_there("videos are not supported"),
     "reward_fn_key": not_needed("rewards get every column of the dataset by its name"),
     "train_batch_size": not_there("per_device_train_batch_size * processes * steps_per_generation counts completions"),
@@ -95,6 +123,7 @@ _DATA: dict[str, Row] = {
     "return_raw_chat": not_needed("rewards get the messages"),
     "return_full_prompt": not_needed("rewards get the prompt"),
     "return_multi_modal_inputs": not_needed("the trainer passes images on"),
+    "val_max_samples": if_set("max_eval_samples"),
     "validation_shuffle": not_needed("evaluation keeps the order of the dataset"),
     "use_shm": not_needed("datasets are memory-mapped"),
     "custom_cls": not_there(_PYTHON),
@@ -122,14 +151,16 @@ _MODEL: dict[str, Row] = {
 _ACTOR: dict[str, Row] = {
     "strategy": not_there(_LAUNCH),
     "fsdp_config": not_there(_LAUNCH),
-    "megatron": not_there(_LAUNCH),
+    "megatron": not_there(
+        "Megatron-LM has models of its own; DeepSpeed ZeRO and FSDP2 share out weights: see docs/distributed.md"
+    ),
     "ulysses_sequence_parallel_size": not_there("see sequence parallelism in docs/distributed.md"),
     "ppo_mini_batch_size": not_there(
         "per_device_train_batch_size * processes * gradient_accumulation_steps counts the completions of a step"
     ),
     "ppo_micro_batch_size": not_there("per_device_train_batch_size counts the completions of a process"),
     "ppo_micro_batch_size_per_gpu": renamed("per_device_train_batch_size"),
-    "use_dynamic_bsz": not_there("set max_tokens_per_micro_batch"),
+    "use_dynamic_bsz": not_there("set max_tokens_per_micro_batch, to a number or to 'auto'"),
     "ppo_max_token_len_per_gpu": renamed("max_tokens_per_micro_batch"),
     "clip_ratio": renamed("epsilon"),
     "clip_ratio_low": renamed("epsilon"),
@@ -154,10 +185,10 @@ _ACTOR: dict[str, Row] = {
     "kl_loss_coef": renamed("beta"),
     "kl_loss_type": asked("kl_estimator", KL_ESTIMATORS),
     "ppo_epochs": renamed("num_iterations"),
-    "shuffle": not_needed("every pass over a rollout has the order of the first"),
+    "shuffle": not_there("every pass over a rollout has the order of the first"),
     "data_loader_seed": if_set("data_seed"),
     "grad_clip": renamed("max_grad_norm"),
-    "use_torch_compile": not_needed("torch_compile=True compiles the model"),
+    "use_torch_compile": not_needed("torch_compile=True compiles the layers; entropies need no compiler here"),
     "use_remove_padding": not_needed("batches are laid out without padding"),
     "use_fused_kernels": not_needed("the logits of all tokens are never in memory"),
     "entropy_from_logits_with_chunking": not_needed("the logits of all tokens are never in memory"),
@@ -180,13 +211,57 @@ _ACTOR: dict[str, Row] = {
     ),
     "optim.num_cycles": not_there("lr_scheduler_kwargs={'num_cycles': ...}"),
     "optim.total_training_steps": not_needed("the schedule ends with the training"),
+    "optim.lr_warmup_init": not_there("warmup_start_factor is its share of learning_rate"),
+    "optim.lr_decay_steps": if_set("lr_decay_steps"),
+    "optim.lr_decay_style": asked("lr_scheduler_type", _DECAYS),
+    "optim.lr_wsd_decay_style": not_there(
+        "lr_scheduler_type='wsd', lr_scheduler_kwargs={'decay_type': ...}; minus_sqrt is '1-sqrt'"
+    ),
+    "optim.lr_wsd_decay_steps": not_there(
+        "lr_scheduler_type='wsd', lr_scheduler_kwargs={'decay_fraction': ...}, a share of all steps"
+    ),
+    "optim.min_lr": not_there("lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr': ...}"),
+    "optim.weight_decay_incr_style": becomes(
+        "weight_decay_schedule",
+        lambda value: {} if value == "constant" else {"weight_decay_schedule": value},
+        "weight_decay_schedule",
+    ),
+    "optim.use_checkpoint_opt_param_scheduler": not_needed(
+        "a resumed run goes on with its schedule; allow_resume_changes names options that may be others"
+    ),
+    "optim.clip_grad": renamed("max_grad_norm"),
+    "optim.optimizer": asked("optim", _OPTIMIZERS),
+    "optim.optimizer_impl": not_needed("optim names the implementation, too"),
+    "optim.override_optimizer_config": not_there("optim_args, adam_epsilon; see docs/optimizers.md"),
     "optim": not_there("see the options of transformers.TrainingArguments"),
-    "checkpoint": not_needed("checkpoints hold everything that a resumed run needs; save_only_model=True: the model"),
-    "profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "checkpoint.save_contents": becomes(
+        "checkpoint_kwargs={'save_optimizer': False} without optimizer, save_only_model=True for the model alone; "
+        "hf_model is always there, under ZeRO-3 and FSDP2 with the key 'export_weights'",
+        _saved,
+        "checkpoint_kwargs",
+    ),
+    "checkpoint.load_contents": becomes(
+        "checkpoint_kwargs={'load_optimizer': False} without optimizer; to load the model alone, give its folder as "
+        "the model of a new training",
+        _loaded,
+        "checkpoint_kwargs",
+    ),
+    "checkpoint.async_save": renamed("save_in_background"),
+    "checkpoint": not_needed("checkpoints hold everything that a resumed run needs"),
+    "profiler.enable": renamed("profile"),
+    "profiler.ranks": renamed("profile_kwargs", "ranks"),
+    "profiler.all_ranks": becomes(
+        "the key 'ranks' of profile_kwargs: None",
+        lambda value: {"profile_kwargs": {"ranks": None}} if value else {},
+        "profile_kwargs",
+    ),
+    "profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
 }
 _ROLLOUT: dict[str, Row] = {
     "name": becomes(
-        "use_vllm, False for hf", lambda value: {"use_vllm": {"vllm": True, "hf": False}[value]}, "use_vllm"
+        "use_vllm, False for hf; SGLang is not supported",
+        lambda value: {"use_vllm": {"vllm": True, "hf": False}[value]},
+        "use_vllm",
     ),
     "mode": not_needed("requests to servers are asynchronous"),
     "top_k": becomes("top_k, 0 for all tokens", lambda value: {"top_k": max(value, 0)}),
@@ -204,6 +279,7 @@ _ROLLOUT: dict[str, Row] = {
     "max_num_batched_tokens": server("--max-num-batched-tokens"),
     "max_num_seqs": server("--max-num-seqs"),
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
+    "engine_kwargs.sglang": not_there("SGLang is not supported; use_vllm=True asks a vLLM server"),
     "engine_kwargs": server("options that it does not know go on to vLLM"),
     "cudagraph_capture_sizes": server("options that it does not know go on to vLLM"),
     "disable_log_stats": server("--disable-log-stats"),
@@ -223,7 +299,9 @@ _ROLLOUT: dict[str, Row] = {
     "val_kwargs.temperature": renamed("temperature_eval"),
     "val_kwargs.n": renamed("num_generations_eval"),
     "val_kwargs.do_sample": not_needed("temperature_eval=0 decodes greedily"),
-    "val_kwargs": not_there("evaluation samples as training does"),
+    "val_kwargs.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
+    "val_kwargs.top_k": sampled_top_k(),
+    "val_kwargs": not_there("eval_sampling_kwargs has the keys top_p, top_k, min_p and repetition_penalty"),
     "multi_turn.max_assistant_turns": if_set("max_turns"),
     "multi_turn": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
     "agent": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
@@ -236,6 +314,13 @@ _CRITIC: dict[str, Row] = {
         lambda value: {"critic_optim_kwargs": {"adam_beta1": value[0], "adam_beta2": value[1]}},
         "critic_optim_kwargs",
     ),
+    "optim.lr_warmup_steps": becomes(
+        "the key 'warmup_steps' of critic_optim_kwargs",
+        lambda value: {} if value in (None, -1) else {"critic_optim_kwargs": {"warmup_steps": value}},
+        "critic_optim_kwargs",
+    ),
+    "optim.lr_warmup_steps_ratio": renamed("critic_optim_kwargs", "warmup_steps"),
+    "optim.clip_grad": renamed("critic_optim_kwargs", "max_grad_norm"),
     "optim": not_there(
         "the critic has the optimizer and the schedule of the policy, critic_learning_rate and critic_optim_kwargs"
     ),
@@ -247,8 +332,17 @@ _REWARD: dict[str, Row] = {
     "enable": not_needed("a reward model is on if it is given"),
     "model.path": renamed("reward_model_name_or_path"),
     "model.input_tokenizer": not_needed("messages get the chat template of the reward model"),
+    "model.trust_remote_code": not_there("load the reward model in Python, and give the trainer the instance"),
+    "model.external_lib": not_there("import it in a script of your own"),
+    "model.fsdp_config": not_there(f"a reward model is partitioned as the policy is: {_LAUNCH}"),
+    "micro_batch_size": not_there("prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"),
+    "micro_batch_size_per_gpu": not_there(
+        "prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"
+    ),
     "max_length": not_there("a text that is too long for a reward model is an error"),
-    "reward_manager": not_needed("async rewards run at the same time; rewards get whole batches"),
+    "reward_manager": not_needed(
+        "rewards get whole batches; async ones run at the same time, and may share their work among processes"
+    ),
     "sandbox_fusion": not_there("prefrl.rewards.get_code_reward runs code in a sandbox"),
     "launch_reward_fn_async": not_needed("write the reward as an async function"),
 }
@@ -291,21 +385,24 @@ _TRAINER: dict[str, Row] = {
     "val_before_train": renamed("eval_on_start"),
     "val_only": not_there("call trainer.evaluate()"),
     "default_local_dir": renamed("output_dir"),
-    "default_hdfs_dir": not_there("output_dir is a local folder; push_to_hub uploads it"),
+    "default_hdfs_dir": if_set("upload_to"),
     "max_actor_ckpt_to_keep": if_set("save_total_limit"),
     "max_critic_ckpt_to_keep": not_needed("a checkpoint holds policy and critic; save_total_limit counts it"),
-    "remove_previous_ckpt_in_save": not_there("set save_total_limit=1"),
+    "remove_previous_ckpt_in_save": becomes(
+        "save_total_limit=1", lambda value: {"save_total_limit": 1} if value else {}, "save_total_limit"
+    ),
     "del_local_ckpt_after_load": not_there("set save_total_limit"),
     "resume_mode": becomes(
-        "resume_from_checkpoint; true resumes if there is a checkpoint",
-        lambda value: {"auto": {"resume_from_checkpoint": "true"}, "disable": {}, "resume_path": {}}[value],
+        "resume_from_checkpoint: 'auto' resumes if there is a checkpoint, 'disable' never does; else it is the path",
+        lambda value: {"auto": {"resume_from_checkpoint": "auto"}, "disable": {}, "resume_path": {}}[value],
         "resume_from_checkpoint",
     ),
     "resume_from_path": if_set("resume_from_checkpoint"),
     "balance_batch": not_needed("losses are divided by the count of all processes"),
-    "log_val_generations": not_there("log_completions=True prints the completions of training"),
     "rollout_data_dir": not_needed("the folder completions in output_dir has every rollout"),
-    "validation_data_dir": not_there("the metrics of evaluation are logged, not its completions"),
+    "validation_data_dir": not_there(
+        "log_val_generations says how many completions of each evaluation go to the folder evaluations in output_dir"
+    ),
     "ray_wait_register_center_timeout": not_needed("there is no Ray"),
     "use_legacy_worker_impl": not_needed("there are no workers"),
 }
@@ -324,14 +421,24 @@ VERL: dict[str, Row] = {
     "trainer.critic_warmup": renamed("critic_warmup"),
     "actor_rollout_ref.hybrid_engine": not_needed("the sampler is a server, or the training process"),
     "actor_rollout_ref.nccl_timeout": renamed("ddp_timeout"),
+    **{
+        f"actor_rollout_ref.ref.{name}": not_there(f"the reference is partitioned as the policy is: {_LAUNCH}")
+        for name in ("fsdp_config", "megatron", "strategy")
+    },
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": not_there(
+        "see sequence parallelism in docs/distributed.md"
+    ),
     "actor_rollout_ref.ref": not_needed("the reference is scored like the policy, and only with beta > 0"),
     "critic": not_needed("the critic is trained with the batches of the policy"),
-    "reward_model": not_needed("a reward model is scored on every process, 16 texts at a time"),
+    "reward_model": not_needed("a reward model scores on every process"),
     "custom_reward_function.path": becomes(
-        "reward_funcs: [module:function], with the columns as arguments; see docs/rewards.md", _reward, "reward_funcs"
+        "reward_funcs: [folder/file.py:compute_score]; verl's arguments are known, see docs/rewards.md",
+        _reward,
+        "reward_funcs",
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
-    "global_profiler": not_there("torch.profiler in a TrainerCallback; log_flops counts operations"),
+    "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),
+    "global_profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
     "ray_kwargs": not_needed("there is no Ray"),
     "ray_init": not_needed("there is no Ray"),
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +28,28 @@ if TYPE_CHECKING:
     from prefrl.trainer.base.config import BaseConfig
     from prefrl.types import TokenBatch
 
-__all__ = ["AutomaticSizes"]
+__all__ = ["AutomaticSizes", "LongBatch"]
 
 _FILE = "automatic_sizes.json"
 _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
 # The most rows that are tried on a CPU when nothing else bounds them; Ludwig's bound.
 _MOST_ON_CPU = 128
-# Passes over a micro-batch, of which the fastest counts: two, and more if they are shorter than this together.
-_SECONDS, _MOST_PASSES = 0.1, 8
+# Passes over a micro-batch, of which the fastest counts, since other work of the machine slows some: two, and more if
+# they are shorter than this together.
+_SECONDS, _MOST_PASSES = 0.5, 20
+
+
+@dataclass(frozen=True)
+class LongBatch:
+    """A micro-batch of rows that are as long as any.
+
+    Args:
+        batch: Ready for its loss.
+        tokens: What `max_tokens_per_micro_batch` counts for these rows.
+    """
+
+    batch: TokenBatch
+    tokens: int
 
 
 class AutomaticSizes(StatefulCallback):
@@ -45,7 +61,7 @@ class AutomaticSizes(StatefulCallback):
     Args:
         args: Options, which get the sizes.
         model: What is trained.
-        trial: Given a number of rows, a context with a micro-batch of rows that are as long as any.
+        trial: Given a number of rows, a context with a micro-batch.
         run: Forward and backward pass of a micro-batch.
     """
 
@@ -53,7 +69,7 @@ class AutomaticSizes(StatefulCallback):
         self,
         args: BaseConfig,
         model: nn.Module,
-        trial: Callable[[int], AbstractContextManager[TokenBatch]],
+        trial: Callable[[int], AbstractContextManager[LongBatch]],
         run: Callable[[TokenBatch], Any],
     ) -> None:
         self._args = args
@@ -61,6 +77,7 @@ class AutomaticSizes(StatefulCallback):
         self._trial = trial
         self._run = run
         self._params: AutoSizeParams = AUTO_SIZE.of(args)
+        self.clock: Callable[[], float] = time.perf_counter  # seconds; what speeds are measured with
         self.trials: list[Trial] = []  # what the search has tried
         self.found: dict[str, int] = {}  # rows_per_step, and the size that was found
 
@@ -75,12 +92,22 @@ class AutomaticSizes(StatefulCallback):
         """
         if not self._args.sought:
             return
-        saved = None if checkpoint is None else checkpoint / _FILE
-        if saved is not None and saved.exists():
-            self.found = json.loads(saved.read_text(encoding="utf-8"))
-        elif not self.found:
+        if checkpoint is not None:
+            self.found = self._saved(checkpoint) or self.found
+        if not self.found:
             self.found = self._search(num_rows)
         self._set()
+
+    def _saved(self, checkpoint: Path) -> dict[str, int]:
+        """What a checkpoint says of the size that is sought; {} if nothing."""
+        path = checkpoint / _FILE
+        found: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return found if self._sought in found else {}
+
+    @property
+    def _sought(self) -> str:
+        """The size that the search decides."""
+        return _TOKENS if _TOKENS in self._args.sought else _ROWS
 
     def _set(self) -> None:
         """Set the sizes in the config; processes may be others than those that found them."""
@@ -123,7 +150,7 @@ class AutomaticSizes(StatefulCallback):
         of_step = int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
         if args.sought == {_ROWS}:
             of_step = chosen.rows * int(args.gradient_accumulation_steps)
-        found = {_TOKENS: chosen.tokens} if _TOKENS in args.sought else {_ROWS: chosen.rows}
+        found = {self._sought: chosen.tokens if self._sought == _TOKENS else chosen.rows}
         if distributed.is_main():
             sys.stderr.write(_report(self.trials, found, time.perf_counter() - start))
         return {**found, "rows_per_step": of_step * distributed.world_size()}
@@ -143,46 +170,55 @@ class AutomaticSizes(StatefulCallback):
 
     def _measured(self, rows: int, memory: TrialMemory) -> Trial | None:
         """Run the passes; None: memory ran out on a process, with fewer rows there was enough."""
-        tokens = own_tokens = 0
-        seconds = float("inf")
-        problem: str | None = None
-        try:
-            with self._cut_into(rows), self._trial(self._args.rows_per_micro_batch) as batch:
-                tokens, own_tokens = batch.num_forward_tokens, _own_tokens(batch)
-                for _ in range(1 + (rows == 1)):  # the first pass of all also sets up what later ones use
-                    seconds = self._timed(batch)
-                (longest,) = distributed.max_over_ranks([seconds], self._args.device)
-                for _ in range(min(max(int(_SECONDS / longest), 1), _MOST_PASSES)):
-                    seconds = min(seconds, self._timed(batch))
-        except OutOfMemoryError as error:
-            problem = str(error)  # the error itself would keep the tensors of the pass
-        self._model.zero_grad(set_to_none=True)
-        (failed,) = distributed.max_over_ranks([float(problem is not None)], self._args.device)
-        if failed and rows == 1:
-            raise OutOfMemoryError(problem or "out of memory in another process, with one row. See its message.")
-        if failed:
-            return None
-        numbers: list[float] = [seconds, memory.load, tokens, own_tokens]
-        seconds, load, most_tokens, own = distributed.max_over_ranks(numbers, self._args.device)
-        return Trial(rows, int(most_tokens), own / seconds, load)
+        with self._cut_into(rows), self._trial(self._args.rows_per_micro_batch) as long:
+            try:
+                # The first pass of all also sets up what later ones use.
+                seconds = self._seconds(long.batch, 1 + (rows == 1))
+                num_passes = min(max(int(_SECONDS / seconds), 1), _MOST_PASSES)
+                seconds = min(seconds, self._seconds(long.batch, num_passes))
+            except OutOfMemoryError:
+                if rows == 1:
+                    raise
+                return None
+            numbers: list[float] = [memory.load, long.tokens, _own_tokens(long.batch)]
+        load, tokens, own_tokens = distributed.max_over_ranks(numbers, self._args.device)
+        return Trial(rows, int(tokens), own_tokens / seconds, load)
 
     @contextmanager
     def _cut_into(self, rows: int) -> Iterator[None]:
-        """Inside, micro-batches have this many rows."""
-        before = self._args.per_device_train_batch_size
-        self._args.per_device_train_batch_size = rows
+        """Inside, micro-batches have this many rows, whatever another trainer with these options has found."""
+        args = self._args
+        before = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
+        args.per_device_train_batch_size, args.max_tokens_per_micro_batch = rows, None
         try:
             yield
         finally:
-            self._args.per_device_train_batch_size = before
+            args.per_device_train_batch_size, args.max_tokens_per_micro_batch = before
+
+    def _seconds(self, batch: TokenBatch, num_passes: int) -> float:
+        """The time of the fastest of some passes, on the slowest process.
+
+        Raises:
+            OutOfMemoryError: Memory ran out, on any process.
+        """
+        fastest, problem = math.inf, None
+        try:
+            fastest = min(self._timed(batch) for _ in range(num_passes))
+        except OutOfMemoryError as error:
+            problem = str(error)  # the error itself would keep the tensors of the pass
+        self._model.zero_grad(set_to_none=True)
+        (seconds,) = distributed.max_over_ranks([fastest], self._args.device)
+        if math.isinf(seconds):
+            raise OutOfMemoryError(problem or "out of memory in another process. See its message.")
+        return seconds
 
     def _timed(self, batch: TokenBatch) -> float:
         self._model.zero_grad(set_to_none=True)
         self._wait()
-        start = time.perf_counter()
+        start = self.clock()
         self._run(batch)
         self._wait()
-        return time.perf_counter() - start
+        return self.clock() - start
 
     def _wait(self) -> None:
         if self._args.device.type == "cuda":

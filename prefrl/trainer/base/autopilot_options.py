@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -11,9 +11,6 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
-
-if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
 
 __all__ = [
     "AUTOPILOT",
@@ -69,8 +66,10 @@ class SpikeParams(Params):
         "How far above the median of the last 100 steps a value must be, in units of 1.4826 times their median "
         "absolute deviation; at least 10 steps must be known.",
     )
-    metrics: list[str] = opt(
-        ["loss", "grad_norm", "kl"], "What is watched: loss, grad_norm, and kl where there is one."
+    metrics: list[str] | None = opt(
+        None,
+        "What is watched: loss, grad_norm, kl where there is one. None: all of them; of the online trainers not the "
+        "loss, which is 0 up to rounding in a step on-policy.",
     )
     learning_rate_factor: Annotated[float, Gt(0), Le(1)] = opt(
         0.5, "Factor by which the learning rate falls at each rollback."
@@ -82,8 +81,7 @@ class SpikeParams(Params):
     def __post_init__(self) -> None:
         """Check types, bounds and names."""
         super().__post_init__()
-        unknown = [name for name in self.metrics if name not in _WATCHED]
-        if unknown or not self.metrics:
+        if self.metrics is not None and not (self.metrics and {*self.metrics} <= {*_WATCHED}):
             raise ConfigError(f"metrics={self.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
 
 
@@ -126,9 +124,12 @@ class AutopilotOptions:
         "early_stopping_kwargs",
         "model_soup",
         "model_soup_kwargs",
+        "ema_decay",
     )
     # The metric by which checkpoints are chosen if none is named.
     best_metric: ClassVar[str] = "loss"
+    # What shows a spike if nothing is named.
+    spike_metrics: ClassVar[tuple[str, ...]] = _WATCHED
 
     early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
         None,
@@ -150,13 +151,13 @@ class AutopilotOptions:
     model_soup_kwargs: KwargsValue = opt(None, SOUP.help)
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = opt(
         None,
-        "Keep an exponential moving average of the weights with this decay for each step, evaluate it as eval_ema_..., "
-        "and save it in output_dir/ema. None: no average.",
+        "Keep an exponential moving average of the weights with this decay for each step, evaluate it, too, as "
+        "eval_ema_..., and save it beside the model, in the folder ema. None: no average.",
     )
     on_spike: Literal["ignore", "rollback"] = opt(
         "ignore",
-        "What to do if loss, gradient norm or KL of a step is far above what it was. rollback: leave the step out, and "
-        "go on from the last checkpoint with a smaller learning rate.",
+        "What to do if loss, gradient norm or KL of a step is far above what it was. rollback: leave the step out, "
+        "and go on from the last checkpoint with a smaller learning rate.",
     )
     spike_kwargs: KwargsValue = opt(None, SPIKE.help)
 
@@ -188,15 +189,48 @@ class AutopilotOptions:
         """What a spike is, and what happens after one."""
         return SPIKE.of(self)
 
+    @property
+    def watched_metrics(self) -> tuple[str, ...]:
+        """What is watched for spikes; nothing if `on_spike` is off."""
+        return tuple(self.spike_params.metrics or self.spike_metrics) if self.on_spike == "rollback" else ()
 
-def name_best_metric(config: BaseConfig) -> None:
-    """Name the metric that checkpoints are chosen by, if they are and none is named; before HuggingFace names its own."""
-    chooses = config.load_best_model_at_end or config.early_stopping_patience is not None or config.model_soup
+
+def name_best_metric(config: Any) -> None:
+    """Name the metric that checkpoints are chosen by, if none is named. HuggingFace would name the loss."""
+    chooses = config.load_best_model_at_end or config.save_strategy == "best" or config.model_soup is not None
+    chooses = chooses or config.early_stopping_patience is not None
     if chooses and config.metric_for_best_model is None:
         config.metric_for_best_model = config.best_metric
 
 
-def check_autopilot(config: BaseConfig) -> None:
+def _check_soup(config: Any) -> None:
+    """Reject settings of which it is certain that fewer than two checkpoints can be averaged."""
+    name = f"model_soup={config.model_soup!r}"
+    if config.save_total_limit == 1:
+        raise ConfigError(
+            f"{name} with save_total_limit=1: there is one checkpoint, and nothing to average. Set save_total_limit "
+            "to None or at least 2."
+        )
+    saves, evaluates = str(config.save_strategy.value), str(config.eval_strategy.value)
+    if saves not in (evaluates, "best"):
+        raise ConfigError(
+            f"{name} with save_strategy={saves!r} and eval_strategy={evaluates!r}: each checkpoint needs an "
+            "evaluation. Set both alike."
+        )
+    ratio = _interval(config, "save") / _interval(config, "eval")
+    if saves == evaluates and abs(ratio - round(ratio)) > 1e-6:
+        raise ConfigError(
+            f"{name} with {saves} between checkpoints and evaluations whose ratio is {ratio:g}: each checkpoint needs "
+            "an evaluation. Make save_steps a multiple of eval_steps, or save_epochs of eval_epochs."
+        )
+
+
+def _interval(config: Any, what: str) -> float:
+    is_epochs = getattr(config, f"{what}_strategy").value == "epoch"
+    return float(getattr(config, f"{what}_epochs" if is_epochs else f"{what}_steps") or 1)
+
+
+def check_autopilot(config: Any) -> None:
     """Reject parts that lack what they need, and combinations that cannot work.
 
     Raises:
@@ -206,18 +240,15 @@ def check_autopilot(config: BaseConfig) -> None:
     for name in ("early_stopping_patience", "model_soup"):
         if getattr(config, name) is not None and not evaluates:
             raise ConfigError(
-                f"{name}={getattr(config, name)!r} with eval_strategy='no': it compares evaluations. Set eval_strategy "
-                "and eval_steps, and give the trainer an eval_dataset."
+                f"{name}={getattr(config, name)!r} with eval_strategy='no': it compares evaluations. Set "
+                "eval_strategy and eval_steps, and give the trainer an eval_dataset."
             )
     for name, unset in (("model_soup", None), ("on_spike", "ignore")):
         if not saves:
             because, remedy = "save_strategy='no': it needs checkpoints", "Set save_strategy."
             check_no_effect(name=name, value=getattr(config, name), unset=unset, because=because, remedy=remedy)
-    if config.model_soup is not None and config.save_total_limit == 1:
-        raise ConfigError(
-            f"model_soup={config.model_soup!r} with save_total_limit=1: there is one checkpoint, and nothing to "
-            "average. Set save_total_limit to None or at least 2."
-        )
+    if config.model_soup is not None:
+        _check_soup(config)
     if config.on_spike == "rollback" and config.save_only_model:
         raise ConfigError(
             "on_spike='rollback' with save_only_model=True: training cannot go on from a model alone. Set "
@@ -228,8 +259,9 @@ def check_autopilot(config: BaseConfig) -> None:
             "increase_batch_size_kwargs: eval_split='validation' with eval_strategy='no': there are no evaluations. "
             "Set eval_strategy, or eval_split='training'."
         )
-    if config.ema_decay is not None and str(config.optim).startswith("schedule_free"):
+    optim = str(getattr(config.optim, "value", config.optim))
+    if config.ema_decay is not None and optim.startswith("schedule_free"):
         raise ConfigError(
-            f"ema_decay={config.ema_decay} with optim={str(config.optim)!r}: this optimizer averages the weights "
+            f"ema_decay={config.ema_decay} with optim={optim!r}: this optimizer averages the weights "
             "itself. Leave ema_decay None, or choose another optimizer."
         )

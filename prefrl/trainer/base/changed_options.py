@@ -12,16 +12,24 @@ from prefrl.trainer.base.scheduler import refresh
 
 __all__ = ["GroupOptions"]
 
-_RATES = frozenset({"critic_learning_rate", "learning_rate", "learning_rates"})
-_DECAYS = frozenset({"critic_optim_kwargs", "weight_decay"})
+_RATES = frozenset({"critic_learning_rate", "learning_rate"})
+# Option -> what it sets in parameter groups.
+_SETTINGS = {
+    "adam_beta1": ("betas",),
+    "adam_beta2": ("betas",),
+    "adam_epsilon": ("eps",),
+    "critic_optim_kwargs": ("betas", "eps", "weight_decay"),
+    "weight_decay": ("weight_decay",),
+    "weight_decay_schedule": ("weight_decay",),
+}
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """The learning rates and weight decays of a new optimizer, whose state is about to be read from a checkpoint."""
+    """The settings of a new optimizer's parameter groups, whose state is about to be read from a checkpoint."""
 
     learning_rates: list[float]  # one for each parameter group, at the start of the schedule
-    weight_decays: list[float]
+    settings: list[dict[str, Any]]  # what `_SETTINGS` names, and the group has
 
     @classmethod
     def of(cls, optimizer: Any) -> GroupOptions:
@@ -33,7 +41,7 @@ class GroupOptions:
         groups = optimizer.param_groups
         return cls(
             [group.get("initial_lr", group["lr"]) for group in groups],
-            [group.get("weight_decay", 0.0) for group in groups],
+            [{key: group[key] for keys in _SETTINGS.values() for key in keys if key in group} for group in groups],
         )
 
     def apply(self, changed: Collection[str], optimizer: Any, scheduler: Any) -> None:
@@ -45,12 +53,13 @@ class GroupOptions:
             scheduler: Its schedule, which may be another one now, goes on from the same step; learning rates are
                 proportional to those at its start.
         """
-        if not _DECAYS.isdisjoint(changed):
-            for group, weight_decay in zip(optimizer.param_groups, self.weight_decays, strict=True):
-                group["weight_decay"] = weight_decay
+        keys = {key for option in changed for key in _SETTINGS.get(option, ())}
+        for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
+            group.update({key: value for key, value in settings.items() if key in keys})
         if not _RATES.isdisjoint(changed):
             for group, initial in zip(optimizer.param_groups, self.learning_rates, strict=True):
-                group["lr"] *= initial / group["initial_lr"]
+                before = group["initial_lr"]  # 0 for weights that learning_rates freezes
+                group["lr"] = group["lr"] * initial / before if before else initial
                 group["initial_lr"] = initial
             scheduler.base_lrs = list(self.learning_rates)
             scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # what is logged

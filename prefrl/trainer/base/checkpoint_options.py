@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,6 +28,11 @@ class CheckpointParams(Params):
     )
     load_optimizer: bool = opt(
         True, "Resume with the optimizer's state. False: moments begin at 0; schedule, data and steps go on."
+    )
+    export_weights: bool = opt(
+        False,
+        "Write whole weights, which from_pretrained loads, beside those that ZeRO-3 or FSDP2 keep partitioned. Other "
+        "backends always write whole weights.",
     )
 
 
@@ -102,8 +108,15 @@ def check_checkpoints(config: Any) -> None:
             because="save_only_model=True saves no training state at all",
             remedy="Remove one of them.",
         )
+    if config.on_spike == "rollback" and not config.checkpoint_params.save_optimizer:
+        raise ConfigError(
+            "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to one "
+            "without the optimizer's state. Set one of them otherwise."
+        )
     if config.upload_to is None:
         return
+    if isinstance(config.upload_to, os.PathLike):
+        config.upload_to = os.fspath(config.upload_to)
     check_url("upload_to", config.upload_to)
     if config.save_strategy == "no":
         raise ConfigError(

@@ -27,11 +27,12 @@ from prefrl.trainer.base.checkpoint_options import CHECKPOINT_OPTIONS, Checkpoin
 from prefrl.trainer.base.evaluation_options import EvaluationOptions, check_evaluation
 from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
-from prefrl.trainer.base.profiling import PROFILE, check_profile
+from prefrl.trainer.base.precision_options import PrecisionOptions, check_precision
+from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
-from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, derive_sizes, take_automatic
+from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, check_rate, derive_sizes, take_automatic
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
@@ -76,12 +77,15 @@ _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class BaseConfig(
+    # Some of these define options of TrainingArguments anew, so they come before the classes that inherit it.
     CheckpointOptions,
     AutopilotOptions,
-    EvaluationOptions,
-    SizeOptions,
     OptimizerOptions,
     TokenizerOptions,
+    PrecisionOptions,
+    ProfileOptions,
+    EvaluationOptions,
+    SizeOptions,
     ScheduleOptions,
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
@@ -114,8 +118,6 @@ class BaseConfig(
         "liger_kernel_config",
         "dataset_num_proc",
         "log_flops",
-        "profile",
-        "profile_kwargs",
         "allow_resume_changes",
         "save_in_background",
         "max_train_time",
@@ -141,12 +143,6 @@ class BaseConfig(
         None,
         "Weight of the load-balancing loss of a mixture of experts, see docs/moe.md; None: that of the model's "
         "config. Other models have no such loss.",
-    )
-    max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic.md. Changes memory and speed, "
-        "never the update.",
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
@@ -189,8 +185,6 @@ class BaseConfig(
         "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
         "its rows need. Costs some time, never changes the update.",
     )
-    profile: bool = opt(False, "Trace some steps for a timeline viewer, into the folder profile of output_dir.")
-    profile_kwargs: KwargsValue = opt(None, PROFILE.help)
 
     allow_resume_changes: list[str] | None = opt(
         None,
@@ -241,7 +235,7 @@ class BaseConfig(
                 super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.sought = derive_sizes(self)  # those of them that need a trial
+        self.sought = derive_sizes(self, self.automatic)  # those of them that need a trial
         self.validate()
 
     def __init_subclass__(cls) -> None:
@@ -361,10 +355,6 @@ class BaseConfig(
                 "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of "
                 "them to False."
             )
-        if self.fp16 and self.device.type == "cpu":
-            raise ConfigError(
-                "fp16=True on the CPU: float16 is for GPUs, and has no effect here. Set bf16=True, or neither."
-            )
         if self.on_nan == "stop":
             because = "on_nan='stop': the first step ends training"
             check_unset(self, "nan_patience", because=because, remedy="Set on_nan='skip'.")
@@ -379,12 +369,14 @@ class BaseConfig(
                 "of a padded row, and there are none here. Leave it None."
             )
         self._check_trackers()
+        check_precision(self, fp8=self.fp8)
         self._validate_activations()
         self._validate_liger()
         check_checkpoints(self)
         check_ignored_options(self)
         self.validate_schedule()
         check_optimizer(self)
+        check_rate(self, self.automatic)
         check_evaluation(self)
         check_autopilot(self)
         check_profile(self)

@@ -15,28 +15,41 @@ from prefrl.trainer.base.stateful_callback import StatefulCallback
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "best_metric"]
 
 _log = logging.getLogger(__name__)
 
 _FILE = "early_stopping.json"
 
 
+def best_metric(args: TrainingArguments) -> str:
+    """The name of the metric by which models are compared, as evaluations return it."""
+    return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+
+
 class EarlyStopping(EarlyStoppingCallback, StatefulCallback):
-    """See HuggingFace's class, which forgets its count in a resumed run unless an option of its own is set."""
+    """See HuggingFace's class. This one counts evaluations after new steps only, and goes on in a resumed run.
+
+    Evaluations of other datasets and other weights, which lack the metric, do not count.
+    """
+
+    _last_step = 0  # that was evaluated and counted
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Starts to count, or ends a run that had ended early when its checkpoint was written."""
         if state.global_step == 0:
-            self.early_stopping_patience_counter = 0
+            self.early_stopping_patience_counter = self._last_step = 0
         self._stop(control)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
     ) -> None:
         """Counts, and ends training after too many evaluations without an improvement."""
+        if best_metric(args) not in metrics or state.global_step <= self._last_step:
+            return
+        self._last_step = state.global_step
         super().on_evaluate(args, state, control, metrics, **kwargs)
         if self._stop(control) and distributed.is_main():
             _log.warning(
@@ -52,11 +65,12 @@ class EarlyStopping(EarlyStoppingCallback, StatefulCallback):
 
     def save_state(self, folder: Path) -> None:
         """See `StatefulCallback`."""
-        count = {"evaluations_without_improvement": self.early_stopping_patience_counter}
+        count = {"num_without_improvement": self.early_stopping_patience_counter, "last_step": self._last_step}
         (folder / _FILE).write_text(json.dumps(count), encoding="utf-8")
 
     def load_state(self, folder: Path) -> None:
         """See `StatefulCallback`. A resumed run may begin to count."""
         path = folder / _FILE
         state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self.early_stopping_patience_counter = state.get("evaluations_without_improvement", 0)
+        self.early_stopping_patience_counter = state.get("num_without_improvement", 0)
+        self._last_step = state.get("last_step", 0)

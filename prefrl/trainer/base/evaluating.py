@@ -59,14 +59,20 @@ class EvaluatingTrainer(SizedTrainer):
             {f"_{name}": part for name, part in prepared.items()} if isinstance(prepared, Mapping) else {"": prepared}
         )
         if eval_dataset is None and self.args.evaluate_training_set:
-            parts["_train"] = self._training_rows()
+            parts["_train"] = self._first_rows(self.train_dataset)
         metrics: dict[str, float] = {}
         for name, part in parts.items():
             metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}{name}")
         return metrics
 
-    def _training_rows(self) -> Any:
-        """The prepared rows of the training dataset that are evaluated."""
+    def check_training_set(self) -> None:
+        """Reject `evaluate_training_set` where the training set cannot be evaluated.
+
+        Raises:
+            ConfigError: There is none, it may have no end, or an evaluation dataset has its name.
+        """
+        if not self.args.evaluate_training_set:
+            return
         if self.train_dataset is None:
             raise ConfigError("evaluate_training_set=True: there is no train_dataset. Set it to False.")
         if isinstance(self.eval_dataset, Mapping) and "train" in self.eval_dataset:
@@ -76,7 +82,6 @@ class EvaluatingTrainer(SizedTrainer):
             )
         if isinstance(self.train_dataset, IterableDataset) and self.args.max_eval_samples is None:
             raise ConfigError("evaluate_training_set=True with a stream: it may have no end. Set max_eval_samples.")
-        return self._first_rows(self.train_dataset)
 
     def _first_rows(self, dataset: Any) -> Any:
         """The first `max_eval_samples` rows."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
-
-if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.base.schedule_options import ScheduleOptions
 
 __all__ = ["EvaluationOptions", "check_evaluation"]
 
@@ -20,7 +18,7 @@ _Epochs = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class EvaluationOptions:
+class EvaluationOptions(ScheduleOptions):
     """When evaluations take place and checkpoints are saved, counted in epochs, and what is evaluated."""
 
     changeable: ClassVar[tuple[str, ...]] = (
@@ -40,7 +38,7 @@ class EvaluationOptions:
     )
 
 
-def check_evaluation(config: BaseConfig) -> None:
+def check_evaluation(config: EvaluationOptions) -> None:
     """Reject intervals of epochs that have no effect, or that leave the best model without a checkpoint.
 
     Raises:

@@ -49,13 +49,14 @@ class GuardedTrainer(ResumableTrainer):
             )
         self.guard = self._new_guard()
         self._rollback = Rollback()
-        self._kl_before = (0.0, 0.0)  # sum and count of the KL since the last log, without this step's
+        # Sum and count of the KL since the last log, without this step's.
+        self._kl_before: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)
         self._step: tuple[Step, Tensor]  # the one that has run, and this process's share of its loss
         self._stop_reason: str | None = None
 
     def _new_guard(self) -> StepGuard:
-        watched = {"loss", *(self.args.spike_params.metrics if self.args.on_spike == "rollback" else ())}
-        return StepGuard(self.args.nan_patience if self.args.on_nan == "skip" else 1, sorted(watched))
+        watched = sorted({"loss", *self.args.watched_metrics})
+        return StepGuard(self.args.nan_patience if self.args.on_nan == "skip" else 1, watched)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
         """HuggingFace's hook, called right before the update, with the norm before clipping or None."""
@@ -101,7 +102,7 @@ class GuardedTrainer(ResumableTrainer):
         params = self.args.spike_params
         over = [
             f"{name} is {scores[key]:.1f} robust deviations above its median"
-            for name in params.metrics
+            for name in self.args.watched_metrics
             if scores.get(key := f"guard/{name}_spike", 0.0) > params.threshold
         ]
         if not over:

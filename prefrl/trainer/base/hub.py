@@ -6,7 +6,9 @@ import contextlib
 import logging
 import shlex
 import shutil
-from concurrent.futures import Future, wait
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +16,15 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from transformers.trainer_utils import HubStrategy
 
+from prefrl.errors import ConfigError
 from prefrl.printable import reason_of
+from prefrl.run.checkpoints import step_of
 from prefrl.run.links import link_files
 
 if TYPE_CHECKING:
     from prefrl.trainer.base.config import BaseConfig
 
-__all__ = ["Hub", "is_refusal"]
+__all__ = ["Hub", "is_refusal", "tell_not_created"]
 
 _log = logging.getLogger(__name__)
 # What of a checkpoint is the model, its tokenizer and what describes them.
@@ -31,6 +35,7 @@ _MODEL = [
 ]
 # What of an output_dir is not: checkpoints, prompts and completions, and what only this run needs.
 _NOT_MODEL = ["_*", ".*", "checkpoint-*", "completions/*", "profile/*", "nan-step-*", "run.json", "*.log"]
+_MODEL_PLACE = ""  # the root of the repository
 _LATER = (408, 429)  # HTTP status codes of a server that asks for another try
 
 
@@ -51,17 +56,19 @@ class Hub:
     def __init__(self, args: BaseConfig) -> None:
         self._args = args
         self._api = HfApi()
-        self._pending: Future[Any] | None = None  # the last upload in the background; they run one after the other
+        self._changed = threading.Condition()  # guards what follows, which uploads change when they end
+        self._num_running = 0  # uploads in the background, which run one after the other
+        self._todo: dict[str, Path] = {}  # the checkpoints that are noted, by their place in the repository
 
     @property
     def is_busy(self) -> bool:
         """Whether an upload is under way."""
-        return self._pending is not None and not self._pending.done()
+        return self._num_running > 0
 
     def wait(self) -> None:
         """Wait for all uploads in the background."""
-        if self._pending is not None:
-            wait([self._pending])
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_busy)
 
     def create(self, repository: str, *, token: str | None, private: bool | None) -> str:
         """Create a repository, if there is none of this name; returns its full name."""
@@ -71,27 +78,63 @@ class Hub:
         )
         return str(created.repo_id)
 
-    def push_checkpoint(self, repository: str, checkpoint: Path, *, message: str) -> None:
-        """Upload a checkpoint in the background, as `hub_strategy` says. If it fails, that is a warning.
+    def note(self, checkpoint: Path) -> None:
+        """Remember to upload a checkpoint, as `hub_strategy` says."""
+        places = [_MODEL_PLACE]
+        if self._args.hub_strategy == HubStrategy.CHECKPOINT:
+            places.append("last-checkpoint")
+        elif self._args.hub_strategy == HubStrategy.ALL_CHECKPOINTS:
+            places.append(checkpoint.name)
+        with self._changed:
+            self._todo |= dict.fromkeys(places, checkpoint)
 
-        The checkpoint may be deleted meanwhile: links to its files are uploaded.
+    @property
+    def noted(self) -> list[Path]:
+        """The checkpoints that are noted and whose upload has not begun, or has failed; the last first."""
+        with self._changed:
+            return _last_first(self._todo.values())
+
+    def push_noted(self, repository: str) -> None:
+        """Upload what is noted in the background. What fails is a warning, and stays noted.
+
+        A checkpoint may be deleted meanwhile: links to its files are uploaded.
         """
-        links = checkpoint.parent / ".pushing" / checkpoint.name
+        with self._changed:
+            places, self._todo = self._todo, {}
+        checkpoints = _last_first(places.values())
         if not self.is_busy:
-            shutil.rmtree(links.parent, ignore_errors=True)  # left by a process that was killed
-        link_files(checkpoint, links)
-        self._start(repository, links, message, allow_patterns=_MODEL)
-        if self._args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            is_last = self._args.hub_strategy == HubStrategy.CHECKPOINT
-            place = "last-checkpoint" if is_last else checkpoint.name
-            self._start(repository, links, f"{message}, checkpoint", path_in_repo=place)
-        assert self._pending is not None
-        self._pending.add_done_callback(lambda _: _remove(links))
+            for checkpoint in checkpoints:
+                shutil.rmtree(_links(checkpoint).parent, ignore_errors=True)  # left by a process that was killed
+        for checkpoint in checkpoints:
+            if checkpoint.is_dir():
+                link_files(checkpoint, _links(checkpoint))
+                *others, last = [place for place, what in places.items() if what == checkpoint]
+                for place in (*others, last):
+                    self._start(repository, checkpoint, place, is_last=place == last)
 
-    def _start(self, repository: str, folder: Path, message: str, **what: Any) -> None:
-        upload: Future[Any] = self._upload(repository, folder, message, run_as_future=True, **what)
-        upload.add_done_callback(lambda upload: _tell_failure(upload, repository, message))
-        self._pending = upload
+    def _start(self, repository: str, checkpoint: Path, place: str, *, is_last: bool) -> None:
+        message = f"Training in progress, step {step_of(checkpoint.name)}"
+        what: dict[str, Any] = {"allow_patterns": _MODEL}
+        if place != _MODEL_PLACE:
+            message, what = f"{message}, checkpoint", {"path_in_repo": place}
+        upload: Future[Any] = self._upload(repository, _links(checkpoint), message, run_as_future=True, **what)
+        with self._changed:
+            self._num_running += 1
+
+        def end(upload: Future[Any]) -> None:
+            error = upload.exception()
+            if error is not None:
+                told = "%r could not be pushed to %s; training goes on, and the next push tries again: %s"
+                _log.warning(told, message, repository, reason_of(error))
+            if is_last:
+                _remove(_links(checkpoint))
+            with self._changed:
+                self._num_running -= 1
+                if error is not None:
+                    self._todo.setdefault(place, checkpoint)  # a later one may have taken its place
+                self._changed.notify_all()
+
+        upload.add_done_callback(end)
 
     def push(self, repository: str, *, message: str | None, now: bool, **where: str | None) -> Any:
         """Upload the model in `output_dir`.
@@ -119,13 +162,35 @@ class Hub:
         return shlex.join(["hf", "upload", repository, self._args.output_dir, ".", *excluded])
 
 
+def tell_not_created(repository: str, error: Exception) -> None:
+    """Warn that a repository could not be created.
+
+    Raises:
+        ConfigError: The Hub refuses to create it.
+    """
+    if is_refusal(error):
+        raise ConfigError(
+            f"push_to_hub=True: the Hub refuses to create the repository {repository!r}: {reason_of(error)}. Check "
+            "hub_model_id, and log in (hf auth login) or set hub_token; or set push_to_hub=False."
+        ) from error
+    _log.warning(
+        "push_to_hub=True: the repository %r cannot be created now; training goes on, and the next push tries again: "
+        "%s",
+        repository,
+        reason_of(error),
+    )
+
+
+def _last_first(checkpoints: Iterable[Path]) -> list[Path]:
+    return sorted({*checkpoints}, key=lambda path: step_of(path.name) or 0, reverse=True)
+
+
+def _links(checkpoint: Path) -> Path:
+    """Where the files of a checkpoint have second names while they are uploaded."""
+    return checkpoint.parent / ".pushing" / checkpoint.name
+
+
 def _remove(links: Path) -> None:
     shutil.rmtree(links, ignore_errors=True)
     with contextlib.suppress(OSError):  # others are there
         links.parent.rmdir()
-
-
-def _tell_failure(upload: Future[Any], repository: str, message: str) -> None:
-    error = upload.exception()
-    if error is not None:
-        _log.warning("%r could not be pushed to %s; training goes on: %s", message, repository, reason_of(error))

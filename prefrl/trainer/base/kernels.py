@@ -1,10 +1,11 @@
-"""Changes of a model that the options ask for: Liger's kernels, compiled layers, no dropout."""
+"""Changes of a model that the options ask for: Liger's kernels, products in 8 bits, compiled layers, no dropout."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
 from prefrl.models.compilation import compile_layers
+from prefrl.models.fp8 import compute_in_fp8
 from prefrl.models.liger import apply_liger
 from prefrl.models.modes import disable_dropout
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from prefrl.trainer.base.config import BaseConfig
 
-__all__ = ["add_kernels", "change_policy", "compile_if_asked"]
+__all__ = ["add_kernels", "change_layers", "change_policy"]
 
 
 def add_kernels(args: BaseConfig, model: nn.Module) -> None:
@@ -22,20 +23,17 @@ def add_kernels(args: BaseConfig, model: nn.Module) -> None:
         apply_liger(model, cast("dict[str, bool]", args.liger_kernel_config))
 
 
-def compile_if_asked(args: BaseConfig, model: nn.Module) -> None:
-    """Compile the layers of the policy or a reference model if the options say so; see `compile_layers`."""
+def change_layers(args: BaseConfig, model: nn.Module) -> None:
+    """Let the layers of the policy or a reference model compute in 8 bits, and compile them, if the options say so."""
+    if args.fp8:
+        compute_in_fp8(model)
     if args.torch_compile:
-        compile_layers(
-            model,
-            backend=args.torch_compile_backend,
-            mode=args.torch_compile_mode,
-            checkpointed=args.activation_checkpointing,
-        )
+        compile_layers(model, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
 def change_policy(args: BaseConfig, model: nn.Module) -> None:
-    """Change the policy as the options say: its kernels, compiled layers, no dropout, that of its adapter included."""
+    """Change the policy as the options say; without dropout, that of its adapter is off, too."""
     add_kernels(args, model)
-    compile_if_asked(args, model)
+    change_layers(args, model)
     if args.disable_dropout:
         disable_dropout(model)

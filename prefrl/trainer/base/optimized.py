@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OptimizedTrainer", "regroup"]
 
-# These act on gradients between the backward pass and the update.
-_ON_GRADIENTS = ("max_grad_value", "regularization_type")
-
 
 class OptimizedTrainer(Trainer):
     """HuggingFace's loop with the optimizers of `OPTIMIZERS`, rates by name, schedules, penalties, clipping by value.
@@ -44,7 +41,7 @@ class OptimizedTrainer(Trainer):
         if self.optimizer is None:
             distributed.check_optimizer(self.accelerator, name, works_under(name))
             saves_state = args.save_strategy != "no" and not args.save_only_model
-            if name == "sgd" and "momentum" not in (args.optim_args or "") and saves_state:
+            if name == "sgd" and saves_state and not self.get_optimizer_cls_and_kwargs(args)[1].get("momentum"):
                 distributed.check_state_read(self.accelerator, name)
             if name in OPTIMIZERS or args.learning_rates:
                 distributed.check_chooses_optimizer(self.accelerator, "optim and learning_rates")
@@ -53,9 +50,8 @@ class OptimizedTrainer(Trainer):
                 f"learning_rates={args.learning_rates!r} has no effect on the optimizer in optimizers=. Give it "
                 "parameter groups with these rates, or choose it by name with optim."
             )
-        for option in _ON_GRADIENTS:
-            if getattr(args, option) is not None:
-                distributed.check_gradients_seen(self.accelerator, option)
+        for option in args.set_on_gradients:
+            distributed.check_gradients_seen(self.accelerator, option)
         if args.reduces_on_plateau:
             self.add_callback(WatchPlateau(args.plateau_params.metric))
 
@@ -75,14 +71,18 @@ class OptimizedTrainer(Trainer):
         """
         is_new = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        model = self.model if model is None else model
-        if is_new and isinstance(optimizer, MuonWithAdamW):
+        if is_new:
+            self.group_parameters(optimizer, self.model if model is None else model)
+        return optimizer
+
+    def group_parameters(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Give a new optimizer parameter groups for Muon and for `learning_rates`."""
+        if isinstance(optimizer, MuonWithAdamW):
             matrices, settings = {id(p) for p in hidden_matrices(model)}, optimizer.muon_settings
             regroup(optimizer, lambda parameter: settings if id(parameter) in matrices else {})
-        if is_new and self.args.learning_rates:
+        if self.args.learning_rates:
             rates = _rates(cast("dict[str, float]", self.args.learning_rates), model)
             regroup(optimizer, lambda parameter: {"lr": rates[id(parameter)]} if id(parameter) in rates else {})
-        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """HuggingFace's hook."""
@@ -108,6 +108,10 @@ class OptimizedTrainer(Trainer):
                     parameter.grad.clamp_(-limit, limit)
         return norm
 
+    def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """The parameters in the penalty of a step."""
+        return model.parameters()
+
     @torch.no_grad()
     def add_penalty(self, model: nn.Module) -> None:
         """Add the gradient of `regularization_type` to the gradients of a step: c sign(w), 2 c w, or both."""
@@ -115,7 +119,7 @@ class OptimizedTrainer(Trainer):
         if kind is None:
             return
         weight = self.args.regularization_lambda * distributed.loss_scale(self.accelerator)
-        for parameter in model.parameters():
+        for parameter in self.penalized(model):
             if parameter.grad is None:
                 continue
             if kind != "l2":

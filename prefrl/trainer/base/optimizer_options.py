@@ -33,6 +33,10 @@ _RATE = Annotated[float, Ge(0)]
 class OptimizerOptions:
     """Options of the update that HuggingFace does not have."""
 
+    optim: str = opt(
+        "adamw_torch_fused",
+        f"Optimizer: one of transformers, or {', '.join(OPTIMIZERS)}.",
+    )
     learning_rates: dict[str, float] | str | None = opt(
         None,
         "Learning rates of some parameters: from regular expressions to rates, all with the same schedule. The first "
@@ -48,6 +52,11 @@ class OptimizerOptions:
         "values (l1) or squares (l2) of all trained weights, or both.",
     )
     regularization_lambda: Annotated[float, Ge(0)] = opt(0.0, "Weight of the penalty of regularization_type.")
+
+    @property
+    def set_on_gradients(self) -> list[str]:
+        """The options that are set and act on gradients between the backward pass and the update."""
+        return [name for name in ("max_grad_value", "regularization_type") if getattr(self, name) is not None]
 
 
 @contextmanager
@@ -183,4 +192,12 @@ def _check_rates(config: Any, name: str) -> None:
             raise ConfigError(f"learning_rates: {pattern!r} is no regular expression: {error}") from error
         check_bounds(f"learning_rates[{pattern!r}]", rate, _RATE)
     if rates and any(word in name for word in _WITHOUT_GROUPS):
-        raise ConfigError(f"learning_rates={rates!r} with optim={name!r}, which has one rate for all weights.")
+        raise ConfigError(
+            f"learning_rates={rates!r} with optim={name!r}, which has one rate for all weights. Choose another "
+            "optimizer, or leave learning_rates None."
+        )
+    if "learning_rates" in (config.allow_resume_changes or ()):
+        raise ConfigError(
+            "allow_resume_changes: learning_rates cannot change, because its expressions decide in which order "
+            "checkpoints hold the state of the optimizer. Start a new training from the checkpoint's weights."
+        )

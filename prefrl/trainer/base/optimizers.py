@@ -6,7 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from transformers.optimization import Adafactor
@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
-_EXTRAS = {"bitsandbytes": "quantization", "pytorch_optimizer": "optimizers"}
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,12 @@ class NamedOptimizer:
         """
         if self.class_name == "MuonWithAdamW":
             return MuonWithAdamW
-        if self.package == "torch":
-            library: Any = torch.optim
-        else:
-            library = require(self.package, extra=_EXTRAS[self.package], feature=f"optim={name!r}")
-        found: OptimizerClass = getattr(library.optim if self.package == "bitsandbytes" else library, self.class_name)
-        return found
+        feature, library = f"optim={name!r}", cast("Any", torch.optim)
+        if self.package == "bitsandbytes":
+            library = require("bitsandbytes", extra="quantization", feature=feature).optim
+        if self.package == "pytorch_optimizer":
+            library = require("pytorch_optimizer", extra="optimizers", feature=feature)
+        return cast("OptimizerClass", getattr(library, self.class_name))
 
 
 def _torch(class_name: str, decay: Literal["L2", "decoupled", "none"], *keys: str, **more: Any) -> NamedOptimizer:

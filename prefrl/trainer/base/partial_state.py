@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.trainer.base.scheduler import refresh
 
 if TYPE_CHECKING:
     from prefrl.trainer.base.checkpoint_options import CheckpointParams
@@ -18,7 +20,7 @@ __all__ = ["best_beside", "check_parts", "load_schedule", "save_schedule"]
 
 
 def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | None) -> None:
-    """Check that the backend can leave the optimizer's state out, and that a checkpoint holds what is asked of it.
+    """Check that the backend can do what is asked for, and that a checkpoint holds what is to be read of it.
 
     Args:
         params: Options.
@@ -26,7 +28,7 @@ def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | N
         checkpoint: What training resumes from; None: nothing.
 
     Raises:
-        ConfigError: It cannot, or does not.
+        ConfigError: It cannot, it does so anyway, or the checkpoint lacks something.
     """
     for name, value in (("save_optimizer", params.save_optimizer), ("load_optimizer", params.load_optimizer)):
         if not value and not distributed.keeps_optimizer_apart(accelerator):
@@ -34,6 +36,11 @@ def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | N
                 f"checkpoint_kwargs: {name}=False is not supported with ZeRO and FSDP2, which save weights and "
                 "optimizer state together. Leave it out; save_only_model=True saves the model alone."
             )
+    if params.export_weights and not distributed.keeps_checkpoints_partitioned(accelerator):
+        raise ConfigError(
+            "checkpoint_kwargs: export_weights=True has no effect because this backend, as it is set, writes whole "
+            "weights into every checkpoint. Leave it out."
+        )
     if checkpoint is None or not params.load_optimizer or not distributed.keeps_optimizer_apart(accelerator):
         return
     if not (checkpoint / OPTIMIZER_NAME).exists():
@@ -50,12 +57,14 @@ def save_schedule(scheduler: Any, folder: Path) -> None:
 
 
 def load_schedule(scheduler: Any, optimizer: Any, folder: Path) -> None:
-    """Read the state of the schedule, and give a new optimizer its learning rates."""
+    """Read the state of the schedule, and give a new optimizer its learning rates and weight decays."""
     scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
     for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
-    for group, rate in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
-        group["initial_lr"] = rate
+    if isinstance(scheduler, LambdaLR):
+        for group, rate in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+            group["initial_lr"] = rate
+        refresh(scheduler)
 
 
 def best_beside(checkpoint: Path) -> str | None:

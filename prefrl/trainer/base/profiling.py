@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge
@@ -16,14 +16,12 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
-from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["FOLDER", "PROFILE", "ProfileParams", "StepProfiler", "check_profile", "profilers"]
+__all__ = ["FOLDER", "PROFILE", "ProfileOptions", "ProfileParams", "StepProfiler", "check_profile", "profilers"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +57,29 @@ PROFILE = KwargsOption(
 )
 
 
-def check_profile(config: BaseConfig) -> None:
+@dataclass
+class ProfileOptions:
+    """Which steps are traced; see docs/profiling.md."""
+
+    changeable: ClassVar[tuple[str, ...]] = ("profile", "profile_kwargs")
+
+    profile: bool = opt(False, "Trace some steps for a timeline viewer, into the folder profile of output_dir.")
+    profile_kwargs: KwargsValue = opt(None, PROFILE.help)
+
+
+def _asked(config: Any) -> ProfileParams | None:
+    return PROFILE.of(config) if config.profile else None
+
+
+def check_profile(config: TrainingArguments) -> None:
     """Reject what cannot be recorded here.
 
     Raises:
         ConfigError: A memory snapshot without a CUDA device, or processes that there are not.
     """
-    if not config.profile:
+    params = _asked(config)
+    if params is None:
         return
-    params = PROFILE.of(config)
     if params.memory_snapshot and config.device.type != "cuda":
         raise ConfigError(
             f"profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on "
@@ -81,11 +93,11 @@ def check_profile(config: BaseConfig) -> None:
         )
 
 
-def profilers(args: BaseConfig) -> list[TrainerCallback]:
+def profilers(args: TrainingArguments) -> list[TrainerCallback]:
     """The callback that profiles this process if the options say so."""
-    if not args.profile:
+    params = _asked(args)
+    if params is None:
         return []
-    params = PROFILE.of(args)
     is_traced = params.ranks is None or args.process_index in params.ranks
     return [StepProfiler(params, Path(args.output_dir) / FOLDER, is_traced=is_traced)]
 
@@ -181,7 +193,7 @@ class StepProfiler(TrainerCallback):
             path = self.folder / f"{name}.json.gz"
             traced.export_chrome_trace(str(path))
             if self.params.memory_snapshot:
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))  # type: ignore[no-untyped-call]
             logger.info("Trace of steps %d to %d: %s", self._first, self._last, path)
         self._end_trace()
 

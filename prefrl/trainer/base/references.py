@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from prefrl import distributed
 from prefrl.models.load import arguments_for_other, load_model
 from prefrl.models.reference import make_reference
-from prefrl.trainer.base.kernels import add_kernels, compile_if_asked
+from prefrl.trainer.base.kernels import add_kernels, change_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +45,6 @@ def kept_reference(
         model, beta=options.beta, moves=options.sync_ref_model, plan=args.forward_plan, given=given
     )
     if reference is not None and reference.own_model is not None:
-        compile_if_asked(args, reference.own_model)
+        change_layers(args, reference.own_model)
         distributed.prepare_frozen(accelerator, reference.own_model)
     return reference

@@ -25,8 +25,7 @@ from prefrl.run.identity import Identity, write_identity
 from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
-from prefrl.trainer.base.early_stopping import EarlyStopping
-from prefrl.trainer.base.hub import Hub, is_refusal
+from prefrl.trainer.base.hub import Hub, tell_not_created
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import write_model_card
 from prefrl.trainer.base.optimized import OptimizedTrainer
@@ -73,9 +72,6 @@ class ResumableTrainer(OptimizedTrainer):
         contain_trackers(self.callback_handler.callbacks)
         self.plan = StepPlan(args, unit=args.steps_of_a_generation)
         self.callback_handler.callbacks.insert(0, self.plan)  # others shall see its epoch
-        if args.early_stopping_patience is not None:
-            threshold = args.early_stopping_params.threshold
-            self.add_callback(EarlyStopping(args.early_stopping_patience, threshold))
         self.stop_request = StopRequest(args.max_train_time)
         self.run_folder = RunFolder(
             Path(args.output_dir),
@@ -108,8 +104,8 @@ class ResumableTrainer(OptimizedTrainer):
         """Run HuggingFace's training loop.
 
         Args:
-            resume_from_checkpoint: A checkpoint, also by URL, or True for the last whole one in `output_dir`, else in
-                `upload_to`; with none, training starts at step 0.
+            resume_from_checkpoint: A checkpoint, also by URL; True or "auto" for the last whole one in `output_dir`,
+                else in `upload_to`, with none, training starts at step 0; None or "disable" for a new training.
             args: See HuggingFace's `train`.
             kwargs: See HuggingFace's `train`.
 
@@ -332,12 +328,13 @@ class ResumableTrainer(OptimizedTrainer):
         """Save model, tokenizer and model card, so that `from_pretrained` can load them. All ranks must call it.
 
         Partitioned weights are gathered one at a time, on the process that writes. During training they are left to
-        the backend's own checkpoint if its settings ask for partitioned checkpoints.
+        the backend's own checkpoint if its settings ask for partitioned checkpoints and `export_weights` is off.
         """
         use_averaged_weights(self.optimizer)
         is_checkpoint = _internal_call and output_dir is not None  # HuggingFace passes a folder only for checkpoints
         folder = output_dir or self.args.output_dir
-        if not (is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)):
+        is_partitioned = is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)
+        if not is_partitioned or self.args.checkpoint_params.export_weights:
             self.write_model(Path(folder))
         if self.args.should_save:
             self._write_card(Path(folder))
@@ -409,38 +406,34 @@ class ResumableTrainer(OptimizedTrainer):
         try:
             self._create_repository(token, private)
         except Exception as error:
-            if is_refusal(error):
-                raise ConfigError(
-                    f"push_to_hub=True: the Hub refuses to create the repository {self._repository()!r}: "
-                    f"{reason_of(error)}. Check hub_model_id, and log in (hf auth login) or set hub_token; or set "
-                    "push_to_hub=False."
-                ) from error
-            _log.warning(
-                "push_to_hub=True: the repository %r cannot be created now; training goes on, and the next push tries "
-                "again: %s",
-                self._repository(),
-                reason_of(error),
-            )
+            tell_not_created(self._repository(), error)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """HuggingFace's hook, called before the checkpoint is in its place; see `_save_checkpoint`."""
 
     def _push_checkpoint(self, checkpoint: Path) -> None:
         """Upload a checkpoint in the background, as `hub_strategy` says. If it fails, that is a warning."""
-        is_waiting = self._hub.is_busy and not self.args.hub_always_push
-        if self.args.hub_strategy == HubStrategy.END or is_waiting or not self.is_world_process_zero():
+        if self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self._hub.note(checkpoint)
+        if self.args.hub_always_push or not self._hub.is_busy:
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
+            self._push_noted()
+
+    def _push_noted(self) -> None:
         try:
             self._create_repository()
-            message = f"Training in progress, step {self.state.global_step}"
-            self._hub.push_checkpoint(self._repository(), checkpoint, message=message)
+            self._hub.push_noted(self._repository())
         except Exception as error:
-            _log.warning("%s could not be pushed to the Hub; training goes on: %s", checkpoint.name, reason_of(error))
+            name = self._hub.noted[0].name if self._hub.noted else "a checkpoint"
+            _log.warning("%s could not be pushed to the Hub; training goes on: %s", name, reason_of(error))
 
     def _finish_current_push(self) -> None:
-        """HuggingFace's hook, called at the end of training."""
+        """HuggingFace's hook, called at the end of training: what is not uploaded yet is tried once more."""
         self._hub.wait()
+        if self._hub.noted:
+            self._push_noted()
+            self._hub.wait()
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

@@ -36,6 +36,9 @@ __all__ = ["RunFolder", "Start"]
 
 _log = logging.getLogger(__name__)
 
+# Words for values of `resume_from_checkpoint` that are no folders.
+_MODES: dict[str, bool] = {"auto": True, "true": True, "disable": False, "false": False}
+
 
 @dataclass(frozen=True)
 class Start:
@@ -108,8 +111,9 @@ class RunFolder:
         """Find the checkpoint that a training resumes from, and set the id of the run.
 
         Args:
-            given: `resume_from_checkpoint`: a folder or a URL, see `fetch`; True for the last whole checkpoint of the
-                run that the folder belongs to, else of `upload_to`, or step 0 if there is none; None for a new run.
+            given: `resume_from_checkpoint`: a folder or a URL, see `fetch`; True or "auto" for the last whole
+                checkpoint of the run that the folder belongs to, else of `upload_to`, or step 0 if there is none; None
+                or "disable" for a new run.
             now: What decides the updates of this training.
             allowed: What may differ from the checkpoint.
 
@@ -117,6 +121,7 @@ class RunFolder:
             ConfigError: The folder that was given is no whole checkpoint, or it belongs to a run whose updates are
                 decided by something else: lists the differences.
         """
+        given = _MODES.get(given.lower(), given) if isinstance(given, str) else given
         found = distributed.on_main(partial(self._start, given, now, allowed))
         self.run = found.run
         if self.upload is not None and distributed.is_main():
@@ -146,7 +151,7 @@ class RunFolder:
         own = read_identity(self.path)
         found = find_last(self.path, run=None if own is None else own.run)
         if found.folder is None and self.upload_to is not None:
-            uploaded = fetch("upload_to", self.upload_to, self.path)
+            uploaded = fetch("upload_to", self.upload_to, self.path, run=None if own is None else own.run)
             if uploaded is not None:
                 return uploaded
         if found.folder is None and found.unusable:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
@@ -62,7 +61,7 @@ class PlateauParams(Params):
     )
     patience: Annotated[int, Ge(0)] = opt(10, "Values in a row without improvement that change nothing.")
     factor: Annotated[float, Gt(0), Lt(1)] = opt(0.1, "What a reduction multiplies the learning rate by.")
-    threshold: Annotated[float, Ge(0)] = opt(1e-4, "Share by which the best value must be surpassed.")
+    threshold: Annotated[float, Ge(0)] = opt(1e-4, "Share of the best value by which it must be surpassed.")
     window: Annotated[int, Ge(1)] = opt(1, "Logged values whose mean is one value.")
 
 
@@ -179,6 +178,11 @@ class ScheduleOptions(TrainingArguments):
         knows_length = self._schedule_name not in _ENDLESS if own is None else own.knows_length
         return knows_length or 0 < self.warmup_steps < 1 or self.weight_decay_schedule != "constant"
 
+    @property
+    def takes_warmup(self) -> bool:
+        """Whether the schedule reads `warmup_steps`."""
+        return self._schedule_name not in (*_WITHOUT_WARMUP, "one_cycle")
+
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """HuggingFace's method: the steps of the warm-up in a schedule of this length."""
         if self._schedule_name == "wsd" and self.warmup_steps == 0:
@@ -274,7 +278,7 @@ class ScheduleOptions(TrainingArguments):
 
     def _check_own(self) -> None:
         """Check what only prefrl's scheduler can do."""
-        name, optim = self._schedule_name, str(OptimizerNames(self.optim).value)
+        name, optim = self._schedule_name, str(getattr(self.optim, "value", self.optim))
         options = [option for option in _OPTIONS if getattr(self, option) != getattr(ScheduleOptions, option)]
         if name in _OF_METRICS:
             raise ConfigError(
@@ -300,7 +304,7 @@ class ScheduleOptions(TrainingArguments):
                 f"warmup_steps={self.warmup_steps} with lr_scheduler_kwargs={kwargs!r}: warmup_fraction sets the "
                 "length of the warm-up, too. Set one of them."
             )
-        has_none = name in (*_WITHOUT_WARMUP, "one_cycle") or self.get_warmup_steps(_SOME_STEPS) == 0
+        has_none = not self.takes_warmup or self.get_warmup_steps(_SOME_STEPS) == 0
         if has_none:
             because = f"lr_scheduler_type={name!r} with warmup_steps={self.warmup_steps} has no such warm-up"
             remedy = "Set warmup_steps, and a schedule with a warm-up, such as 'constant_with_warmup'."

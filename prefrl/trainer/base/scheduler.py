@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
@@ -22,9 +22,8 @@ __all__ = ["Scheduler", "WatchPlateau", "own_scheduler", "refresh"]
 
 _log = logging.getLogger(__name__)
 
-# What torch's ReduceLROnPlateau remembers besides its options.
-_REMEMBERED = ("best", "num_bad_epochs")
-
+# What a plateau's later decisions depend on.
+_REMEMBERED = ("num_reductions", "_best", "_num_bad", "_sum", "_count")
 # Attributes of the scheduler that the options decide.
 _NOT_SAVED = ("plateau", "_weight_decay_factor", "_weight_decays")
 
@@ -32,8 +31,9 @@ _NOT_SAVED = ("plateau", "_weight_decay_factor", "_weight_decays")
 class Plateau:
     """The factor to which reductions on a plateau have brought the learning rate.
 
-    A reduction multiplies it by `params.factor`, as torch's ReduceLROnPlateau decides: after more than `patience`
-    values in a row that do not surpass the best one by the share `threshold`.
+    A reduction multiplies it by `params.factor`, after more than `patience` values in a row that do not surpass the
+    best one by the share `threshold` of its size. Without a cooldown, this is what torch's ReduceLROnPlateau does, but
+    for negative values: torch takes one that is slightly worse than the best for an improvement.
 
     Args:
         params: Hyperparameters.
@@ -44,21 +44,18 @@ class Plateau:
         self.params = params
         self.most = most
         self.num_reductions = 0
+        self._best: float | None = None
+        self._num_bad = 0  # values in a row that did not surpass it
         self._sum, self._count = 0.0, 0  # of the window
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        self._torch = ReduceLROnPlateau(
-            optimizer,
-            mode=params.mode or "min",
-            factor=params.factor,
-            patience=params.patience,
-            threshold=params.threshold,
-            eps=0.0,
-        )
 
     @property
     def factor(self) -> float:
         """What the learning rate is multiplied by."""
         return float(self.params.factor**self.num_reductions)
+
+    def reduced(self, factor: Callable[[int], float]) -> Callable[[int], float]:
+        """A factor of the learning rate by the step, times `self.factor`."""
+        return lambda step: factor(step) * self.factor
 
     def observe(self, value: float) -> bool:
         """Take a value of the metric; whether the learning rate must be reduced now."""
@@ -68,23 +65,29 @@ class Plateau:
         if self._count < self.params.window:
             return False
         mean, self._sum, self._count = self._sum / self._count, 0.0, 0
-        before = self._torch.get_last_lr()
-        self._torch.step(mean)
-        is_reduced = self._torch.get_last_lr() != before
-        self.num_reductions += is_reduced
+        if self._is_better(mean):
+            self._best, self._num_bad = mean, 0
+        else:
+            self._num_bad += 1
+        is_reduced = self._num_bad > self.params.patience
+        if is_reduced:
+            self._num_bad, self.num_reductions = 0, self.num_reductions + 1
         return is_reduced
 
-    def state(self) -> dict[str, float]:
-        """Everything that later decisions depend on."""
-        remembered = {name: float(getattr(self._torch, name)) for name in _REMEMBERED}
-        return {**remembered, "num_reductions": self.num_reductions, "sum": self._sum, "count": self._count}
+    def _is_better(self, value: float) -> bool:
+        if self._best is None:
+            return not math.isnan(value)
+        gain = value - self._best if self.params.mode == "max" else self._best - value
+        return gain > self.params.threshold * abs(self._best)
 
-    def load(self, state: Mapping[str, float]) -> None:
+    def state(self) -> dict[str, float | None]:
+        """Everything that later decisions depend on."""
+        return {name: getattr(self, name) for name in _REMEMBERED}
+
+    def load(self, state: Mapping[str, float | None]) -> None:
         """Go on from what `state` returned."""
         for name in _REMEMBERED:
-            setattr(self._torch, name, state[name])
-        self.num_reductions = int(state["num_reductions"])
-        self._sum, self._count = state["sum"], int(state["count"])
+            setattr(self, name, state[name])
 
 
 class Scheduler(LambdaLR):
@@ -108,7 +111,7 @@ class Scheduler(LambdaLR):
         self.plateau = plateau
         self._weight_decay_factor = weight_decay_factor
         self._weight_decays = [group.get("weight_decay") for group in optimizer.param_groups]
-        super().__init__(optimizer, lambda step: factor(step) * (1.0 if plateau is None else plateau.factor))
+        super().__init__(optimizer, factor if plateau is None else plateau.reduced(factor))
 
     def step(self, epoch: int | None = None) -> None:
         """Set the learning rates and weight decays of the next step."""
@@ -148,7 +151,7 @@ def own_scheduler(
 
     Args:
         config: Options.
-        given: A scheduler that there is already.
+        given: The scheduler that there is already, if there is one.
         optimizer: New, or before its state is read.
         num_training_steps: Steps of the training.
 
@@ -160,7 +163,7 @@ def own_scheduler(
     if given is not None:
         raise ConfigError(
             f"lr_scheduler_type={str(config.lr_scheduler_type)!r} and the options of schedules have no effect because "
-            "the trainer, or DeepSpeed's config, has a scheduler of its own. Remove it, or these options."
+            "the trainer was given a scheduler in optimizers. Remove it, or these options."
         )
     plateau = Plateau(config.plateau_params, config.reduce_on_plateau) if config.reduces_on_plateau else None
     return Scheduler(
@@ -182,10 +185,14 @@ def refresh(scheduler: LambdaLR) -> None:
 
 
 class WatchPlateau(TrainerCallback):
-    """Shows the plateau of the scheduler the metric that it waits for."""
+    """Shows the plateau of the scheduler the metric that it waits for.
+
+    Evaluations before the first step do not count: a run that is resumed may make one more of them.
+    """
 
     def __init__(self, metric: str) -> None:
         self.metric = metric
+        self._has_stepped = False
         self._was_seen = False
         self._was_evaluated = False
 
@@ -193,7 +200,13 @@ class WatchPlateau(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """HuggingFace's hook."""
-        self._was_seen = self._was_evaluated = False
+        self._has_stepped = self._was_seen = self._was_evaluated = False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """HuggingFace's hook."""
+        self._has_stepped = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """HuggingFace's hook, called with the metrics of some steps or of an evaluation.
@@ -202,21 +215,29 @@ class WatchPlateau(TrainerCallback):
             ConfigError: Steps or an evaluation have passed, but there is no such metric.
         """
         logs, scheduler = kwargs["logs"], kwargs["lr_scheduler"]
-        if not isinstance(scheduler, Scheduler) or scheduler.plateau is None:
+        if not self._has_stepped or not isinstance(scheduler, Scheduler) or scheduler.plateau is None:
             return
         if self.metric in logs:
             self._was_seen = True
-            if scheduler.plateau.observe(logs[self.metric]):
-                refresh(scheduler)
-                _log.info(
-                    "step %d: %s does not improve; the learning rate is reduced, %d of reduce_on_plateau=%d times.",
-                    *(state.global_step, self.metric, scheduler.plateau.num_reductions, scheduler.plateau.most),
-                )
+            self._show(logs[self.metric], scheduler, scheduler.plateau, state)
         elif "loss" in logs:
-            if not self._was_seen and (self._was_evaluated or not self.metric.startswith("eval_")):
-                raise ConfigError(
-                    f"reduce_on_plateau_kwargs: metric={self.metric!r} is not among the metrics that are logged. "
-                    f"Choose one that is; of training there are {', '.join(sorted(logs))}."
-                )
+            self._check_seen(logs)
         else:
             self._was_evaluated = self._was_evaluated or any(name.startswith("eval_") for name in logs)
+
+    def _show(self, value: float, scheduler: Scheduler, plateau: Plateau, state: TrainerState) -> None:
+        if not plateau.observe(value):
+            return
+        refresh(scheduler)
+        if state.is_world_process_zero:
+            _log.warning(
+                "step %d: %s does not improve; the learning rate is reduced, %d of reduce_on_plateau=%d times.",
+                *(state.global_step, self.metric, plateau.num_reductions, plateau.most),
+            )
+
+    def _check_seen(self, logs: Mapping[str, float]) -> None:
+        if not self._was_seen and (self._was_evaluated or not self.metric.startswith("eval_")):
+            raise ConfigError(
+                f"reduce_on_plateau_kwargs: metric={self.metric!r} is not among the metrics that are logged. "
+                f"Choose one that is; of training there are {', '.join(sorted(logs))}."
+            )

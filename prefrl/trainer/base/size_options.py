@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
@@ -12,9 +12,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
-
-if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.base.schedule_options import ScheduleOptions
 
 __all__ = [
     "AUTO",
@@ -23,6 +21,7 @@ __all__ = [
     "AutoSizeParams",
     "SizeOptions",
     "automatic_rate",
+    "check_rate",
     "derive_sizes",
     "largest_divisor",
     "num_ranks",
@@ -32,6 +31,8 @@ __all__ = [
 AUTO = "auto"
 _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
 _ADAPTER_FACTOR = 10
+# The default learning rates are for optimizers with one of these words in their names, but with none of the others.
+_LIKE_ADAM, _UNLIKE_ADAM = ("adam", "amsgrad", "adafactor", "muon", "soap"), ("galore", "apollo")
 # The options that take "auto".
 AUTOMATIC = (_ROWS, _STEPS, _TOKENS, "learning_rate")
 
@@ -57,9 +58,15 @@ AUTO_SIZE = KwargsOption(
 
 
 @dataclass
-class SizeOptions:
+class SizeOptions(ScheduleOptions):
     """Sizes in addition to HuggingFace's."""
 
+    max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
+        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic_sizes.md. Changes memory and "
+        "speed, never the update.",
+    )
     effective_batch_size: Annotated[int, Ge(1)] | None = opt(
         None,
         "per_device_train_batch_size * gradient_accumulation_steps * processes: what an optimizer step learns from. "
@@ -68,7 +75,7 @@ class SizeOptions:
     auto_size_kwargs: KwargsValue = opt(None, AUTO_SIZE.help)
 
 
-def take_automatic(config: BaseConfig) -> frozenset[str]:
+def take_automatic(config: SizeOptions) -> frozenset[str]:
     """The names of the options that are "auto"; each gets its default in place of it, until its value is known."""
     fields = {field.name: field for field in dataclasses.fields(config)}
     names = frozenset(name for name in AUTOMATIC if isinstance(value := getattr(config, name), str) and value == AUTO)
@@ -77,7 +84,7 @@ def take_automatic(config: BaseConfig) -> frozenset[str]:
     return names
 
 
-def num_ranks(config: BaseConfig) -> int:
+def num_ranks(config: SizeOptions) -> int:
     """Processes with rows of their own: `distributed.world_size()`, which is known only to trainers."""
     sharing = 1 if config.parallelism_config is None else int(config.parallelism_config.sp_size)
     return int(config.world_size) // sharing
@@ -88,17 +95,21 @@ def largest_divisor(number: int, most: int) -> int:
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
-def derive_sizes(config: BaseConfig) -> frozenset[str]:
+def derive_sizes(config: SizeOptions, automatic: frozenset[str]) -> frozenset[str]:
     """Set the sizes that follow from `effective_batch_size`; return the names of those that need a trial.
 
     If batch size and accumulation both need one, they get values that make the same step.
 
+    Args:
+        config: Options, with numbers in place of "auto".
+        automatic: The names of the options that are "auto".
+
     Raises:
         ConfigError: The sizes contradict each other, or nothing decides them.
     """
-    automatic = config.automatic - {"learning_rate"}
+    automatic -= {"learning_rate"}
     if config.effective_batch_size is not None:
-        automatic -= _derived(config, config.effective_batch_size)
+        automatic -= _derived(config, config.effective_batch_size, automatic)
     elif _STEPS in automatic:
         raise ConfigError(
             f"{_STEPS}='auto' without effective_batch_size: nothing decides how many micro-batches a step has. Set "
@@ -119,13 +130,13 @@ def derive_sizes(config: BaseConfig) -> frozenset[str]:
     return frozenset(automatic)
 
 
-def _set_tokens(config: BaseConfig) -> set[str]:
+def _set_tokens(config: SizeOptions) -> set[str]:
     return set() if config.max_tokens_per_micro_batch is None else {_TOKENS}
 
 
-def _derived(config: BaseConfig, effective: int) -> set[str]:
+def _derived(config: SizeOptions, effective: int, automatic: frozenset[str]) -> set[str]:
     """Set what follows from the effective batch size; the names of the options that are decided by that."""
-    ranks, known = num_ranks(config), {_ROWS, _STEPS} - config.automatic
+    ranks, known = num_ranks(config), {_ROWS, _STEPS} - automatic
     sizes = {name: int(getattr(config, name)) for name in sorted(known)}
     given = " * ".join([*(f"{name}={value}" for name, value in sizes.items()), f"{ranks} processes"])
     product = ranks
@@ -152,7 +163,26 @@ def _derived(config: BaseConfig, effective: int) -> set[str]:
     return {_ROWS, _STEPS}
 
 
-def automatic_rate(config: BaseConfig, *, has_adapter: bool) -> float:
+def check_rate(config: SizeOptions, automatic: frozenset[str]) -> None:
+    """Reject the automatic learning rate where the trainers' defaults mean nothing.
+
+    Args:
+        config: Options.
+        automatic: The names of the options that are "auto".
+
+    Raises:
+        ConfigError: The steps of the optimizer have another size than those of Adam.
+    """
+    name = str(getattr(config.optim, "value", config.optim))
+    is_like = any(word in name for word in _LIKE_ADAM) and not any(word in name for word in _UNLIKE_ADAM)
+    if "learning_rate" in automatic and not is_like:
+        raise ConfigError(
+            f"learning_rate='auto' with optim={name!r}: it is a rate for Adam, and steps of this optimizer have "
+            "another size. Set a number."
+        )
+
+
+def automatic_rate(config: SizeOptions, *, has_adapter: bool) -> float:
     """The learning rate "auto": the trainer's default, ten times that if an adapter is trained.
 
     Source: Schulman et al. 2025, LoRA Without Regret, https://thinkingmachines.ai/blog/lora: the best learning rate of

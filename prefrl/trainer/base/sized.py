@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.identity import Identity
-from prefrl.trainer.base.auto_sizes import AutomaticSizes
+from prefrl.trainer.base.auto_sizes import AutomaticSizes, LongBatch
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.size_options import automatic_rate
 
@@ -44,8 +44,8 @@ class SizedTrainer(GuardedTrainer):
         self.add_callback(self.sizes)
 
     @abstractmethod
-    def trial(self, num_rows: int) -> AbstractContextManager[TokenBatch]:
-        """A context with a micro-batch of rows that are as long as any, ready for its loss.
+    def trial(self, num_rows: int) -> AbstractContextManager[LongBatch]:
+        """A context with a micro-batch of rows that are as long as any.
 
         At its end, everything that the next update depends on is as it was before. All ranks must enter it.
         """
@@ -68,6 +68,7 @@ class SizedTrainer(GuardedTrainer):
         checkpoint = kwargs.get("resume_from_checkpoint")
         num_rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
         self.sizes.settle(None if checkpoint is None else Path(checkpoint), num_rows=num_rows)
+        self._train_batch_size = self.args.train_batch_size  # HuggingFace's copy, for its state
         return super()._inner_training_loop(*args, **kwargs)
 
     def _identity(self) -> Identity:

@@ -26,8 +26,8 @@ from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
+from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.epoch_intervals import EpochIntervals
-from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import TRAINING, explained, size_of
@@ -63,7 +63,7 @@ Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRS
 Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a trainer's loss reads
 
 
-class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
+class BaseTrainer(AveragingTrainer, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
     A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
@@ -133,6 +133,7 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
             callbacks=[EpochIntervals(args), *(callbacks or []), *profilers(args)],
             optimizers=optimizers,
         )
+        self.check_training_set()
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)
@@ -152,6 +153,10 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
         distributed.check_backend(self.args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=type(self).__name__)
         distributed.check_quantized(self.accelerator, model)
+        if self.args.has_own_schedule:
+            distributed.check_chooses_schedule(self.accelerator)
+        changed = "torch_compile=True" if self.args.torch_compile else "fp8=True" if self.args.fp8 else None
+        distributed.check_changed_layers(self.accelerator, option=changed)
         distributed.keep_outputs_exact(self.accelerator)
 
     def _count_flops(self) -> None:
@@ -172,6 +177,11 @@ class BaseTrainer(EvaluatingTrainer, Generic[Ready]):
     def reference(self) -> Reference | None:
         """The reference that the policy stays close to, if one is kept."""
         return self.scorer.reference
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """TRL's name for the reference; None if it is the policy without its adapter, or if there is none."""
+        return None if self.reference is None else self.reference.own_model
 
     # What a subclass implements.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import torch
 __all__ = ["TrialMemory"]
 
 _CGROUP = Path("/sys/fs/cgroup")
+_PEAK_RESET = Path("/proc/self/clear_refs")
 # What training holds besides activations, in units of the trained weights: gradients, and Adam's two moments.
 _GRADIENTS, _MOMENTS = 1, 2
 
@@ -62,9 +64,12 @@ def _left_in_container() -> list[int]:
 
 
 def _used(device: torch.device) -> int:
+    """Bytes in use, from which a new peak is measured."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return int(torch.cuda.memory_allocated(device))
+    with suppress(OSError):  # Linux alone can forget what the process has needed before
+        _PEAK_RESET.write_text("5", encoding="ascii")
     return int(psutil.Process().memory_info().rss)
 
 

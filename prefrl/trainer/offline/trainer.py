@@ -31,6 +31,7 @@ from prefrl.trainer.base.arguments import (
     named,
     own_config,
 )
+from prefrl.trainer.base.auto_sizes import LongBatch
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.base.references import kept_reference, loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
@@ -366,13 +367,13 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     # One step.
 
     @contextmanager
-    def trial(self, num_rows: int) -> Iterator[Ready]:
+    def trial(self, num_rows: int) -> Iterator[LongBatch]:
         """See `SizedTrainer`."""
         hidden_size = self.policy.config.get_text_config().hidden_size
-        rows = longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size)
-        (batch,) = self.prepare_step([self._read_and_lay_out(rows)])
+        loaded = self._read_and_lay_out(longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size))
+        (batch,) = self.prepare_step([loaded])
         try:
-            yield batch
+            yield LongBatch(batch, loaded.num_forward_tokens)
         finally:
             if self.reward_mean is not None:
                 self.reward_mean.forget()

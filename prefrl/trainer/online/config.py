@@ -132,6 +132,7 @@ class OnlineConfig(
     )
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
     best_metric: ClassVar[str] = "reward"
+    spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "kl")
     changeable: ClassVar[tuple[str, ...]] = (
         "num_generations_eval",
         "temperature_eval",
@@ -183,6 +184,7 @@ class OnlineConfig(
         self.validate_evaluation(num_samples=self.samples_per_evaluated_prompt)
         self.validate_local(use_vllm=self.use_vllm)
         self.validate_vllm()
+        self._validate_autopilot_mode()
         self._validate_generation_mode()
         if self.filter_overlong_prompts and self.max_prompt_length is None:
             raise ConfigError(
@@ -351,14 +353,21 @@ class OnlineConfig(
         """Whether the learning signal depends on log-probs of the policy before its first update from the batch."""
         return False
 
-    def _validate_generation_mode(self) -> None:
-        steps = self.steps_of_a_generation
+    def _validate_autopilot_mode(self) -> None:
         if self.increase_batch_size_on_plateau and self.generation_mode != "sync":
             raise ConfigError(
                 f"increase_batch_size_on_plateau={self.increase_batch_size_on_plateau} with "
                 f"generation_mode={self.generation_mode!r}: completions are requested before it is known how many the "
                 "next step needs. Use generation_mode='sync'."
             )
+        if self.ema_decay is not None and self.generation_mode == "async":
+            raise ConfigError(
+                f"ema_decay={self.ema_decay} with generation_mode='async': completions for training that are being "
+                "sampled during an evaluation would come from the average. Use generation_mode='sync' or 'overlap'."
+            )
+
+    def _validate_generation_mode(self) -> None:
+        steps = self.steps_of_a_generation
         if self.generation_mode == "overlap":
             if steps > 1:
                 raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -95,8 +96,9 @@ class EvaluationRollouts:
         """Mean rewards by source, and pass@k and its relatives."""
         metrics: dict[str, Metric] = {}
         for rollout in collected.rollouts:
-            if _SOURCE in rollout.row and rollout.reward == rollout.reward:
-                merge(metrics, {f"reward/{rollout.row[_SOURCE]}": Mean(rollout.reward, 1)})
+            source = _source_of(rollout)
+            if source and not math.isnan(rollout.reward):
+                merge(metrics, {f"reward/{source}": Mean(rollout.reward, 1)})
         sizes = self.args.at_k_params.k
         if not sizes:
             return metrics
@@ -108,28 +110,34 @@ class EvaluationRollouts:
 
     def _samples(self, collected: Collected) -> list[PromptSamples]:
         """The completions of each prompt that have the reward that counts."""
-        params, columns = self.args.at_k_params, collected.logged_columns
-        if params.answer is not None and collected.rollouts and params.answer not in columns:
-            logged = ", ".join(columns) or "nothing"
-            raise ConfigError(
-                f"pass_at_k_kwargs: answer={params.answer!r}: no reward logs this column; they log {logged}. "
-                "Call log_extra in a reward, or set answer=None, which leaves out maj@k."
-            )
-        answers = [None] * len(collected.rollouts) if params.answer is None else columns[params.answer]
         groups: dict[int, list[tuple[Rollout, Any]]] = {}
-        for rollout, answer in zip(collected.rollouts, answers, strict=True):
+        for rollout, answer in zip(collected.rollouts, self._answers(collected), strict=True):
             groups.setdefault(rollout.group, []).append((rollout, answer))
         return [self._samples_of(group) for group in groups.values()]
 
+    def _answers(self, collected: Collected) -> Sequence[Any]:
+        """The answer in each completion; None: there is none."""
+        name, columns = self.args.at_k_params.answer, collected.logged_columns
+        if name in columns:
+            return columns[name]
+        if name is not None and any(not math.isnan(rollout.reward) for rollout in collected.rollouts):
+            logged = ", ".join(columns) or "nothing"
+            raise ConfigError(
+                f"pass_at_k_kwargs: answer={name!r}: no reward logs this column; they log {logged}. "
+                "Call log_extra in a reward, or set answer=None, which leaves out maj@k."
+            )
+        return [None] * len(collected.rollouts)
+
     def _samples_of(self, group: Sequence[tuple[Rollout, Any]]) -> PromptSamples:
         params = self.args.at_k_params
-        scored = [(rollout, answer) for rollout, answer in group if rollout.reward == rollout.reward]
-        values = [r.reward if params.reward is None else r.rewards[params.reward] for r, _ in scored]
+        able = [(rollout, answer) for rollout, answer in group if not math.isnan(rollout.reward)]
+        decisive = [r.reward if params.reward is None else r.rewards[params.reward] for r, _ in able]
+        scored = [(*pair, value) for pair, value in zip(able, decisive, strict=True) if value is not None]
         return PromptSamples(
-            str(group[0][0].row.get(_SOURCE, "")),
-            tuple(rollout.reward for rollout, _ in scored),
-            tuple(value is not None and value >= params.threshold for value in values),
-            () if params.answer is None else tuple("" if answer is None else str(answer) for _, answer in scored),
+            _source_of(group[0][0]),
+            tuple(rollout.reward for rollout, _, _ in scored),
+            tuple(value >= params.threshold for _, _, value in scored),
+            () if params.answer is None else tuple("" if answer is None else str(answer) for _, answer, _ in scored),
         )
 
     def _show(self, collected: Collected, *, name: str, step: int) -> None:
@@ -163,6 +171,12 @@ class EvaluationRollouts:
 def add_rollouts(predicted: PredictedRows, rollouts: Sequence[Rollout]) -> None:
     """Add completions, their rewards and their dataset rows to what `compute_metrics` gets."""
     predicted.add([r.text for r in rollouts], [r.reward for r in rollouts], [r.row for r in rollouts])
+
+
+def _source_of(rollout: Rollout) -> str:
+    """Where its prompt comes from; "" if that is not known."""
+    source = rollout.row.get(_SOURCE)
+    return "" if source is None else str(source)
 
 
 def _hash(prompt_ids: Sequence[int]) -> int:

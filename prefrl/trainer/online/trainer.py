@@ -25,9 +25,9 @@ from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import collected_metrics, log_collected
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
+from prefrl.trainer.base.auto_sizes import LongBatch
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.references import loaded_reference
-from prefrl.trainer.base.schedule_free import averages_weights
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.episodes import Episodes
@@ -243,12 +243,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
     # One step.
 
     @contextmanager
-    def trial(self, num_rows: int) -> Iterator[Ready]:
+    def trial(self, num_rows: int) -> Iterator[LongBatch]:
         """See `SizedTrainer`."""
         state, learn = state_of(self.learner), partial(self._learned, num_parts=1)
         longest = LongestRollouts(self.args, self.train_dataset, self.rewards.names)
         try:
-            yield longest.micro_batch(num_rows, lambda rollouts: self._minibatches.of(learn(rollouts)))
+            batch = longest.micro_batch(num_rows, lambda rollouts: self._minibatches.of(learn(rollouts)))
+            yield LongBatch(batch, batch.num_forward_tokens)
         finally:
             restore(self.learner, state)
 
@@ -401,7 +402,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """See `EvaluatingTrainer`; samples with the current weights, and learning goes on as before."""
-        has_average = averages_weights(self.optimizer)  # other weights of the same version
+        has_average = self.evaluates_averages  # other weights of the same version
         if has_average or not self.is_in_train:
             self.generator.invalidate()
         self._sync_generator()

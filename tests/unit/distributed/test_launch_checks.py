@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import BitsAndBytesConfig
 
-from prefrl.distributed import check_backend, check_processes, check_quantized
+from prefrl.distributed import check_backend, check_changed_layers, check_processes, check_quantized
 from prefrl.errors import ConfigError
 
 
@@ -203,3 +203,20 @@ def test_quantized_weights_that_would_be_cast_or_not_shared_out_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_quantized(found, model)
+
+
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_layers_may_change_unless_deepspeed_gathers_weights_inside_them(stage: int | None) -> None:
+    config = {"zero_optimization": {"stage": stage}}
+    plugin = None if stage is None else SimpleNamespace(deepspeed_config=config)
+    found = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    check_changed_layers(found, option=None)
+    if stage != 3:
+        return check_changed_layers(found, option="fp8=True")
+    with pytest.raises(ConfigError, match=r"fp8=True with DeepSpeed ZeRO-3: .* Use ZeRO-2"):
+        check_changed_layers(found, option="fp8=True")
+
+
+def test_megatron_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"MEGATRON_LM .* FSDP2"):
+        check_processes(arguments(), {"ACCELERATE_USE_MEGATRON_LM": "true"})

@@ -358,3 +358,15 @@ def test_one_tokenizer_serves_every_model() -> None:
     runner = RewardRunner([lambda completions: [0.5] * len(completions), model], processing_classes=tiny_tokenizer())
     assert runner.names == ["<lambda>", "Qwen2ForSequenceClassification"]
     assert runner.score(["p"], ["a"], [[1]], {}).by_name["<lambda>"] == [0.5]
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(16, [3]), (2, [2, 1])])
+def test_at_most_batch_size_completions_are_scored_at_once(batch_size: int, sizes: list[int]) -> None:
+    model, seen = reward_model(), []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(len(given["input_ids"])), with_kwargs=True)
+    reward = ModelReward(model, tokenizer=tiny_tokenizer(), batch_size=batch_size)
+    scores = reward(["1"] * 3, ["2", "34", "567"])
+    assert seen == sizes
+    assert scores == pytest.approx(ModelReward(model, tokenizer=tiny_tokenizer())(["1"] * 3, ["2", "34", "567"]))
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        ModelReward(model, tokenizer=tiny_tokenizer(), batch_size=0)

@@ -112,14 +112,32 @@ def test_the_last_whole_checkpoint_of_a_place_is_fetched(
     place.upload(save(tmp_path, 11, resumable=False), "checkpoint-11")
     memory.pipe_file("/run/checkpoint-10/b", b"WEIGHTS b 10")  # as many bytes
     memory.pipe_file("/run/checkpoint-12/uploading.json", b"{}")
+    place.upload(save(tmp_path, 13), "checkpoint-13")
+    memory.rm_file("/run/checkpoint-13/b")
     found = fetch("resume_from_checkpoint", "memory://run/", tmp_path / "new")
     assert found == tmp_path / "new" / "checkpoint-9"
     assert "checkpoint-12 is passed over: its upload was not finished" in caplog.text
     assert "checkpoint-11 is passed over: it holds a model without training state" in caplog.text
     assert "checkpoint-10: b is damaged" in caplog.text
+    assert "checkpoint-13: b is missing" in caplog.text
     with pytest.raises(ConfigError, match=r"checkpoint-10: b is damaged.* Name another checkpoint"):
         fetch("resume_from_checkpoint", "memory://run/checkpoint-10", tmp_path / "new")
     assert not (tmp_path / "new" / ".saving").exists()
+
+
+def test_checkpoints_of_an_earlier_run_at_the_same_place_are_passed_over(
+    tmp_path: Path, memory: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Place("memory://run")
+    for step in (1, 2, 8):
+        place.upload(save(tmp_path / "old", step, run="old"), f"checkpoint-{step}")
+    place.upload(save(tmp_path / "new", 1, run="new"), "checkpoint-1")
+    found = fetch("upload_to", "memory://run", tmp_path / "other")
+    assert found is not None
+    assert contents(found) == contents(tmp_path / "new" / "checkpoint-1")
+    assert "checkpoint-8 is passed over: it belongs to another run" in caplog.text
+    named = fetch("resume_from_checkpoint", "memory://run/checkpoint-8", tmp_path / "other")
+    assert named is not None
 
 
 @pytest.mark.parametrize("name", ["../outside", "/outside"])
@@ -140,9 +158,11 @@ def test_a_seal_that_names_files_elsewhere_is_refused(name: str, tmp_path: Path,
     [
         ("nothing://run", r"upload_to='nothing://run': .*nothing.* whose package"),
         ("hf://me/model", r"push_to_hub=True"),
+        ("", r"upload_to='': must be a folder or a URL"),
+        (3, r"upload_to=3: must be a folder or a URL"),
     ],
 )
-def test_a_place_that_fsspec_does_not_know_is_refused(url: str, message: str) -> None:
+def test_a_place_that_fsspec_does_not_know_is_refused(url: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_url("upload_to", url)
 
@@ -168,6 +188,31 @@ def test_uploads_are_tried_again_and_what_fails_is_told(
     place._files = memory
     assert uploads.finish(PATIENCE) == {}  # once more at the end
     assert place.names() == ["checkpoint-2", "checkpoint-1"]
+
+
+def test_what_failed_is_uploaded_with_the_next_checkpoint(tmp_path: Path, memory: Any) -> None:
+    place = Place("memory://run")
+    tries = len(NO_PAUSE) + 1
+    uploads = Uploads(tmp_path, place, pauses=NO_PAUSE)
+    ended = threading.Event()
+
+    class DownAtFirst(Breaks):
+        def exists(self, path: str) -> bool:
+            self.number -= 1
+            if self.number < tries:
+                return bool(self.files.exists(path))
+            raise TimeoutError("is down")
+
+    place._files = DownAtFirst(memory, 2 * tries)
+    work = uploads._work
+    uploads._work = lambda: (work(), ended.set())  # type: ignore[method-assign, assignment]
+    uploads.add(save(tmp_path, 1))
+    assert ended.wait(PATIENCE)
+    assert place.manifest("checkpoint-1") is None
+    ended.clear()
+    uploads.add(save(tmp_path, 2))
+    assert ended.wait(PATIENCE)
+    assert [place.manifest(f"checkpoint-{step}") is not None for step in (1, 2)] == [True, True]
     assert not list((tmp_path / ".uploading").iterdir())
 
 

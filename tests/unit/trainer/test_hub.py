@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
 from prefrl.errors import ConfigError, HubError
-from prefrl.trainer.base.hub import is_refusal
+from prefrl.trainer.base.hub import Hub, is_refusal
 from tests.contract.cases import make_trainer
 
 SECRET = "hf_abcdefghijklmnopqrstuvwx"
@@ -77,7 +78,8 @@ def test_training_goes_on_without_the_hub_and_only_the_push_at_the_end_is_an_err
     caplog.clear()
     trainer.train()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [words.partition(" could")[0] for words in told] == ["checkpoint-1", "checkpoint-2"]
+    last = "checkpoint-2"  # and once more at the end
+    assert [words.partition(" could")[0] for words in told] == ["checkpoint-1", last, last]
     with pytest.raises(
         HubError, match=r"Training is complete\. The model is saved in .*: hf upload me/model "
     ) as raised:
@@ -103,8 +105,71 @@ def test_an_upload_in_the_background_that_fails_is_a_warning(
     trainer = make_trainer("sft", tmp_path, save_steps=1, **PUSHING)
     hub.is_there = False
     trainer.train()
-    assert "'Training in progress, step 1' could not be pushed to me/model; training goes on: Connec" in caplog.text
+    assert (
+        "'Training in progress, step 1' could not be pushed to me/model; training goes on, and the next push"
+        in caplog.text
+    )
     assert SECRET not in caplog.text
+
+
+def checkpoints_of(hub: StandIn) -> list[str]:
+    return [message for message in hub.sent if message.endswith("checkpoint")]
+
+
+@pytest.mark.parametrize("strategy", ["all_checkpoints", "checkpoint"])
+def test_a_checkpoint_that_could_not_be_uploaded_is_uploaded_with_the_next(
+    strategy: str, hub: StandIn, tmp_path: Path
+) -> None:
+    trainer = make_trainer("sft", tmp_path, save_steps=1, max_steps=3, hub_strategy=strategy, **PUSHING)
+    save = trainer._save_checkpoint
+
+    def without_hub(*arguments: Any) -> None:
+        hub.is_there = trainer.state.global_step != 1
+        save(*arguments)
+
+    trainer._save_checkpoint = without_hub
+    trainer.train()
+    steps = ["2", "1", "3"] if strategy == "all_checkpoints" else ["2", "3"]
+    assert checkpoints_of(hub) == [f"Training in progress, step {step}, checkpoint" for step in steps]
+    assert not (tmp_path / ".pushing").exists()
+
+
+def test_what_failed_last_is_tried_again_at_the_end(hub: StandIn, tmp_path: Path) -> None:
+    trainer = make_trainer("sft", tmp_path, save_steps=1, hub_strategy="all_checkpoints", **PUSHING)
+    hub.is_there = False
+    finish = trainer._finish_current_push
+
+    def with_hub() -> None:
+        hub.is_there = True
+        finish()
+
+    trainer._finish_current_push = with_hub
+    trainer.train()
+    assert [*hub.sent] == ["Training in progress, step 1", "Training in progress, step 1, checkpoint"]
+
+
+def test_the_end_of_training_waits_until_a_failure_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload: Future[Any] = Future()
+    upload.add_done_callback(lambda _: threading.Event().wait(0.3))  # before the failure is noted
+    monkeypatch.setattr(HfApi, "upload_folder", lambda *_, **__: upload)
+    hub = Hub(SimpleNamespace(hub_strategy="every_save", hub_token=None, hub_revision=None))  # type: ignore[arg-type]
+    (tmp_path / "checkpoint-1").mkdir()
+    hub.note(tmp_path / "checkpoint-1")
+    hub.push_noted("me/model")
+    assert (hub.is_busy, hub.noted) == (True, [])
+    threading.Thread(target=upload.set_exception, args=[ConnectionError("is down")]).start()
+    hub.wait()
+    assert (hub.is_busy, hub.noted) == (False, [tmp_path / "checkpoint-1"])
+
+
+def test_a_checkpoint_that_is_left_out_during_an_upload_follows(
+    hub: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer("sft", tmp_path, save_steps=1, max_steps=3, hub_strategy="all_checkpoints", **PUSHING)
+    monkeypatch.setattr(Hub, "is_busy", property(lambda _: trainer.state.global_step == 1))
+    trainer.train()
+    steps = [message.split(",")[1].removeprefix(" step ") for message in checkpoints_of(hub)]
+    assert steps == ["2", "1", "3"]
 
 
 def test_the_model_is_uploaded_without_what_it_was_trained_on(hub: StandIn, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ExponentialLR, OneCycleLR, ReduceLROnPlateau
+from transformers.trainer_utils import SchedulerType
 
 from prefrl import SFTConfig, distributed
-from prefrl.errors import ConfigError
 from prefrl.trainer.base.run_identity import decisive_options
-from prefrl.trainer.base.scheduler import Scheduler, own_scheduler, refresh
+from prefrl.trainer.base.schedule_options import PlateauParams
+from prefrl.trainer.base.scheduler import Plateau, Scheduler, own_scheduler, refresh
+from prefrl.trainer.base.schedules import SCHEDULES
 
 STEPS = 20
 RATES = (0.3, 0.06)  # of two parameter groups, the first of learning_rate
@@ -147,7 +148,9 @@ CURVES: list[tuple[dict[str, Any], Callable[[int], float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "formula"), CURVES, ids=str)
+@pytest.mark.parametrize(
+    ("options", "formula"), CURVES, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
 def test_a_schedule_follows_its_formula(
     options: dict[str, Any], formula: Callable[[int], float], tmp_path: Path
 ) -> None:
@@ -155,6 +158,45 @@ def test_a_schedule_follows_its_formula(
     found = curve(optimizer, scheduler_of(config(tmp_path, **options), optimizer))
     for step, rates in enumerate(found):
         assert rates == pytest.approx([base * formula(step) for base in (*RATES, 0.3)], rel=1e-12, abs=1e-15), step
+
+
+# 4 steps of warm-up, 16 after them.
+OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
+    "constant_with_warmup": ({}, lambda step: 1.0),
+    "linear": ({}, lambda step: 1 - step / 16),
+    "cosine": ({}, lambda step: cosine(1, 0, step / 16)),
+    "cosine_with_min_lr": ({"min_lr_rate": 0.1}, lambda step: cosine(1, 0.1, step / 16)),
+    "cosine_warmup_with_min_lr": (
+        {"min_lr_rate": 0.1, "warmup_lr_rate": 0.0},
+        lambda step: cosine(1, 0.1, (step + 1) / 16),
+    ),
+    "cosine_with_restarts": ({"num_cycles": 2}, lambda step: cosine(1, 0, step / 8 % 1)),
+    "polynomial": ({"lr_end": 0.03, "power": 2.0}, lambda step: 0.1 + 0.9 * (1 - step / 16) ** 2),
+    "inverse_sqrt": ({"timescale": 9}, lambda step: math.sqrt(9 / (step + 9))),
+    "warmup_stable_decay": (
+        {"num_decay_steps": 6, "decay_type": "1-sqrt", "min_lr_ratio": 0.0},
+        lambda step: 1.0 if step < 10 else 1 - math.sqrt((step - 10) / 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_a_schedule_of_transformers_follows_its_formula(name: str, tmp_path: Path) -> None:
+    kwargs, formula = OF_TRANSFORMERS[name]
+    made = config(tmp_path, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, warmup_steps=4)
+    # transformers has this one begin a step later.
+    warm = [step / 3 for step in range(4)] if name == "cosine_warmup_with_min_lr" else [0.0, 0.25, 0.5, 0.75]
+    found = [made.learning_rate_factor(STEPS)(step) for step in range(STEPS)]
+    assert found == pytest.approx([*warm, *(formula(step) for step in range(16))], abs=1e-15)
+
+
+def test_every_schedule_has_a_formula_here_and_on_its_page() -> None:
+    here = {*OF_TRANSFORMERS, *(options["lr_scheduler_type"] for options, _ in CURVES), "constant"}
+    following = {"reduce_lr_on_plateau", "greedy"}
+    assert here | following == {*SCHEDULES, *(name.value for name in SchedulerType)}
+    page = (Path(__file__).parents[3] / "docs/schedules.md").read_text(encoding="utf-8")
+    table = page.partition("## Schedules")[2].partition("Factors in")[0]
+    assert not [name for name in here | following if f"`{name}`" not in table]
 
 
 def of_torch(make: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
@@ -221,7 +263,7 @@ def reduced(options: SFTConfig, values: list[float]) -> list[list[float]]:
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_reductions_come_when_torch_makes_them_and_multiply_the_schedule(mode: str, tmp_path: Path) -> None:
-    values = VALUES if mode == "min" else [-value for value in VALUES]
+    values = VALUES if mode == "min" else [4.0 - value for value in VALUES]
     kwargs = {"patience": 2, "factor": 0.5, "threshold": 0.01, "mode": mode}
     options = config(tmp_path, **PLATEAU, reduce_on_plateau_kwargs=kwargs, lr_scheduler_type="linear")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -269,6 +311,20 @@ def test_a_plateau_goes_on_from_its_state(tmp_path: Path) -> None:
         assert rates == whole[stop:]
 
 
+@pytest.mark.parametrize(
+    ("mode", "values"), [("max", [-2.0, -2.0001, -2.0, -1.9]), ("min", [-2.0, -1.9999, -2.0, -2.1])]
+)
+def test_negative_values_that_stay_or_get_worse_are_no_improvement(mode: str, values: list[float]) -> None:
+    """torch's ReduceLROnPlateau takes -2.0001 for more than -2: its threshold is -2 * 1.0001."""
+    plateau = Plateau(PlateauParams(mode=mode, patience=1), most=5)  # type: ignore[arg-type]
+    assert [plateau.observe(value) for value in values] == [False, False, True, False]
+
+
+def test_values_that_are_not_numbers_are_no_improvement() -> None:
+    plateau = Plateau(PlateauParams(patience=2), most=5)
+    assert [plateau.observe(value) for value in (math.nan, 1.0, math.nan, math.nan, 2.0)] == [*[False] * 4, True]
+
+
 # Weight decay.
 
 
@@ -292,104 +348,3 @@ def test_the_weight_decay_follows_its_formula(kind: str, share: Callable[[float]
         found = [group["weight_decay"] for group in optimizer.param_groups]
         assert found == pytest.approx([expected, expected, 0.0], rel=1e-12), step
         curve(optimizer, scheduler, 1)
-
-
-# Options.
-
-
-def test_a_warm_up_of_evaluations_counts_their_steps(tmp_path: Path) -> None:
-    steps = {"eval_strategy": "steps", "warmup_evaluations": 3, "lr_scheduler_type": "constant_with_warmup"}
-    assert config(tmp_path, **steps, eval_steps=4).get_warmup_steps(100) == 12
-
-
-@pytest.mark.parametrize(
-    ("options", "depends"),
-    [
-        ({"lr_scheduler_type": "constant"}, False),
-        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, False),
-        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}, True),
-        ({"lr_scheduler_type": "exponential"}, False),
-        ({"lr_scheduler_type": "cosine_warm_restarts", "lr_scheduler_kwargs": {"t_0": 5}}, False),
-        ({"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 5}, False),
-        ({"lr_scheduler_type": "linear"}, True),
-        ({"lr_scheduler_type": "linear", "lr_decay_steps": 5, "warmup_steps": 0.2}, False),
-        ({"lr_scheduler_type": "wsd"}, True),
-        ({"lr_scheduler_type": "one_cycle"}, True),
-        ({"lr_scheduler_type": "constant", "weight_decay": 0.1, "weight_decay_schedule": "linear"}, True),
-    ],
-    ids=str,
-)
-def test_training_can_be_extended_if_no_step_depends_on_its_length(
-    options: dict[str, Any], depends: bool, tmp_path: Path
-) -> None:
-    made = config(tmp_path, **options)
-    assert ("max_steps" in decisive_options(made)) == depends
-    factors = [
-        [(made.learning_rate_factor(n)(step), (made.weight_decay_factor(n) or float)(step)) for step in range(20)]
-        for n in (20, 40)
-    ]
-    assert (factors[0] != factors[1]) == depends
-
-
-PLATEAU_OF = {"reduce_on_plateau": 1, "logging_steps": 1}
-REFUSED = [
-    ({"lr_scheduler_type": "one_cycl"}, "lr_scheduler_type='one_cycl': unknown schedule. Did you mean 'one_cycle'?"),
-    ({"lr_scheduler_type": "one_cycle", "warmup_steps": 5}, "begins with a warm-up of its own. Set lr_scheduler_kw"),
-    ({"lr_scheduler_type": "one_cycle", "lr_scheduler_kwargs": {"pct_start": 1.0}}, "pct_start=1.0: must be a number"),
-    (
-        {"lr_scheduler_type": "one_cycle", "max_steps": 10, "lr_scheduler_kwargs": {"pct_start": 0.1}},
-        "pct_start=0.1 of 10 steps is one step",
-    ),
-    ({"lr_scheduler_type": "one_cycle", "lr_scheduler_kwargs": {"t_0": 1}}, "t_0=1 is not known with lr_scheduler"),
-    ({"lr_scheduler_type": "cosine_warm_restarts"}, "t_0=None with lr_scheduler_type='cosine_warm_restarts'. Set t_0"),
-    ({**WSD, "warmup_steps": 5, "lr_scheduler_kwargs": {"warmup_fraction": 0.2}}, "Set one of them"),
-    ({"lr_scheduler_type": "inverse_sqrt"}, "'inverse_sqrt' with warmup_steps=0: .*timescale of 10000"),
-    ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps.*lr_scheduler_type='wsd' takes shares"),
-    ({"lr_scheduler_type": "constant", "lr_decay_steps": 5}, "lr_decay_steps=5 has no effect"),
-    ({"warmup_start_factor": 0.5}, "warmup_start_factor=0.5 has no effect because .*warmup_steps=0"),
-    (
-        {"lr_scheduler_type": "constant", "warmup_steps": 5, "warmup_start_factor": 0.5},
-        "warmup_start_factor=0.5 has no effect because lr_scheduler_type='constant'",
-    ),
-    (
-        {
-            "lr_scheduler_type": "warmup_stable_decay",
-            "lr_scheduler_kwargs": {"num_decay_steps": 5, "warmup_type": "cosine"},
-            "warmup_steps": 5,
-            "warmup_start_factor": 0.5,
-        },
-        "'warmup_type' describes another warm-up",
-    ),
-    ({"warmup_evaluations": 2}, "warmup_evaluations=2 with eval_strategy='no'"),
-    ({"warmup_evaluations": 2, "eval_strategy": "steps", "eval_steps": 3, "warmup_steps": 5}, "Set one of them"),
-    ({"warmup_evaluations": 2, "eval_strategy": "steps", "eval_steps": 0.2}, "eval_steps=0.2: needs evaluations at"),
-    ({"weight_decay_schedule": "linear"}, "weight_decay_schedule='linear' has no effect because weight_decay=0"),
-    ({"weight_decay_schedule_kwargs": {"end_factor": 2.0}}, "weight_decay_schedule_kwargs=.* has no effect"),
-    ({"reduce_on_plateau_kwargs": {"patience": 2}}, "has no effect because reduce_on_plateau=0. Set it to"),
-    ({"reduce_on_plateau": 1}, "metric='eval_loss' with eval_strategy='no'"),
-    ({**PLATEAU_OF, "reduce_on_plateau_kwargs": {"metric": "reward"}}, "metric='reward': should it rise or fall"),
-    (
-        {"reduce_on_plateau": 1, "logging_steps": 2, "reduce_on_plateau_kwargs": {"metric": "loss"}},
-        "metric='loss' with .*logging_steps=2: a metric of training must be logged in every step",
-    ),
-    (
-        {**PLATEAU, "lr_scheduler_type": "reduce_lr_on_plateau"},
-        "reduce_on_plateau=2 with lr_scheduler_type='reduce_lr_on_plateau', which follows a metric alone",
-    ),
-    ({**WSD, "optim": "galore_adamw_layerwise", "optim_target_modules": ["q_proj"]}, "updates in the backward pass"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
-def test_options_that_contradict_or_do_nothing_are_refused(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config(tmp_path, **options)
-
-
-def test_a_config_is_made_again_from_its_values(tmp_path: Path) -> None:
-    made = config(tmp_path, **WSD, warmup_start_factor=0.5)
-    again = SFTConfig(**{name: made.to_dict()[name] for name in ("output_dir", "lr_scheduler_type", "use_cpu")})
-    assert again.lr_scheduler_type == made.lr_scheduler_type == "wsd"
-    assert list(itertools.islice(map(again.learning_rate_factor(20), range(20)), 3)) == [0.0, 0.5, 1.0]
