@@ -256,7 +256,7 @@ def test_defaults_of_a_parser_without_a_name_are_told() -> None:
     result = migrate_script("\n".join(lines))
     assert result.text.splitlines()[1:] == lines[1:2]
     assert "SFTConfig is parsed from options, and some defaults differ" in result.open[0][1]
-    lines[1] = "p = TrlParser(SFTConfig)  # kept"
+    lines[1] = "x = 1\np = TrlParser(SFTConfig)  # kept"
     migrated = migrate_script("\n".join(lines)).text
     assert migrated.endswith("SFTConfig)\np.set_defaults(gradient_checkpointing=True, bf16=True)  # kept\n")
 
