@@ -5,9 +5,10 @@
 
 For each model, SFT and GRPO train on rows of different lengths. Some trainings search with
 `max_tokens_per_micro_batch="auto"`; then others train with every budget of the sweep and every one that was found, in
-turns. The time of a step is the CPU seconds of one thread in its forward and backward passes, the least of all rounds;
-a budget's speed is the tokens of all steps by their time. If searches have found several, "auto" is the slowest of
-them. The weights before the first step are compared bit by bit with those before the search.
+turns. All times, those of the search too, are CPU seconds of one thread, so that they are those of a machine that does
+nothing else. That of a step is of its forward and backward passes, the least of all rounds; a budget's speed is the
+tokens of all steps by their time. If searches have found several budgets, "auto" is the slowest of them. The weights
+before the first step are compared bit by bit with those before the search.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Workload:
             **ALGORITHMS[self.algorithm],
         )
         seconds = timed_steps(trainer)
+        trainer.sizes.clock = time.process_time
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             trainer.train()
         (seen,) = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Weights)]

@@ -147,7 +147,7 @@ def test_a_resumed_run_has_the_sizes_that_were_found(
 def test_sizes_that_a_checkpoint_lacks_are_found(tmp_path: Path) -> None:
     """Another trainer with the same options finds its own, too."""
     (tmp_path / "automatic_sizes.json").write_text('{"per_device_train_batch_size": 4, "rows_per_step": 8}')
-    first = make_trainer("sft", tmp_path, **TOKENS)
+    first = make_trainer("grpo", tmp_path, **TOKENS)
     first.sizes.settle(tmp_path, num_rows=24)
     assert first.args.max_tokens_per_micro_batch is not None
     again = AutomaticSizes(first.args, first.model, first.trial, first._run_trial)

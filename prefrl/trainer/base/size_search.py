@@ -12,7 +12,7 @@ _FASTER = 1.02
 # After this many sizes that are no faster, larger ones are not tried.
 _PATIENCE = 2
 # Of all sizes that reach this share of the best speed, the smallest is chosen: it needs the least memory.
-_NEARLY_BEST = 0.97
+_NEARLY_BEST = 0.99
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ def test_a_search_ends_when_memory_runs_out_or_nothing_is_gained() -> None:
 
 
 def test_the_smallest_of_the_fast_ones_is_chosen() -> None:
-    assert best(trials_of({1: 10.0, 2: 96.9, 4: 97.1, 8: 100.0, 16: 90.0})).rows == 4
+    assert best(trials_of({1: 10.0, 2: 98.9, 4: 99.1, 8: 100.0, 16: 90.0})).rows == 4
 
 
 def test_memory_counts_what_passes_need_and_what_the_optimizer_will() -> None:
