@@ -479,6 +479,9 @@ def test_uploads_of_cosmos_rl(tmp_path: Path) -> None:
     options = yaml.safe_load(migrate_cosmos_rl(text).text)
     assert (options["upload_to"], options["upload_kwargs"]) == ("s3://b/p/q", {"checkpoints": "final"})
     assert options["resume_from_checkpoint"] == "some/checkpoint-3"
+    every = yaml.safe_load(migrate_cosmos_rl(text.replace("final", "all")).text)
+    assert every["upload_to"] == "s3://b/p/q"
+    assert "upload_kwargs" not in every
     off = yaml.safe_load(migrate_cosmos_rl(text.replace('"final"', "false")).text)
     assert not {"upload_to", "upload_kwargs"} & off.keys()
 
