@@ -394,6 +394,10 @@ REFUSED = [
     ({**EVALUATES, "model_soup": "greedy", "save_total_limit": 1}, "with save_total_limit=1: there is one checkpoint"),
     ({**EVALUATES, "model_soup": "greedy", "eval_steps": 2, "save_steps": 3}, "whose ratio is 1.5"),
     ({**EVALUATES, "model_soup": "greedy", "save_strategy": "epoch"}, "Set both alike"),
+    (
+        {**EVALUATES, "model_soup": "greedy", "ema_decay": 0.9, "metric_for_best_model": "ema_loss"},
+        "Set metric_for_best_model='loss'",
+    ),
     ({"ema_decay": 0.9, "optim": "schedule_free_adamw"}, "this optimizer averages the weights itself"),
     ({"on_spike": "rollback", "save_only_model": True}, "training cannot go on from a model alone"),
     ({"on_spike": "rollback", "save_strategy": "no"}, "on_spike='rollback' has no effect"),
