@@ -163,6 +163,7 @@ def test_the_learning_rate_of_the_critic_rises_by_itself(tmp_path: Path) -> None
     seen = []
     for _ in range(6):
         seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[-1]["lr"]))
+        optimizer.step()
         scheduler.step()
     expected = [(0.0, 0.0), (0.05, 0.05), (0.1, 0.1), (0.1, 0.15), (0.1, 0.2), (0.1, 0.2)]
     assert seen == [pytest.approx(pair) for pair in expected]

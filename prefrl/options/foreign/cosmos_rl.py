@@ -147,6 +147,7 @@ _TRAIN: dict[str, Row] = {
         "max_steps",
     ),
     "compile": renamed("torch_compile"),
+    "enable_torch_compile": renamed("torch_compile"),
     "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
     "master_dtype": becomes("float32 weights", lambda value: {"float32": {}}[value]),
     "deterministic": renamed("full_determinism"),

@@ -49,6 +49,7 @@ def config(cls: Any = SFTConfig, **options: Any) -> Any:
         ({"regularization_type": "l1"}, "neither acts without the other"),
         ({"regularization_lambda": 0.1}, "neither acts without the other"),
         ({"allow_resume_changes": ["learning_rates"]}, "learning_rates cannot change, because its expressions decide"),
+        ({"allow_resume_changes": ["optim_args"]}, "optim_args cannot change, because checkpoints hold"),
         ({"max_grad_value": 0.0}, "max_grad_value=0.0: must be a number > 0"),
     ],
 )
