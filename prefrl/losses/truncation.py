@@ -143,7 +143,8 @@ class TokenTruncation:
         """S of logits [c, V] after the penalty; None: the whole vocabulary."""
         if self.cuts.is_whole:
             return None
-        parts = [self._kept(rows) for rows in logits.split(_rows_at_once(logits))]
+        chunks = logits.split(_rows_at_once(logits))  # type: ignore[no-untyped-call]  # torch's
+        parts = [self._kept(rows) for rows in chunks]
         shares = [part.log_share for part in parts if part.log_share is not None]
         return KeptSet(torch.cat([part.lowest for part in parts]), torch.cat(shares) if shares else None)
 
