@@ -183,7 +183,7 @@ def check_chooses_optimizer(accelerator: Any, options: str) -> None:
 
 
 def check_chooses_schedule(accelerator: Any) -> None:
-    """Refuse schedules that transformers does not have if DeepSpeed's config has a scheduler or an optimizer.
+    """Refuse what moves the schedule in its own way if DeepSpeed's config has a scheduler or an optimizer.
 
     Raises:
         ConfigError: It has.
@@ -192,8 +192,8 @@ def check_chooses_schedule(accelerator: Any) -> None:
     found = [part for part in ("scheduler", "optimizer") if plugin is not None and part in plugin.deepspeed_config]
     if found:
         raise ConfigError(
-            f"lr_scheduler_type and other options of schedules: DeepSpeed's config has {' and '.join(found)} of its "
-            "own, which would leave them without effect. Remove that from the config."
+            f"lr_scheduler_type, other options of schedules, increase_batch_size_on_plateau: DeepSpeed's config has "
+            f"{' and '.join(found)} of its own, which would leave them without effect. Remove that from the config."
         )
 
 

@@ -26,6 +26,8 @@ _MULTIPLE = 16  # of which the sizes of such products must be
 def compute_in_fp8(model: nn.Module, *, emulate: bool = False) -> None:
     """Let the linear modules inside a model's layers compute in 8 bits, in place. Call it before it is wrapped.
 
+    A model that is a copy of a converted one stays as it is.
+
     Args:
         model: A causal language model or sequence classifier, PEFT included.
         emulate: Round as 8 bits do, but multiply in higher precision, on devices that cannot do better.
@@ -35,6 +37,8 @@ def compute_in_fp8(model: nn.Module, *, emulate: bool = False) -> None:
         ImportError: torchao is not installed.
     """
     float8 = require("torchao.float8", extra="fp8", feature="fp8=True")
+    if _converted(model):
+        return
     layers = layers_of(model, needed_by="fp8=True")
     wanted = {id(module) for layer in layers for module in _fitting(layer)}
     if not wanted:
@@ -50,7 +54,7 @@ def compute_in_fp8(model: nn.Module, *, emulate: bool = False) -> None:
 @contextmanager
 def without_fp8(model: nn.Module) -> Iterator[None]:
     """Context in which such modules compute as they did before."""
-    converted = [module for module in model.modules() if type(module).__name__ == _NAME]
+    converted = _converted(model)
     classes = [type(module) for module in converted]
     for module in converted:
         module.__class__ = nn.Linear
@@ -59,6 +63,10 @@ def without_fp8(model: nn.Module) -> Iterator[None]:
     finally:
         for module, its_class in zip(converted, classes, strict=True):
             module.__class__ = its_class
+
+
+def _converted(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ == _NAME]
 
 
 def _fitting(layer: nn.Module) -> Iterator[nn.Linear]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from prefrl.errors import RewardError
+from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards.base import completion_text
 
 __all__ = ["ComputeScore", "is_compute_score"]
@@ -28,9 +28,9 @@ class ComputeScore:
 
     Args:
         function: Gets those of the four arguments that its signature names, or all with `**kwargs`: the columns
-            `data_source` and `extra_info` (None if there is no such column), the text of the completion, and the entry
-            `ground_truth` of the column `reward_model`. It returns a number, or a mapping with the number as `score`,
-            whose other entries become columns of the table of completions.
+            `data_source` and `extra_info` (None if there is no such column), the text of the completion, and the
+            column `ground_truth`, or the entry of this name in the column `reward_model`. It returns a number, or a
+            mapping with the number as `score`, whose other entries become columns of the table of completions.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -43,27 +43,24 @@ class ComputeScore:
     def __call__(
         self,
         completions: Sequence[str | list[dict[str, Any]]],
-        reward_model: Sequence[Mapping[str, Any]],
         log_extra: Callable[[str, list[Any]], None],
         data_source: Sequence[Any] | None = None,
         extra_info: Sequence[Any] | None = None,
+        ground_truth: Sequence[Any] | None = None,
+        reward_model: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Score B completions.
 
         Raises:
-            RewardError: A row's `reward_model` has no `ground_truth`, or a mapping that was returned has no `score`.
+            RewardError: A row has no ground truth, or a mapping that was returned has no `score`.
         """
         results = []
-        for row, (completion, about) in enumerate(zip(completions, reward_model, strict=True)):
-            if not isinstance(about, Mapping) or "ground_truth" not in about:
-                raise RewardError(
-                    f"reward {self.__name__!r}, row {row}: reward_model is {about!r}; it must be a mapping with the "
-                    "key 'ground_truth', as in verl's files"
-                )
+        truths = self._truths(reward_model) if ground_truth is None else ground_truth
+        for row, (completion, truth) in enumerate(zip(completions, truths, strict=True)):
             given = {
                 "data_source": None if data_source is None else data_source[row],
                 "solution_str": completion_text(completion),
-                "ground_truth": about["ground_truth"],
+                "ground_truth": truth,
                 "extra_info": None if extra_info is None else extra_info[row],
             }
             results.append(self.func(**{name: given[name] for name in self._names}))
@@ -76,3 +73,24 @@ class ComputeScore:
         for name in sorted({str(key) for mapping in mappings for key in mapping} - {"score"}):
             log_extra(name, [mapping.get(name) for mapping in mappings])
         return [mapping["score"] for mapping in mappings]
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Check that a dataset says what is right.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        if not {"ground_truth", "reward_model"} & {*columns}:
+            raise ConfigError(
+                f"reward {self.__name__!r} needs the column 'ground_truth', or 'reward_model' with entries of this "
+                f"name. Columns: {[*columns]}. Rename one of them"
+            )
+
+    def _truths(self, reward_model: Sequence[Any] | None) -> list[Any]:
+        for row, about in enumerate(reward_model or ()):
+            if not isinstance(about, Mapping) or "ground_truth" not in about:
+                raise RewardError(
+                    f"reward {self.__name__!r}, row {row}: reward_model is {about!r}; it must be a mapping with the "
+                    "key 'ground_truth', as in verl's files"
+                )
+        return [about["ground_truth"] for about in reward_model or ()]

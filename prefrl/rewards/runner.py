@@ -164,6 +164,8 @@ class RewardRunner:
             )
         known = [*columns, *self._standard]
         for reward in self._rewards:
+            if isinstance(reward.function, ComputeScore):
+                reward.function.check_columns(columns)
             for name in sorted(reward.required):
                 if name not in known or name in _HIDDEN:
                     raise ConfigError(_missing(reward.name, name, columns, self._standard))

@@ -35,8 +35,9 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
             given = "both are given" if self.datasets else "not given"
             raise ConfigError(f"dataset_name, datasets: {given}. Set one of them.")
         if self.datasets:
-            names = ("dataset_config", "dataset_train_split")
-            check_unset(self, *names, because="datasets is set", remedy="Set name and split in datasets.")
+            names = ("dataset_config", "dataset_train_split", "dataset_revision")
+            remedy = "Set name, split and revision in datasets."
+            check_unset(self, *names, because="datasets is set", remedy=remedy)
             return
         check_unset(self, "streaming", because="dataset_name is set", remedy="Set dataset_streaming.")
         remedy = "Set dataset_test_split; slices such as train[90%:] work."

@@ -37,6 +37,7 @@ class ScriptArguments:
         None, "Dataset: a name on the Hub, a folder, or a .json, .jsonl or .parquet file. Set this or datasets."
     )
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
+    dataset_revision: str | None = opt(None, "Branch, tag or commit of a dataset on the Hub.")
     dataset_train_split: str = opt("train", "Split to train on; slices such as train[:90%] work.")
     dataset_test_split: str = opt("test", "Split to evaluate on; read only if eval_strategy is not no.")
     dataset_streaming: bool = opt(False, "Read datasets as streams during training. Needs max_steps.")
@@ -64,6 +65,7 @@ class DatasetConfig:
         fraction: Its share of the mixture's rows, relative to the others: each part gives its first rows, as many as
             its share allows, and no row occurs twice.
         weight: How often a row is drawn from it, relative to the others: rows are drawn at random until a part ends.
+        revision: Branch, tag or commit on the Hub.
     """
 
     path: str
@@ -74,6 +76,7 @@ class DatasetConfig:
     columns: list[str] | None = None
     fraction: float | None = None
     weight: float | None = None
+    revision: str | None = None
 
 
 @dataclass
@@ -87,8 +90,8 @@ class DatasetMixtureConfig:
     datasets: list[DatasetConfig] = opt(
         [],
         "Datasets to mix: a list in the YAML file, JSON on the command line. Each has a path and may have name, "
-        "data_dir, data_files, split, columns (those to keep) and weight or fraction (its share of the rows, relative "
-        "to the others; without them all rows are read).",
+        "data_dir, data_files, split, revision, columns (those to keep) and weight or fraction (its share of the "
+        "rows, relative to the others; without them all rows are read).",
     )
     streaming: bool = opt(False, "Read datasets as streams. Needs max_steps.")
     test_split_size: Annotated[float, Gt(0)] | None = opt(
@@ -178,6 +181,8 @@ def load_part(
         raise DataError(f"{path_option}={part.path!r}: there is no such file")
     if file_format is not None and (part.data_files, part.data_dir) != (None, None):
         raise ConfigError(f"{path_option}={part.path!r} is a file: remove data_files and data_dir")
+    if part.revision is not None and Path(part.path).exists():
+        raise ConfigError(f"{path_option}={part.path!r} is on this machine: revision={part.revision!r} is of the Hub")
     try:
         dataset: AnyDataset = datasets.load_dataset(
             file_format or part.path,
@@ -185,6 +190,7 @@ def load_part(
             data_dir=part.data_dir,
             data_files=files,
             split=part.split,
+            revision=part.revision,
             streaming=streaming,
         )
         return dataset if part.columns is None else dataset.select_columns(part.columns)
@@ -236,7 +242,7 @@ def _parts(where: str, entry: Any) -> list[DatasetConfig]:
 
 
 def _check_part(where: str, part: DatasetConfig) -> None:
-    for key in ("path", "name", "data_dir", "split"):
+    for key in ("path", "name", "data_dir", "split", "revision"):
         value = getattr(part, key)
         if not isinstance(value, str) and (value is not None or key in ("path", "split")):
             raise ConfigError(f"{where}.{key}={value!r}: must be a string")

@@ -20,9 +20,11 @@ class Parsed:
         parser: The name of the parser's class, where it is called.
         classes: Dataclasses of TRL by name, where the parser is given them.
         variables: What the script calls the results, and the names of their classes.
+        statement: The assignment of the parser to a variable, if that is how it is made.
     """
 
     parser: ast.expr
+    statement: ast.Assign | None
     classes: dict[str, ast.expr] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -49,9 +51,12 @@ def parsed_options(tree: ast.AST, name_of: Callable[[ast.expr], str | None]) -> 
         return None
     given = call.args[0].elts if isinstance(call.args[0], ast.Tuple | ast.List) else [call.args[0]]
     names = [name_of(node) for node in given]
-    found = Parsed(call.func, {name: node for name, node in zip(names, given, strict=True) if name is not None})
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and _parses(node.value):
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    statement = next((node for node in assigned if node.value is call and isinstance(node.targets[0], ast.Name)), None)
+    classes = {name: node for name, node in zip(names, given, strict=True) if name is not None}
+    found = Parsed(call.func, statement, classes)
+    for node in assigned:
+        if isinstance(node.targets[0], ast.Tuple) and _parses(node.value):
             for variable, name in zip(node.targets[0].elts, names, strict=False):
                 if isinstance(variable, ast.Name) and name is not None:
                     found.variables[variable.id] = name

@@ -340,6 +340,22 @@ class _Script:
         self.result.changes.append((node.lineno, f"{name}: TRL's defaults are written out: {shown}"))
 
     def _defaults_of_parsed_configs(self) -> None:
+        """Give the parser TRL's defaults where they differ; if it has no name, say so."""
+        statement = None if self.parsed is None else self.parsed.statement
+        config = None if self.parsed is None else self.parsed.config
+        if statement is not None and config in DEFAULTS:
+            parts = [f"{option}={_code(value)}" for option, value in DEFAULTS[config].items()]
+            start, end = self._span(statement.targets[0])
+            indent = f"\n{' ' * statement.col_offset}"
+            call = f"{indent}{self.source[start:end].decode()}.set_defaults("
+            line = f"{call}{', '.join(parts)})"
+            if len(line) > _LINE:
+                line = f"{call}{''.join(f'{indent}    {part},' for part in parts)}{indent})"
+            _, end = self._span(statement)
+            self._edit(end, end, line)
+            text = f"{config}: TRL's defaults are written out: {', '.join(parts)}"
+            self.result.changes.append((statement.lineno, text))
+            return
         called = {node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         for node in ast.walk(self.tree):
             name = self._name(node) if isinstance(node, ast.Name) and node not in called else None

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, NonFiniteError
@@ -22,7 +23,7 @@ from prefrl.registry import REGISTRY
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal, read_entry
 from prefrl.rollout.summary import print_table, title_of_step
-from prefrl.run.checkpoints import find_last
+from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.identity import Identity, read_identity
 from prefrl.scripts.replay_dump import replay_dump
 from prefrl.scripts.replay_setup import config_of, never, processing_class_of
@@ -116,6 +117,13 @@ class _Replay:
                 )
         if step > self.config.max_steps > 0:
             raise _beyond(step, self.config.max_steps)
+        if not (self.checkpoint / OPTIMIZER_NAME).exists():
+            if step != (next_step := 1 + (step_of(self.checkpoint.name) or 0)):
+                raise ConfigError(
+                    f"step={step}: {self.checkpoint} holds no optimizer state (from save_optimizer=False), so only "
+                    f"step {next_step} can be computed again from it."
+                )
+            self.config.checkpoint_kwargs = {"load_optimizer": False}
         self.first = (step - 1) // self.config.steps_of_a_generation * self.config.steps_of_a_generation
 
     def _checkpoint(self) -> Path:

@@ -135,7 +135,8 @@ def _datasets(script: CommandArguments, config: Any) -> tuple[Any, Any]:
 
 def _load_single(script: CommandArguments, option: str) -> Any:
     assert script.dataset_name is not None
-    part = DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=getattr(script, option))
+    split, revision = getattr(script, option), script.dataset_revision
+    part = DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=split, revision=revision)
     return load_part(part, streaming=script.dataset_streaming, path_option="dataset_name", split_option=option)
 
 

@@ -122,6 +122,12 @@ class PPOConfig(PolicyGradientConfig):
         return [*super().set_on_gradients, *["critic_optim_kwargs: max_grad_norm"] * is_set]
 
     @property
+    def has_own_schedule(self) -> bool:
+        """See `ScheduleOptions`; a warm-up of the critic is more than schedules of transformers have."""
+        has_warmup = CRITIC_OPTIMIZER.of(self).warmup_steps is not None and self.takes_warmup
+        return super().has_own_schedule or has_warmup
+
+    @property
     def depends_on_length(self) -> bool:
         """See `ScheduleOptions`."""
         is_share = 0 < (CRITIC_OPTIMIZER.of(self).warmup_steps or 0) < 1

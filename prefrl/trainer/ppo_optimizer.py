@@ -125,7 +125,7 @@ def warm_up_critic(scheduler: Any, args: PPOConfig, num_training_steps: int, *, 
     other = copy.copy(args)
     other.warmup_steps = warmup_steps
     factor = other.learning_rate_factor(num_training_steps)
-    plateau = scheduler.plateau if isinstance(scheduler, Scheduler) else None
+    plateau = scheduler.plateau
     for index in range(first, len(scheduler.lr_lambdas)):
         scheduler.lr_lambdas[index] = factor if plateau is None else plateau.reduced(factor)
     refresh(scheduler)

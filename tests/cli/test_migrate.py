@@ -206,6 +206,14 @@ PARSED_CHANGES = """\
 +    reward_model_path: str | None = None
 -    parser = HfArgumentParser((PPOConfig, ModelConfig))
 +    parser = ArgumentParser((PPOScriptConfig, ModelConfig))
++    parser.set_defaults(
++        learning_rate=5e-05,
++        max_completion_length=53,
++        max_prompt_length=None,
++        temperature=0.7,
++        gradient_checkpointing=True,
++        bf16=True,
++    )
 -    remote = {"trust_remote_code": model_args.trust_remote_code}
 +    remote = {"trust_remote_code": training_args.trust_remote_code}
 -    trainer.generate_completions()
@@ -219,7 +227,7 @@ def test_a_script_that_parses_its_options_is_migrated_and_runs(
     lines = difflib.unified_diff(PARSED.splitlines(), result.text.splitlines(), lineterm="", n=0)
     changed = [line for line in lines if line[:2] not in ("--", "++", "@@") and line[1:]]  # empty lines match anywhere
     assert changed == PARSED_CHANGES.splitlines()
-    assert [(line, said.split()[0]) for line, said in result.open] == [(1, "--num_mini_batches"), (9, "PPOConfig")]
+    assert [(line, said.split()[0]) for line, said in result.open] == [(1, "--num_mini_batches")]
     assert migrate_script(result.text).text == result.text
     words = f"--model_name_or_path {model_folder} --reward_model_path {reward_folder} --output_dir out --use_cpu"
     more = "--missing_eos_penalty 1 --max_completion_length 2 --max_steps 1 --per_device_train_batch_size 2"
@@ -228,6 +236,8 @@ def test_a_script_that_parses_its_options_is_migrated_and_runs(
     monkeypatch.setitem(sys.modules, "__main__", module := types.ModuleType("__main__"))
     exec(compile(result.text, "migrated", "exec"), module.__dict__)
     assert module.STEPS == 1
+    args = module.training_args
+    assert (args.temperature, args.max_completion_length, args.learning_rate, args.bf16) == (0.7, 2, 5e-5, True)
 
 
 def test_a_parser_alone_is_replaced_and_a_block_keeps_a_statement() -> None:
@@ -239,6 +249,16 @@ def test_a_parser_alone_is_replaced_and_a_block_keeps_a_statement() -> None:
         "from prefrl import ArgumentParser\nfrom prefrl import BCOConfig, BCOTrainer\n"
         "(args,) = ArgumentParser(BCOConfig).parse_args_into_dataclasses()\nif args:\n    pass\n"
     )
+
+
+def test_defaults_of_a_parser_without_a_name_are_told() -> None:
+    lines = ["from trl import SFTConfig, TrlParser", "a, b = TrlParser((SFTConfig, C)).parse_args_and_config()", ""]
+    result = migrate_script("\n".join(lines))
+    assert result.text.splitlines()[1:] == lines[1:2]
+    assert "SFTConfig is parsed from options, and some defaults differ" in result.open[0][1]
+    lines[1] = "x = 1\np = TrlParser(SFTConfig)  # kept"
+    migrated = migrate_script("\n".join(lines)).text
+    assert migrated.endswith("SFTConfig)\np.set_defaults(gradient_checkpointing=True, bf16=True)  # kept\n")
 
 
 def test_a_namesake_stays_imported_from_trl() -> None:
@@ -459,6 +479,9 @@ def test_uploads_of_cosmos_rl(tmp_path: Path) -> None:
     options = yaml.safe_load(migrate_cosmos_rl(text).text)
     assert (options["upload_to"], options["upload_kwargs"]) == ("s3://b/p/q", {"checkpoints": "final"})
     assert options["resume_from_checkpoint"] == "some/checkpoint-3"
+    every = yaml.safe_load(migrate_cosmos_rl(text.replace("final", "all")).text)
+    assert every["upload_to"] == "s3://b/p/q"
+    assert "upload_kwargs" not in every
     off = yaml.safe_load(migrate_cosmos_rl(text.replace('"final"', "false")).text)
     assert not {"upload_to", "upload_kwargs"} & off.keys()
 

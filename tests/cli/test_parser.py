@@ -232,7 +232,8 @@ def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
         pytest.param(MIXTURE + "- {path: a, weight: much}\n", "weight='much': must be a number > 0", id="no number"),
         pytest.param(
             MIXTURE + "- path: a\ndataset_train_split: test\n",
-            "dataset_train_split='test' has no effect because datasets is set. Set name and split in datasets",
+            "dataset_train_split='test' has no effect because datasets is set. Set name, split and revision in "
+            "datasets",
             id="split",
         ),
         pytest.param(MIXTURE + "- path: a\ndataset_config: en\n", "dataset_config='en' has no effect", id="config"),

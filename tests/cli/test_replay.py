@@ -74,6 +74,22 @@ def test_a_step_of_an_online_run_is_the_same_bit_by_bit(
     assert "before step 5" in shown
 
 
+def test_from_a_checkpoint_without_the_optimizer_one_step_can_be_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"checkpoint_kwargs": {"save_optimizer": False}, "upload_to": str(tmp_path / "mounted"), "beta": 0.0}
+    options["lr_scheduler_type"] = "linear"
+    trainer = make_trainer("grpo", tmp_path / "run", **SAVING, **ADAM, **options)
+    trainer.train()
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path / "run"), "--step", "4"]) == 0
+    (entry,) = [entry for entry in trainer.state.log_history if entry["step"] == 4 and "loss" in entry]
+    shown = capsys.readouterr().out
+    assert [shown.count(repr(entry[name])) for name in ("grad_norm", "learning_rate")] == [2, 2]
+    assert main(["replay", str(tmp_path / "run"), "--step", "5"]) == 2
+    assert "only step 4 can be computed again" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of GRPO without a reference, of a model without a name."""

@@ -294,6 +294,26 @@ def test_the_moving_average_is_evaluated_and_saved_and_training_does_not_notice(
     assert torch.equal(vector(trainer.model), vector(plain.model))
 
 
+def test_a_generator_is_told_when_the_average_is_evaluated_and_when_that_is_over(tmp_path: Path) -> None:
+    options = {**EVALUATES, "max_steps": 1, "eval_dataset": dataset_of("grpo", 2), "ema_decay": 0.6}
+    trainer: Any = make_trainer("grpo", tmp_path, **options)
+    told: list[str] = []
+
+    def telling(name: str) -> Any:
+        inner = getattr(trainer.generator, name)
+
+        def tell(*arguments: Any, **more: Any) -> None:
+            told.append(name)
+            inner(*arguments, **more)
+
+        return tell
+
+    trainer.generator.sync, trainer.generator.invalidate = telling("sync"), telling("invalidate")
+    trainer.train()
+    of_training, of_evaluation, of_average = ["invalidate", "sync"], ["sync"], ["invalidate", "sync", "invalidate"]
+    assert told == of_training + of_evaluation + of_average
+
+
 @pytest.mark.parametrize(("algorithm", "options"), [("sft", {"optim": "adamw_torch"}), ("ppo", {"eval_steps": 2})])
 def test_a_run_with_averages_resumes_bit_exactly(algorithm: str, options: dict[str, Any], tmp_path: Path) -> None:
     settings = {**EVALUATES, "ema_decay": 0.6, "model_soup": "greedy", "max_steps": 6, "save_steps": 2, **options}
@@ -374,6 +394,10 @@ REFUSED = [
     ({**EVALUATES, "model_soup": "greedy", "save_total_limit": 1}, "with save_total_limit=1: there is one checkpoint"),
     ({**EVALUATES, "model_soup": "greedy", "eval_steps": 2, "save_steps": 3}, "whose ratio is 1.5"),
     ({**EVALUATES, "model_soup": "greedy", "save_strategy": "epoch"}, "Set both alike"),
+    (
+        {**EVALUATES, "model_soup": "greedy", "ema_decay": 0.9, "metric_for_best_model": "ema_loss"},
+        "Set metric_for_best_model='loss'",
+    ),
     ({"ema_decay": 0.9, "optim": "schedule_free_adamw"}, "this optimizer averages the weights itself"),
     ({"on_spike": "rollback", "save_only_model": True}, "training cannot go on from a model alone"),
     ({"on_spike": "rollback", "save_strategy": "no"}, "on_spike='rollback' has no effect"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.forward import verdict_of
@@ -58,3 +59,43 @@ def test_completions_are_the_same_with_an_offloaded_cache_and_less_memory() -> N
         peaks.append(torch.cuda.max_memory_allocated())
     assert drawn[0] == drawn[1]
     assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_two_deterministic_runs_are_bit_equal(algorithm: str, tmp_path: Path) -> None:
+    try:
+        first, second = (
+            update_of(make_trainer(algorithm, tmp_path / run, use_cpu=False, full_determinism=True, max_steps=2))
+            for run in ("a", "b")
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("precision", [{"tf32": True}, {"torch_compile": True, "tf32": False}], ids=str)
+def test_the_update_is_near_that_of_the_cpu(precision: dict[str, Any], tmp_path: Path) -> None:
+    on_cpu = update_of(make_trainer("sft", tmp_path / "cpu"))
+    try:
+        on_gpu = make_trainer("sft", tmp_path / "gpu", use_cpu=False, **precision)
+        assert relative_difference(update_of(on_gpu).cpu(), on_cpu) < 0.02
+        assert not verdict_of(on_gpu.policy).reasons
+    finally:
+        torch.backends.fp32_precision = "ieee"
+
+
+def test_products_in_8_bits(tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
+            make_trainer("sft", tmp_path, use_cpu=False, bf16=True, fp8=True)
+        return
+    plain = update_of(make_trainer("sft", tmp_path / "plain", use_cpu=False, bf16=True))
+    rounded = update_of(make_trainer("sft", tmp_path / "fp8", use_cpu=False, bf16=True, fp8=True))
+    assert 0.01 < relative_difference(rounded, plain) < 0.4
+
+
+def test_a_snapshot_of_the_memory(tmp_path: Path) -> None:
+    window = {"wait": 0, "warmup": 0, "active": 1, "memory_snapshot": True}
+    make_trainer("sft", tmp_path, use_cpu=False, max_steps=2, profile=True, profile_kwargs=window).train()
+    snapshot = tmp_path / "profile" / "steps-1-1-rank-0.memory.pickle"
+    assert snapshot.stat().st_size > 1000

@@ -174,4 +174,4 @@ def test_what_was_seen_before_a_checkpoint_counts_after_it(tmp_path: Path) -> No
     Breaks(resumed, "loss", (3,))
     with pytest.raises(NonFiniteError, match=r"step 3: .* the last of nan_patience=2 in a row"):
         resumed.train(resume_from_checkpoint=True)
-    assert list(resumed.guard.losses) == losses(trainer)[:1]
+    assert list(resumed.guard.known["loss"]) == losses(trainer)[:1]

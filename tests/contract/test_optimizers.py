@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.trainer.base.optimizers import OPTIMIZERS
-from tests.contract.cases import make_trainer, model_of, weights_of
+from tests.contract.cases import dataset_of, make_trainer, model_of, weights_of
 
 # Rates at which the tiny model learns in a few steps.
 RATES = {
@@ -155,16 +155,22 @@ def test_options_of_the_critic_do_not_change_the_epsilon_of_muon(tmp_path: Path)
 def test_the_learning_rate_of_the_critic_rises_by_itself(tmp_path: Path) -> None:
     own = {"warmup_steps": 4}
     options = {"critic": "model", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "optim": "sgd"}
-    options |= {"learning_rate": 0.1, "critic_learning_rate": 0.2, "critic_optim_kwargs": own}
+    options |= {"learning_rate": 0.1, "critic_learning_rate": 0.2, "critic_optim_kwargs": own, "reduce_on_plateau": 1}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset_of("ppo", 2)}
     trainer: Any = make_trainer("ppo", tmp_path, **options)
     optimizer = trainer.create_optimizer()
     scheduler = trainer.create_scheduler(10)
     seen = []
     for _ in range(6):
         seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[-1]["lr"]))
+        optimizer.step()
         scheduler.step()
     expected = [(0.0, 0.0), (0.05, 0.05), (0.1, 0.1), (0.1, 0.15), (0.1, 0.2), (0.1, 0.2)]
     assert seen == [pytest.approx(pair) for pair in expected]
+    scheduler.plateau.num_reductions = 1
+    scheduler.step()
+    factor = scheduler.plateau.params.factor
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[-1]["lr"]) == (0.1 * factor, 0.2 * factor)
 
 
 def test_an_expression_that_names_the_critic_alone_is_refused(tmp_path: Path) -> None:
@@ -206,6 +212,8 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest(tmp_path: Path) -> None
 def test_muon_and_a_critic_are_resumed_exactly(tmp_path: Path) -> None:
     settings = {"optim": "muon", "learning_rate": 1e-2, "critic": "model", "critic_learning_rate": 1e-2}
     settings |= {"max_grad_norm": 1.0, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    own = {"warmup_steps": 3, "weight_decay": 0.1, "adam_beta2": 0.9, "max_grad_norm": 0.5}
+    settings |= {"lr_scheduler_type": "linear", "critic_optim_kwargs": own}
     whole = make_trainer("ppo", tmp_path, **settings)
     whole.train()
     resumed = make_trainer("ppo", tmp_path, **settings)

@@ -114,7 +114,7 @@ def test_training_with_a_schedule_that_does_not_know_its_length_is_extended_bit_
     assert all(torch.equal(value, actual[name]) for name, value in weights_of(whole.model).items())
 
 
-def test_a_second_training_begins_without_reductions(tmp_path: Path) -> None:
+def test_a_second_training_begins_without_reductions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kwargs = {**PLATEAU["reduce_on_plateau_kwargs"], "metric": "loss"}  # type: ignore[dict-item]
     options = {**PLATEAU, "reduce_on_plateau_kwargs": kwargs, "max_steps": 5}
     trainer = make_trainer("sft", tmp_path, **options)
@@ -122,6 +122,8 @@ def test_a_second_training_begins_without_reductions(tmp_path: Path) -> None:
         trainer.train()
         rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
         assert rates == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.05])
+    told = [record.getMessage() for record in caplog.records if "does not improve" in record.getMessage()]
+    assert told[0].startswith("step 3: loss does not improve; the learning rate is reduced, 1 of reduce_on_plateau=2")
 
 
 def test_options_of_a_schedule_are_refused_with_a_scheduler_of_the_users_own(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 One launch runs all backends, because imports take longer than a case. Rank 0 writes `FOLDER/results.pt`. A case is
 trained and saved on the way, exported, and trained again from the saved checkpoint. A case with a checkpoint of
-another run only resumes from it. `BACKEND:nan` is a training with a step that must be left out.
+another run only resumes from it. `BACKEND:nan` is a training with a step that must be left out, `BACKEND:spike` one
+that goes back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -151,6 +152,19 @@ def leave_out(folder: Path, backend: str) -> dict[str, Any]:
     return {"changed": broken.changed, "kept": sorted(path.name for path in kept.iterdir())}
 
 
+def go_back(folder: Path, backend: str) -> dict[str, Any]:
+    """Train with a spike in the fifth step, after which the run goes back to the checkpoint after the fourth."""
+    (folder / backend).mkdir(exist_ok=True)
+    options = {**enter(backend, folder), **SAVING, "save_steps": 2, "on_spike": "rollback"}
+    options["spike_kwargs"] = {"max_rollbacks": 1}
+    trainer: Any = make("spike", Case("sft", ADAM, model=TIED), folder / backend, **options)
+    judged = trainer._is_spike
+    trainer._is_spike = lambda _: judged({"guard/loss_spike": 99.0 * (trainer.state.global_step == 4)})
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"rates": rates, "rollbacks": trainer.guard.num_rollbacks, "steps": trainer.state.global_step}
+
+
 def main(folder: Path, jobs: list[str]) -> None:
     """Run the jobs one after another."""
     results = {}
@@ -161,6 +175,9 @@ def main(folder: Path, jobs: list[str]) -> None:
         backend, name, *checkpoint = job.split(":", 2)
         if name == "nan":
             results[job] = leave_out(folder, backend)
+            continue
+        if name == "spike":
+            results[job] = go_back(folder, backend)
             continue
         results[job] = run(folder, backend, name, checkpoint[0] if checkpoint else None)
     faulthandler.cancel_dump_traceback_later()

@@ -46,6 +46,7 @@ JOBS = (
 )
 # ZeRO-1 leaves out a step as ZeRO-2 does, and offloading changes nothing about it.
 LEFT_OUT = ("ddp:nan", "zero2:nan", "zero3:nan", "fsdp2_sharded:nan")
+BACK = ("ddp:spike", "fsdp2:spike")
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -77,7 +78,7 @@ def test_runs_are_resumed_and_exported_under_every_backend(tmp_path: Path) -> No
     alone = run(tmp_path, "single", "grpo_reuse", None)
     from_one = f"ddp:grpo_reuse:{folder_of(tmp_path, 'single', 'grpo_reuse') / f'checkpoint-{SAVED_AT}'}"
     worker, result = "tests.distributed.resume_worker", tmp_path / "results.pt"
-    results = launch(worker, tmp_path, *JOBS, from_one, *LEFT_OUT, result=result)
+    results = launch(worker, tmp_path, *JOBS, from_one, *LEFT_OUT, *BACK, result=result)
     for job in JOBS:
         backend, name = job.split(":")
         checkpoint = folder_of(tmp_path, backend, name) / f"checkpoint-{SAVED_AT}"
@@ -96,6 +97,9 @@ def test_runs_are_resumed_and_exported_under_every_backend(tmp_path: Path) -> No
     for job in LEFT_OUT:
         assert results[job]["changed"] == [True, False, True, True], job
         assert {"model.safetensors", "step_0_of_2.safetensors", "step_1_of_2.safetensors"} <= {*results[job]["kept"]}
+    for job in BACK:
+        assert results[job]["rates"] == [0.01] * 4 + [0.005] * 2, job
+        assert (results[job]["rollbacks"], results[job]["steps"]) == (1, 6), job
     # In the middle of rollouts, on more and on fewer processes.
     assert distance(results[from_one]["resumed"], alone["whole"]) < 1e-6
     checkpoint = folder_of(tmp_path, "ddp", "grpo_reuse") / f"checkpoint-{SAVED_AT}"

@@ -86,6 +86,13 @@ ADVICE = [
     (SFTConfig, "percentile_clipping", "'percentile_clipping' has no counterpart here: bitsandbytes has removed it"),
     (GRPOConfig, "warmup_ratio", "'warmup_ratio' is warmup_steps here."),
     (DPOConfig, "group_by_length", "'group_by_length' is not needed here: nothing is padded"),
+    (
+        SFTConfig,
+        "modality_dropout",
+        "'modality_dropout', an option of Ludwig, has no counterpart here: there are no enc",
+    ),
+    (SFTConfig, "fp4", "'fp4', an option of cosmos-rl, has no counterpart here: fp8=True computes in 8 bits"),
+    (SFTConfig, "enable_profiler", "'enable_profiler', an option of cosmos-rl, becomes here: profile=True."),
     (SFTConfig, "lerning_rate", "Did you mean 'learning_rate'?"),
 ]
 

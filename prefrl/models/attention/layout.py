@@ -34,7 +34,7 @@ class Segment:
         return self.start + self.length
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: torch 2.11 would compile layers for each value of its fields
 class Layout:
     """The segments of a flat row, laid end to end."""
 

@@ -61,8 +61,10 @@ _POLICY: dict[str, Row] = {
     "dataset.split": becomes("dataset_train_split", _split, "dataset_train_split"),
     "dataset.train_split": becomes("dataset_train_split", _split, "dataset_train_split"),
     "dataset.test_split": if_set("dataset_test_split"),
-    "dataset.test_size": not_there("name the rows: --dataset_test_split 'train[90%:]'"),
-    "dataset.revision": not_there("load the dataset in Python, datasets.load_dataset(..., revision=...)"),
+    "dataset.test_size": not_there(
+        "give the dataset in datasets, and test_split_size; or name the rows: --dataset_test_split 'train[90%:]'"
+    ),
+    "dataset.revision": if_set("dataset_revision"),
     "conversation_column_name": column("messages", "conversations"),
     "prompt_column_name": column("prompt"),
     "response_column_name": not_there("the rewards read a column by its name: answer or solution for built-in ones"),
@@ -139,8 +141,13 @@ _TRAIN: dict[str, Row] = {
     ),
     "optm_decay_ratio": renamed("lr_scheduler_kwargs", "decay_fraction"),
     "optm_min_lr_factor": renamed("lr_scheduler_kwargs", "min_lr_ratio"),
-    "max_num_steps": if_set("max_steps"),
+    "max_num_steps": becomes(
+        "max_steps, which num_train_epochs does not end earlier",
+        lambda value: {"max_steps": value} if value else {},
+        "max_steps",
+    ),
     "compile": renamed("torch_compile"),
+    "enable_torch_compile": renamed("torch_compile"),
     "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
     "master_dtype": becomes("float32 weights", lambda value: {"float32": {}}[value]),
     "deterministic": renamed("full_determinism"),
@@ -208,7 +215,9 @@ _ROLLOUT: dict[str, Row] = {
     "sampling_config.top_k": becomes("top_k, 0 for all tokens", lambda value: {"top_k": max(value, 0)}),
     "sampling_config.repetition_penalty": renamed("repetition_penalty"),
     "sampling_config": not_needed("it is an environment variable of vLLM"),
-    "backend": becomes("use_vllm=True", lambda value: {"vllm": {"use_vllm": True}}[value], "use_vllm"),
+    "backend": becomes(
+        "use_vllm=True; there is no TensorRT-LLM", lambda value: {"vllm": {"use_vllm": True}}[value], "use_vllm"
+    ),
     "gpu_memory_utilization": server("--gpu_memory_utilization"),
     "enforce_eager": server("--enforce_eager"),
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
@@ -236,7 +245,9 @@ COSMOS_RL: dict[str, Row] = {
     "train.train_policy.temperature": not_needed("the temperature of sampling is that of the loss"),
     "policy.model_gradient_checkpointing": renamed("gradient_checkpointing"),
     "policy.model_max_length": renamed("max_length"),
-    "policy.trainable_map": not_there("freeze has regular expressions for parameters that are not trained"),
+    "policy.trainable_map": not_there(
+        "freeze has regular expressions for parameters that are not trained; '^(?!.*lm_head)' is all but lm_head"
+    ),
     "policy.enable_liger_kernel": renamed("use_liger_kernel"),
     "policy.parallelism": not_there(_LAUNCH),
     "logging.logger": loggers(),

@@ -225,6 +225,20 @@ def _check_soup(config: Any) -> None:
         )
 
 
+def _check_metric_of_average(config: Any) -> None:
+    """Reject choosing checkpoints by the moving average: they hold the weights that are trained."""
+    metric = str(config.metric_for_best_model)
+    for name, chooses in (
+        ("load_best_model_at_end", config.load_best_model_at_end),
+        ("model_soup", config.model_soup),
+    ):
+        if config.ema_decay is not None and chooses and metric.removeprefix("eval_").startswith("ema_"):
+            raise ConfigError(
+                f"{name}={chooses!r} with metric_for_best_model={metric!r}: checkpoints are chosen for the weights "
+                f"that are trained, not for their average. Set metric_for_best_model={metric.replace('ema_', '')!r}."
+            )
+
+
 def _interval(config: Any, what: str) -> float:
     is_epochs = getattr(config, f"{what}_strategy").value == "epoch"
     return float(getattr(config, f"{what}_epochs" if is_epochs else f"{what}_steps") or 1)
@@ -259,6 +273,7 @@ def check_autopilot(config: Any) -> None:
             "increase_batch_size_kwargs: eval_split='validation' with eval_strategy='no': there are no evaluations. "
             "Set eval_strategy, or eval_split='training'."
         )
+    _check_metric_of_average(config)
     optim = str(getattr(config.optim, "value", config.optim))
     if config.ema_decay is not None and optim.startswith("schedule_free"):
         raise ConfigError(

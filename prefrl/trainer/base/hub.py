@@ -6,8 +6,9 @@ import contextlib
 import logging
 import shlex
 import shutil
-from concurrent.futures import Future, wait
-from functools import partial
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,18 +56,19 @@ class Hub:
     def __init__(self, args: BaseConfig) -> None:
         self._args = args
         self._api = HfApi()
-        self._pending: Future[Any] | None = None  # the last upload in the background; they run one after the other
+        self._changed = threading.Condition()  # guards what follows, which uploads change when they end
+        self._num_running = 0  # uploads in the background, which run one after the other
         self._todo: dict[str, Path] = {}  # the checkpoints that are noted, by their place in the repository
 
     @property
     def is_busy(self) -> bool:
         """Whether an upload is under way."""
-        return self._pending is not None and not self._pending.done()
+        return self._num_running > 0
 
     def wait(self) -> None:
         """Wait for all uploads in the background."""
-        if self._pending is not None:
-            wait([self._pending])
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_busy)
 
     def create(self, repository: str, *, token: str | None, private: bool | None) -> str:
         """Create a repository, if there is none of this name; returns its full name."""
@@ -78,53 +80,61 @@ class Hub:
 
     def note(self, checkpoint: Path) -> None:
         """Remember to upload a checkpoint, as `hub_strategy` says."""
-        self._todo[_MODEL_PLACE] = checkpoint
+        places = [_MODEL_PLACE]
         if self._args.hub_strategy == HubStrategy.CHECKPOINT:
-            self._todo["last-checkpoint"] = checkpoint
+            places.append("last-checkpoint")
         elif self._args.hub_strategy == HubStrategy.ALL_CHECKPOINTS:
-            self._todo[checkpoint.name] = checkpoint
+            places.append(checkpoint.name)
+        with self._changed:
+            self._todo |= dict.fromkeys(places, checkpoint)
 
     @property
     def noted(self) -> list[Path]:
         """The checkpoints that are noted and whose upload has not begun, or has failed; the last first."""
-        return sorted({*self._todo.values()}, key=lambda path: step_of(path.name) or 0, reverse=True)
+        with self._changed:
+            return _last_first(self._todo.values())
 
     def push_noted(self, repository: str) -> None:
         """Upload what is noted in the background. What fails is a warning, and stays noted.
 
         A checkpoint may be deleted meanwhile: links to its files are uploaded.
         """
-        checkpoints, places = self.noted, self._todo
-        self._todo = {}
+        with self._changed:
+            places, self._todo = self._todo, {}
+        checkpoints = _last_first(places.values())
         if not self.is_busy:
             for checkpoint in checkpoints:
                 shutil.rmtree(_links(checkpoint).parent, ignore_errors=True)  # left by a process that was killed
         for checkpoint in checkpoints:
             if checkpoint.is_dir():
                 link_files(checkpoint, _links(checkpoint))
-                for place in [name for name, what in places.items() if what == checkpoint]:
-                    self._start(repository, checkpoint, place)
-                assert self._pending is not None
-                self._pending.add_done_callback(partial(_remove, _links(checkpoint)))
+                *others, last = [place for place, what in places.items() if what == checkpoint]
+                for place in (*others, last):
+                    self._start(repository, checkpoint, place, is_last=place == last)
 
-    def _start(self, repository: str, checkpoint: Path, place: str) -> None:
+    def _start(self, repository: str, checkpoint: Path, place: str, *, is_last: bool) -> None:
         message = f"Training in progress, step {step_of(checkpoint.name)}"
         what: dict[str, Any] = {"allow_patterns": _MODEL}
         if place != _MODEL_PLACE:
             message, what = f"{message}, checkpoint", {"path_in_repo": place}
-        self._pending = self._upload(repository, _links(checkpoint), message, run_as_future=True, **what)
-        self._pending.add_done_callback(partial(self._ended, repository, message, place, checkpoint))
+        upload: Future[Any] = self._upload(repository, _links(checkpoint), message, run_as_future=True, **what)
+        with self._changed:
+            self._num_running += 1
 
-    def _ended(self, repository: str, message: str, place: str, checkpoint: Path, upload: Future[Any]) -> None:
-        error = upload.exception()
-        if error is not None:
-            self._todo.setdefault(place, checkpoint)  # a later one may have taken its place
-            _log.warning(
-                "%r could not be pushed to %s; training goes on: %s. It is tried again with the next checkpoint.",
-                message,
-                repository,
-                reason_of(error),
-            )
+        def end(upload: Future[Any]) -> None:
+            error = upload.exception()
+            if error is not None:
+                told = "%r could not be pushed to %s; training goes on, and the next push tries again: %s"
+                _log.warning(told, message, repository, reason_of(error))
+            if is_last:
+                _remove(_links(checkpoint))
+            with self._changed:
+                self._num_running -= 1
+                if error is not None:
+                    self._todo.setdefault(place, checkpoint)  # a later one may have taken its place
+                self._changed.notify_all()
+
+        upload.add_done_callback(end)
 
     def push(self, repository: str, *, message: str | None, now: bool, **where: str | None) -> Any:
         """Upload the model in `output_dir`.
@@ -171,12 +181,16 @@ def tell_not_created(repository: str, error: Exception) -> None:
     )
 
 
+def _last_first(checkpoints: Iterable[Path]) -> list[Path]:
+    return sorted({*checkpoints}, key=lambda path: step_of(path.name) or 0, reverse=True)
+
+
 def _links(checkpoint: Path) -> Path:
     """Where the files of a checkpoint have second names while they are uploaded."""
     return checkpoint.parent / ".pushing" / checkpoint.name
 
 
-def _remove(links: Path, _: Future[Any]) -> None:
+def _remove(links: Path) -> None:
     shutil.rmtree(links, ignore_errors=True)
     with contextlib.suppress(OSError):  # others are there
         links.parent.rmdir()

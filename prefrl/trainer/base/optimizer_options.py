@@ -164,6 +164,11 @@ def _check_ignored(config: Any, name: str) -> None:
 
 
 _REMEDY = "Remove it, or give the trainer your own optimizer: optimizers=(optimizer, None)."
+# Option that a resumed run cannot change -> why.
+_FIXED = {
+    "learning_rates": "its expressions decide in which order checkpoints hold the state of the optimizer",
+    "optim_args": "checkpoints hold these arguments with the state of the optimizer",
+}
 _SCHEDULE = (
     "It replaces learning_rate and its schedule: set these, such as lr_scheduler_type='inverse_sqrt' with "
     "optim_args='scale_parameter=True'."
@@ -196,8 +201,9 @@ def _check_rates(config: Any, name: str) -> None:
             f"learning_rates={rates!r} with optim={name!r}, which has one rate for all weights. Choose another "
             "optimizer, or leave learning_rates None."
         )
-    if "learning_rates" in (config.allow_resume_changes or ()):
-        raise ConfigError(
-            "allow_resume_changes: learning_rates cannot change, because its expressions decide in which order "
-            "checkpoints hold the state of the optimizer. Start a new training from the checkpoint's weights."
-        )
+    for option, reason in _FIXED.items():
+        if option in (config.allow_resume_changes or ()):
+            raise ConfigError(
+                f"allow_resume_changes: {option} cannot change, because {reason}. Start a new training from the "
+                "checkpoint's weights."
+            )

@@ -219,18 +219,20 @@ class WatchPlateau(TrainerCallback):
             return
         if self.metric in logs:
             self._was_seen = True
-            self._show(logs[self.metric], scheduler, scheduler.plateau, step=state.global_step)
+            self._show(logs[self.metric], scheduler, scheduler.plateau, state)
         elif "loss" in logs:
             self._check_seen(logs)
         else:
             self._was_evaluated = self._was_evaluated or any(name.startswith("eval_") for name in logs)
 
-    def _show(self, value: float, scheduler: Scheduler, plateau: Plateau, *, step: int) -> None:
-        if plateau.observe(value):
-            refresh(scheduler)
-            _log.info(
+    def _show(self, value: float, scheduler: Scheduler, plateau: Plateau, state: TrainerState) -> None:
+        if not plateau.observe(value):
+            return
+        refresh(scheduler)
+        if state.is_world_process_zero:
+            _log.warning(
                 "step %d: %s does not improve; the learning rate is reduced, %d of reduce_on_plateau=%d times.",
-                *(step, self.metric, plateau.num_reductions, plateau.most),
+                *(state.global_step, self.metric, plateau.num_reductions, plateau.most),
             )
 
     def _check_seen(self, logs: Mapping[str, float]) -> None:

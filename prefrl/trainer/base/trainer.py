@@ -153,7 +153,7 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         distributed.check_backend(self.args, os.environ, self.accelerator)
         distributed.check_deepspeed(self.accelerator, trainer=type(self).__name__)
         distributed.check_quantized(self.accelerator, model)
-        if self.args.has_own_schedule:
+        if self.args.has_own_schedule or self.args.increase_batch_size_on_plateau:
             distributed.check_chooses_schedule(self.accelerator)
         changed = "torch_compile=True" if self.args.torch_compile else "fp8=True" if self.args.fp8 else None
         distributed.check_changed_layers(self.accelerator, option=changed)

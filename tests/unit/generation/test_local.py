@@ -126,13 +126,14 @@ def full_forward(model: PreTrainedModel, prompt: Sequence[int], completion: Sequ
 
 
 def test_sampled_logprobs_are_of_the_distribution_after_all_processors(model: PreTrainedModel) -> None:
+    # In vLLM's order.
     processors = LogitsProcessorList(
         [
             RepetitionPenaltyLogitsProcessor(1.3),
             TemperatureLogitsWarper(0.7),
+            MinPLogitsWarper(0.02),
             TopKLogitsWarper(20),
             TopPLogitsWarper(0.9),
-            MinPLogitsWarper(0.02),
         ]
     )
     completions = LocalGenerator(model).generate(PROMPTS, sampled(**TRUNCATED), seeds=range(4))

@@ -12,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from prefrl.losses import truncation
 from prefrl.losses.kl.full import ReferenceLogits
 from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs, module_logprobs
 from prefrl.losses.truncation import History, TokenTruncation, Truncation
@@ -87,7 +88,8 @@ def test_tokens_that_tie_for_the_last_place_share_it(function):
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("cuts", [{"top_p": 0.9}, {"top_p": 0.99, "min_p": 0.01}, {"top_k": 50, "top_p": 0.9}])
-def test_large_and_small_sets_are_those_of_the_processors(cuts, spread):
+def test_large_and_small_sets_are_those_of_the_processors(cuts, spread, monkeypatch):
+    monkeypatch.setattr(truncation, "_CACHED", 15_000)  # three rows at once
     logits = spread * torch.randn(40, 5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     processors = [MinPLogitsWarper(cuts.get("min_p", 0.0)), TopKLogitsWarper(cuts.get("top_k", 5000))]
     expected = logits

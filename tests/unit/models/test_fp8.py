@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, get_args
 
 import pytest
@@ -40,6 +41,16 @@ def test_the_linear_modules_of_layers_are_converted_and_keep_their_weights() -> 
     assert len(converted(model)) == 2 * 7
     assert all(".layers." in name for name in converted(model))
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+
+
+def test_a_copy_of_a_converted_model_stays_as_it_is() -> None:
+    model = tiny_model()
+    compute_in_fp8(model, emulate=True)
+    copied = copy.deepcopy(model)
+    compute_in_fp8(copied, emulate=True)
+    assert converted(copied) == converted(model)
+    for ours, expected in zip(scores(copied, "packed"), scores(model, "packed"), strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_adapters_are_left_out() -> None:

@@ -51,12 +51,19 @@ def test_columns_that_are_not_there_are_none() -> None:
     assert score(compute_score, columns).by_name == {"compute_score": [1.0, 1.0]}
 
 
+def test_the_ground_truth_may_be_a_column() -> None:
+    def compute_score(solution_str: str, ground_truth: str) -> float:
+        return float(solution_str == ground_truth)
+
+    assert score(compute_score, {"ground_truth": ["1", "a"]}).by_name == {"compute_score": [0.0, 1.0]}
+
+
 def test_what_is_missing_is_told() -> None:
     def compute_score(solution_str: str, ground_truth: str) -> Any:
         return {"reward": 1.0}
 
-    with pytest.raises(ConfigError, match=r"'compute_score' needs 'reward_model', which is no column"):
-        score(compute_score, {"data_source": ["a", "b"]})
+    with pytest.raises(ConfigError, match=r"'compute_score' needs the column 'ground_truth', or 'reward_model'"):
+        RewardRunner(compute_score, columns=["data_source"])
     with pytest.raises(RewardError, match=r"row 1: reward_model is \{'style': 'rule'\}.*'ground_truth'"):
         score(compute_score, {"reward_model": [{"ground_truth": "2"}, {"style": "rule"}]})
     with pytest.raises(RewardError, match=r"row 0: returned \{'reward': 1.0\}; it needs the key 'score'"):

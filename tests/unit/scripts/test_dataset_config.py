@@ -67,3 +67,17 @@ def test_streams_are_mixed_as_streams() -> None:
 def test_a_mixture_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="a mixture needs at least one dataset"):
         get_dataset(DatasetMixtureConfig())
+
+
+def test_a_revision_is_that_of_a_dataset_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(path: str, *_: Any, revision: str | None, **__: Any) -> datasets.Dataset:
+        asked.append((path, revision))
+        return datasets.Dataset.from_dict({"text": ["x"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    mixed({"path": "owner/name", "revision": "v1"}, "b.jsonl")
+    assert asked == [("owner/name", "v1"), ("json", None)]
+    with pytest.raises(ConfigError, match=r"datasets\.path='b\.jsonl' is on this machine: revision='v1'"):
+        mixed({"path": "b.jsonl", "revision": "v1"})

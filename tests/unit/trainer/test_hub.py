@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,7 +105,10 @@ def test_an_upload_in_the_background_that_fails_is_a_warning(
     trainer = make_trainer("sft", tmp_path, save_steps=1, **PUSHING)
     hub.is_there = False
     trainer.train()
-    assert "'Training in progress, step 1' could not be pushed to me/model; training goes on: Connec" in caplog.text
+    assert (
+        "'Training in progress, step 1' could not be pushed to me/model; training goes on, and the next push"
+        in caplog.text
+    )
     assert SECRET not in caplog.text
 
 
@@ -142,6 +146,20 @@ def test_what_failed_last_is_tried_again_at_the_end(hub: StandIn, tmp_path: Path
     trainer._finish_current_push = with_hub
     trainer.train()
     assert [*hub.sent] == ["Training in progress, step 1", "Training in progress, step 1, checkpoint"]
+
+
+def test_the_end_of_training_waits_until_a_failure_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload: Future[Any] = Future()
+    upload.add_done_callback(lambda _: threading.Event().wait(0.3))  # before the failure is noted
+    monkeypatch.setattr(HfApi, "upload_folder", lambda *_, **__: upload)
+    hub = Hub(SimpleNamespace(hub_strategy="every_save", hub_token=None, hub_revision=None))  # type: ignore[arg-type]
+    (tmp_path / "checkpoint-1").mkdir()
+    hub.note(tmp_path / "checkpoint-1")
+    hub.push_noted("me/model")
+    assert (hub.is_busy, hub.noted) == (True, [])
+    threading.Thread(target=upload.set_exception, args=[ConnectionError("is down")]).start()
+    hub.wait()
+    assert (hub.is_busy, hub.noted) == (False, [tmp_path / "checkpoint-1"])
 
 
 def test_a_checkpoint_that_is_left_out_during_an_upload_follows(

@@ -94,7 +94,7 @@ def test_what_is_changed_before_the_trainer_reads_it_counts(tmp_path: Path) -> N
         ),
         pytest.param(
             {"vllm_importance_sampling_kwargs": {"clip_max": 2.0}},
-            "has no effect because sampling is not corrected. Set vllm_importance_sampling_correction=True",
+            "has no effect because sampling is not corrected. Leave vllm_importance_sampling_correction None",
             id="no correction",
         ),
         pytest.param(

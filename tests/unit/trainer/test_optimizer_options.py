@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from prefrl import PPOConfig, SFTConfig, distributed
 from prefrl.errors import ConfigError
+from prefrl.trainer.base.config import BaseConfig
 from prefrl.trainer.base.optimized import OptimizedTrainer
 from prefrl.trainer.base.optimizers import OPTIMIZERS, REFUSED, works_under
 
@@ -46,6 +49,7 @@ def config(cls: Any = SFTConfig, **options: Any) -> Any:
         ({"regularization_type": "l1"}, "neither acts without the other"),
         ({"regularization_lambda": 0.1}, "neither acts without the other"),
         ({"allow_resume_changes": ["learning_rates"]}, "learning_rates cannot change, because its expressions decide"),
+        ({"allow_resume_changes": ["optim_args"]}, "optim_args cannot change, because checkpoints hold"),
         ({"max_grad_value": 0.0}, "max_grad_value=0.0: must be a number > 0"),
     ],
 )
@@ -83,6 +87,14 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_names_are_neither_those_of_transformers_nor_refused() -> None:
     assert not OPTIMIZERS.keys() & {row.value for row in OptimizerNames}
     assert not REFUSED.keys() & ({row.value for row in OptimizerNames} | OPTIMIZERS.keys())
+
+
+def test_no_class_of_options_hides_what_another_one_says_of_an_option_of_huggingface() -> None:
+    found = {field.name: field for field in dataclasses.fields(BaseConfig)}
+    for cls in BaseConfig.__bases__:
+        own = [name for name in inspect.get_annotations(cls) if name in found]
+        assert [name for name in own if found[name] is not cls.__dataclass_fields__[name]] == [], cls
+    assert found["optim"].type == "str"
 
 
 def test_arguments_reach_the_optimizer() -> None:
@@ -142,6 +154,11 @@ def test_a_norm_of_the_critic_is_among_the_options_that_need_gradients() -> None
     options = {"max_grad_value": 0.1, "critic_optim_kwargs": {"max_grad_norm": 1.0}}
     assert config(PPOConfig, **options).set_on_gradients == ["max_grad_value", "critic_optim_kwargs: max_grad_norm"]
     assert config(PPOConfig).set_on_gradients == []
+
+
+def test_a_warmup_of_the_critic_needs_a_scheduler_of_prefrl() -> None:
+    assert config(PPOConfig, critic_optim_kwargs={"warmup_steps": 3}).has_own_schedule
+    assert not config(PPOConfig, critic_optim_kwargs={"weight_decay": 0.1}).has_own_schedule
 
 
 def test_a_state_that_could_not_be_read_is_not_saved() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.options.types import _typed_options
 from prefrl.registry import REGISTRY, Algorithm
+from prefrl.trainer.base.config import BaseConfig
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:
@@ -83,3 +85,13 @@ def test_the_parsers_of_command_lines_read_numbers_as_before(tmp_path: Path) -> 
     assert yaml.safe_load(path.read_text())["learning_rate"] == "1e-5"
     with pytest.raises(ConfigError, match=r"1\.0e-05"):
         parser.parse_yaml_file(path)
+
+
+def test_no_base_of_the_config_hides_what_another_one_declares() -> None:
+    found = {field.name: field for field in dataclasses.fields(BaseConfig)}
+    bases = [base for base in BaseConfig.__mro__[1:-1] if base is not TrainingArguments]
+    for base in bases:
+        declared = {field.name: field for field in dataclasses.fields(base) if field.name in base.__annotations__}
+        assert all(found[name] is field for name, field in declared.items()), base.__name__
+    assert bases
+    assert next(iter(found)) == "output_dir"
