@@ -26,11 +26,13 @@ from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.identity import Identity, read_identity
 from prefrl.scripts.replay_dump import replay_dump
-from prefrl.scripts.replay_setup import config_of, never, processing_class_of
+from prefrl.scripts.replay_setup import config_of, never, processing_class_of, watches_evaluations
 from prefrl.trainer.online.config import OnlineConfig
 
 __all__ = ["main"]
 
+# Options that choose on the way what a step learns from, and their values if they do not.
+_CHOOSE_STEPS = {"increase_batch_size_on_plateau": 0, "on_spike": "ignore"}
 # Metrics that say how fast a machine is.
 _SPEED = ("time/", "perf/", "step_time", "server/", "epoch")
 
@@ -109,12 +111,7 @@ class _Replay:
                 f"run={str(folder)!r}: {self.algorithm} learns from a dataset, which the folder does not hold. Only "
                 "its folder nan-step-N can be computed again, if there is one."
             )
-        for name, unset in (("increase_batch_size_on_plateau", 0), ("on_spike", "ignore")):
-            if (value := identity.decisive.get(name, unset)) != unset:
-                raise ConfigError(
-                    f"run={str(folder)!r}: with {name}={value!r}, the journal does not say what each step learned "
-                    "from. Only its folder nan-step-N can be computed again, if there is one."
-                )
+        _check_steps(folder, identity)
         if step > self.config.max_steps > 0:
             raise _beyond(step, self.config.max_steps)
         if not (self.checkpoint / OPTIMIZER_NAME).exists():
@@ -238,6 +235,23 @@ class _Replay:
 def _logged(history: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:
     """What was logged of training at a step."""
     return next((entry for entry in reversed(history) if entry["step"] == step and "loss" in entry), None)
+
+
+def _check_steps(folder: Path, identity: Identity) -> None:
+    """Refuse runs that decided on the way what a step learned from, or how much.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    options = dict(identity.decisive)
+    chose = {name: options.get(name, unset) for name, unset in _CHOOSE_STEPS.items()}
+    found = [f"{name}={value!r}" for name, value in chose.items() if value != _CHOOSE_STEPS[name]]
+    if found or watches_evaluations(options):
+        what = found[0] if found else "a learning rate that is reduced by a metric of evaluations (reduce_on_plateau)"
+        raise ConfigError(
+            f"run={str(folder)!r}: with {what}, the journal does not say what each step learned from, or at which "
+            "rate. Only its folder nan-step-N can be computed again, if there is one."
+        )
 
 
 def _beyond(step: int, num_steps: int) -> ConfigError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,8 +12,9 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
+from prefrl.trainer.base.schedule_options import PlateauParams
 
-__all__ = ["config_of", "never", "processing_class_of"]
+__all__ = ["config_of", "never", "processing_class_of", "watches_evaluations"]
 
 # What a replay does in another way than the run: it writes nothing, asks nobody, runs in one process, and goes on
 # where the run would have stopped. None of it decides the updates.
@@ -23,6 +24,12 @@ _OTHERWISE: dict[str, Any] = {
     "hub_token": None,
     "save_strategy": "no",
     "eval_strategy": "no",
+    "eval_epochs": 1.0,
+    "save_epochs": 1.0,
+    "evaluate_training_set": False,
+    "warmup_evaluations": 0,  # warmup_steps has what follows from it
+    "profile": False,
+    "profile_kwargs": None,
     "load_best_model_at_end": False,
     "logging_strategy": "steps",
     "logging_steps": 1,
@@ -58,9 +65,17 @@ def config_of(folder: Path, algorithm: str, scratch: str) -> Any:
     """The config that a run has left in a folder, changed to what a replay does in another way."""
     values = json.loads((folder / "training_args.json").read_text(encoding="utf-8"))
     config_class = REGISTRY[algorithm].load_config()
+    if watches_evaluations(values):  # there are none
+        values |= {"reduce_on_plateau": 0, "reduce_on_plateau_kwargs": None}
     names = {field.name for field in dataclasses.fields(config_class) if field.init}
     values |= {**_OTHERWISE, "output_dir": scratch}
     return config_class(**{name: value for name, value in values.items() if name in names})
+
+
+def watches_evaluations(options: Mapping[str, Any]) -> bool:
+    """Whether `reduce_on_plateau` waits for a metric of evaluations."""
+    keys = options.get("reduce_on_plateau_kwargs") or {}
+    return bool(options.get("reduce_on_plateau")) and PlateauParams(**keys).metric.startswith("eval_")
 
 
 def processing_class_of(folder: Path) -> Any:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
+from prefrl import GRPOConfig
 from prefrl.errors import NonFiniteError
 from prefrl.scripts.main import main
+from prefrl.scripts.replay_setup import config_of
 from tests.assets import tiny_tokenizer
-from tests.contract.cases import make_trainer, model_of, stopping_model
+from tests.contract.cases import dataset_of, make_trainer, model_of, stopping_model
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2}
@@ -126,6 +128,38 @@ def test_a_run_that_chose_its_steps_is_refused(
     assert main(["replay", str(tmp_path), "--step", "4"]) == 2
     ((name, value),) = option.items()
     assert f"with {name}={value!r}, the journal does not say" in capsys.readouterr().err
+
+
+def test_a_run_whose_rate_followed_evaluations_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluates = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "reduce_on_plateau": 1,
+        "eval_dataset": dataset_of("grpo", 2),
+    }
+    keys = {"metric": "eval_reward", "mode": "max"}
+    make_trainer("grpo", tmp_path, **SAVING, **evaluates, reduce_on_plateau_kwargs=keys, beta=0.0).train()
+    assert main(["replay", str(tmp_path), "--step", "4"]) == 2
+    assert "a learning rate that is reduced by a metric of evaluations" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eval_strategy": "epoch", "eval_epochs": 0.5, "evaluate_training_set": True},
+        {"save_strategy": "epoch", "save_epochs": 2.0},
+        {"eval_strategy": "steps", "eval_steps": 2, "warmup_evaluations": 1},
+        {"eval_strategy": "steps", "eval_steps": 2, "reduce_on_plateau": 1},
+        {"profile": True, "profile_kwargs": {"wait": 0}},
+    ],
+    ids=str,
+)
+def test_a_replay_has_no_use_for_what_surrounds_the_steps(options: dict[str, Any], tmp_path: Path) -> None:
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+    (tmp_path / "training_args.json").write_text(config.to_json_string(), encoding="utf-8")
+    replayed = config_of(tmp_path, "grpo", str(tmp_path / "scratch"))
+    assert (replayed.eval_strategy, replayed.save_strategy, replayed.profile) == ("no", "no", False)
+    assert replayed.warmup_steps == config.warmup_steps
 
 
 def test_folders_that_hold_too_little_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
