@@ -264,6 +264,7 @@ def join(invitation: Invitation, *, worker: int) -> Group:
     Raises:
         RuntimeError: The trainer cannot be reached, or not all members arrived in time.
     """
+    _check_reachable(invitation)
     store = TCPStore(
         invitation.host,
         invitation.port,
@@ -275,6 +276,16 @@ def join(invitation: Invitation, *, worker: int) -> Group:
     store.set(_arrival_key(invitation, rank), "")
     address = address_towards(invitation.host, invitation.port)
     return Group(invitation, rank=rank, store=store, address=address)
+
+
+def _check_reachable(invitation: Invitation) -> None:
+    """Fail at once if the trainer is gone: the store would try again until the deadline, and block the server."""
+    try:
+        socket.create_connection((invitation.host, invitation.port), timeout=invitation.timeout_s).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"the trainer that invited to {invitation.host}:{invitation.port} cannot be reached: {error}"
+        ) from error
 
 
 def _arrival_key(invitation: Invitation, rank: int) -> str:
