@@ -1,7 +1,9 @@
 """Write the option tables of the docs from the configs: `python docs/make_tables.py`.
 
-A page says where with a pair of markers, `<!-- options: prefrl.GRPOConfig -->` and `<!-- end of options -->`; for the
-keys of options that are mappings, `<!-- keys: loss_kwargs -->` and `<!-- end of keys -->`; for the tables of losses,
+A page says where with a pair of markers, `<!-- options: prefrl.GRPOConfig -->` and `<!-- end of options -->`, for the
+options that only this config has; `<!-- shared options -->`, with the same end, for those of several configs;
+`<!-- api: prefrl -->` and `<!-- end of api -->` for the public names of a module, which mkdocstrings replaces by their
+signatures and docstrings; for the keys of options that are mappings, `<!-- keys: loss_kwargs -->` and `<!-- end of keys -->`; for the tables of losses,
 advantages, KL estimates and presets, `<!-- rows: losses -->` and `<!-- end of rows -->`. What stands between them is
 replaced.
 """
@@ -9,6 +11,7 @@ replaced.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -21,6 +24,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
+SHARED = re.compile(r"(<!-- shared options -->\n).*?(<!-- end of options -->)", re.S)
+API = re.compile(r"(<!-- api: ([\w.]+) -->\n).*?(<!-- end of api -->)", re.S)
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
 # Pages that list the keys of an option that is a mapping; the others are in docs/losses.md.
@@ -42,9 +47,17 @@ SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 def render(page: str) -> str:
     """The page with its tables as they should be."""
-    page = MARKERS.sub(lambda found: f"{found[1]}\n{tables(load(found[2]))}\n{found[3]}", page)
+    page = MARKERS.sub(lambda found: f"{found[1]}\n{own_tables(load(found[2]))}\n{found[3]}", page)
+    page = SHARED.sub(lambda found: f"{found[1]}\n{shared_tables()}\n{found[2]}", page)
+    page = API.sub(lambda found: f"{found[1]}\n{api_of(found[2])}\n\n{found[3]}", page)
     page = KEYS.sub(lambda found: f"{found[1]}\n{keys_of(found[2].split())}\n\n{found[3]}", page)
     return ROWS.sub(lambda found: f"{found[1]}\n{rows_of(found[2])}\n\n{found[3]}", page)
+
+
+def api_of(module: str) -> str:
+    """A directive of mkdocstrings for each public name of a module, in alphabetical order."""
+    names = importlib.import_module(module).__all__
+    return "\n\n".join(f"::: {module}.{name}" for name in sorted(names, key=str.lower))
 
 
 def keys_of(names: Collection[str]) -> str:
@@ -210,24 +223,65 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def tables(config: type[Any]) -> str:
-    """One table for each option group of the config, under the group's description; HuggingFace's are left out."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(config)}
+def groups(config: type[Any]) -> list[type[Any]]:
+    """The option groups of a config: its bases, itself among them, that declare options; HuggingFace's are left out."""
+    return [group for group in config.__mro__ if group.__module__.startswith("prefrl.") and options_of(group)]
+
+
+def options_of(group: type[Any]) -> list[str]:
+    """The options that a group declares."""
+    fields = {field.name for field in dataclasses.fields(group)} if dataclasses.is_dataclass(group) else set()
+    return [name for name in inspect.get_annotations(group) if name in fields]
+
+
+@functools.cache
+def audiences() -> dict[type[Any], str]:
+    """The title of the trainers that have an option group in common, for each group that several have."""
+    users: dict[type[Any], list[str]] = {}
+    for algorithm in load("prefrl.registry.REGISTRY").values():
+        config = algorithm.load_config()
+        for group in groups(config):
+            users.setdefault(group, []).append(config.__name__.removesuffix("Config"))
+    largest = max(map(len, users.values()))
+    titles = {group: "All trainers" if len(names) == largest else ", ".join(names) for group, names in users.items()}
+    return {group: title for group, title in titles.items() if len(users[group]) > 1}
+
+
+def own_tables(config: type[Any]) -> str:
+    """The tables of the option groups that only this config has, and links to those that it shares."""
+    own = [table(config, group) for group in groups(config) if group not in audiences()]
+    titles = dict.fromkeys(audiences()[group] for group in groups(config) if group in audiences())
+    links = [f"- [{title}](options.md#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
+    lead = "The other options are shared by these trainers; a default above replaces the one of a shared table:"
+    return "\n".join([*own, lead, "", *links, ""])
+
+
+def shared_tables() -> str:
+    """A section for each set of trainers that have options in common, with a table for each option group."""
+    sections: dict[str, list[str]] = {}
+    for algorithm in load("prefrl.registry.REGISTRY").values():
+        config = algorithm.load_config()
+        for group in groups(config):
+            if group in audiences():
+                heading = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", group.__name__)
+                text = f"### {heading}\n\n{table(config, group)}"
+                sections.setdefault(audiences()[group], []).append(text)
+    ordered = sorted(sections.items(), key=lambda section: section[0] != "All trainers")
+    return "\n".join(f"## {title}\n\n" + "\n".join(dict.fromkeys(parts)) for title, parts in ordered)
+
+
+def table(config: type[Any], group: type[Any]) -> str:
+    """The table of an option group of a config under the group's description, with the group's own defaults."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(group)}
     meanings = {
         option.name: f"{option.description} [Keys](../{KEY_PAGES.get(option.name, 'losses.md')}#keys)."
         for option in getattr(config, "kwargs_options", ())
     }
-    parts = []
-    for group in config.__mro__:
-        names = [name for name in inspect.get_annotations(group) if name in fields]
-        if not group.__module__.startswith("prefrl.") or not names:
-            continue
-        assert group.__doc__ is not None
-        title = group.__doc__.strip().splitlines()[0]
-        rows = [row(name, hints[name], fields.pop(name), meanings.get(name)) for name in names]
-        parts.append("\n".join([title, "", "| option | value | default | meaning |", "|---|---|---|---|", *rows, ""]))
-    return "\n".join(parts)
+    assert group.__doc__ is not None
+    title = group.__doc__.strip().splitlines()[0]
+    rows = [row(name, hints[name], fields[name], meanings.get(name)) for name in options_of(group)]
+    return "\n".join([title, "", "| option | value | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
 def row(name: str, hint: Any, field: dataclasses.Field[Any], meaning: str | None = None) -> str:
