@@ -66,7 +66,7 @@ imports: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo
 
 docs: $(VENV)/.dev
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) tests/unit tests/property

@@ -3,7 +3,8 @@
 A page says where with a pair of markers, `<!-- options: prefrl.GRPOConfig -->` and `<!-- end of options -->`, for the
 options that only this config has; `<!-- shared options -->`, with the same end, for those of several configs;
 `<!-- api: prefrl -->` and `<!-- end of api -->` for the public names of a module, which mkdocstrings replaces by their
-signatures and docstrings; for the keys of options that are mappings, `<!-- keys: loss_kwargs -->` and `<!-- end of keys -->`; for the tables of losses,
+signatures and docstrings; `<!-- papers: grpo -->` and `<!-- end of papers -->` for the papers that options of an
+algorithm implement, with their commands; for the keys of options that are mappings, `<!-- keys: loss_kwargs -->` and `<!-- end of keys -->`; for the tables of losses,
 advantages, KL estimates and presets, `<!-- rows: losses -->` and `<!-- end of rows -->`. What stands between them is
 replaced.
 """
@@ -14,18 +15,22 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import re
+import shlex
 import typing
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
 SHARED = re.compile(r"(<!-- shared options -->\n).*?(<!-- end of options -->)", re.S)
 API = re.compile(r"(<!-- api: ([\w.]+) -->\n).*?(<!-- end of api -->)", re.S)
+PAPERS = re.compile(r"(<!-- papers: (\w+) -->\n).*?(<!-- end of papers -->)", re.S)
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
 # Pages that list the keys of an option that is a mapping; the others are in docs/losses.md.
@@ -42,6 +47,13 @@ KEY_PAGES = {
         ("early_stopping_kwargs", "model_soup_kwargs", "increase_batch_size_kwargs", "spike_kwargs"), "autopilot.md"
     ),
 }
+ARXIV = re.compile(r"arXiv (\d+\.\d+)")
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+LINK = r"[arXiv \1](https://arxiv.org/abs/\1)"
+_LOSSES_OF = {
+    "dpo": "prefrl.losses.preference.pairwise.PAIR_LOSSES",
+    "cpo": "prefrl.losses.preference.reference_free.CPO_LOSSES",
+}
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 
@@ -50,6 +62,7 @@ def render(page: str) -> str:
     page = MARKERS.sub(lambda found: f"{found[1]}\n{own_tables(load(found[2]))}\n{found[3]}", page)
     page = SHARED.sub(lambda found: f"{found[1]}\n{shared_tables()}\n{found[2]}", page)
     page = API.sub(lambda found: f"{found[1]}\n{api_of(found[2])}\n\n{found[3]}", page)
+    page = PAPERS.sub(lambda found: f"{found[1]}\n{papers_of(found[2])}\n\n{found[3]}", page)
     page = KEYS.sub(lambda found: f"{found[1]}\n{keys_of(found[2].split())}\n\n{found[3]}", page)
     return ROWS.sub(lambda found: f"{found[1]}\n{rows_of(found[2])}\n\n{found[3]}", page)
 
@@ -58,6 +71,39 @@ def api_of(module: str) -> str:
     """A directive of mkdocstrings for each public name of a module, in alphabetical order."""
     names = importlib.import_module(module).__all__
     return "\n\n".join(f"::: {module}.{name}" for name in sorted(names, key=str.lower))
+
+
+def papers_of(algorithm: str) -> str:
+    """A command for each paper that is a choice of options of an algorithm."""
+    if algorithm == "grpo":
+        presets = load("prefrl.trainer.grpo_presets.PRESETS")
+        entries = {name: (f"{row.source}. {row.note}".removesuffix(". "), row.options) for name, row in presets.items()}
+        start = "--config examples/grpo.yaml"
+    else:
+        losses = load(_LOSSES_OF[algorithm])
+        papers = {name: row.source for name, row in losses.items() if "arXiv" in row.source}
+        needed = {"exo_pair": {"label_smoothing": 0.001}, "alphapo": {"alpha": 0.25}}
+        entries = {name: (source, {"loss_type": name} | needed.get(name, {})) for name, source in papers.items()}
+        start = f"--model_name_or_path {MODEL} --dataset_name pairs.jsonl --output_dir runs/{algorithm}"
+    return "\n\n".join(
+        f"**`{name}`**: {ARXIV.sub(LINK, source)}\n\n```bash\nprefrl {algorithm} {start} {_flags(options)}\n```"
+        for name, (source, options) in entries.items()
+    )
+
+
+def _flags(options: dict[str, Any]) -> str:
+    """The options as flags, without those of sampling and of the KL term that examples/grpo.yaml sets to the same."""
+    example = yaml.safe_load((DOCS.parent / "examples/grpo.yaml").read_text(encoding="utf-8"))
+    same = {"top_p": 1.0, "top_k": None, **example}
+    words = []
+    for name, value in options.items():
+        if name not in same or value != same[name]:
+            text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
+            words += [f"--{name}", shlex.quote(text)]
+    rows = example["per_device_train_batch_size"]
+    if options.get("num_generations", 1) > rows * example["gradient_accumulation_steps"]:
+        words += ["--gradient_accumulation_steps", str(options["num_generations"] // rows)]
+    return " ".join(words)
 
 
 def keys_of(names: Collection[str]) -> str:
