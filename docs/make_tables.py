@@ -1,12 +1,13 @@
-"""Write the option tables of the docs from the configs: `python docs/make_tables.py`.
+"""Write the generated parts of the docs from the code: `python docs/make_tables.py`.
 
-A page says where with a pair of markers, `<!-- options: prefrl.GRPOConfig -->` and `<!-- end of options -->`, for the
-options that only this config has; `<!-- shared options -->`, with the same end, for those of several configs;
-`<!-- api: prefrl -->` and `<!-- end of api -->` for the public names of a module, which mkdocstrings replaces by their
-signatures and docstrings; `<!-- papers: grpo -->` and `<!-- end of papers -->` for the papers that options of an
-algorithm implement, with their commands; for the keys of options that are mappings, `<!-- keys: loss_kwargs -->` and `<!-- end of keys -->`; for the tables of losses,
-advantages, KL estimates and presets, `<!-- rows: losses -->` and `<!-- end of rows -->`. What stands between them is
-replaced.
+A page says where with a pair of markers; what stands between them is replaced.
+
+`<!-- options: prefrl.GRPOConfig -->`, `<!-- end of options -->`: options that only this config has
+`<!-- shared options -->`, `<!-- end of options -->`: options of several configs
+`<!-- keys: loss_kwargs -->`, `<!-- end of keys -->`: keys of options that are mappings
+`<!-- rows: losses -->`, `<!-- end of rows -->`: tables of losses, advantages, KL estimates, presets, ...
+`<!-- papers: grpo -->`, `<!-- end of papers -->`: papers that options of an algorithm implement, with their commands
+`<!-- api: prefrl -->`, `<!-- end of api -->`: public names of a module, which mkdocstrings replaces by their docstrings
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def papers_of(algorithm: str) -> str:
     """A command for each paper that is a choice of options of an algorithm."""
     if algorithm == "grpo":
         presets = load("prefrl.trainer.grpo_presets.PRESETS")
-        entries = {name: (f"{row.source}. {row.note}".removesuffix(". "), row.options) for name, row in presets.items()}
+        entries = {
+            name: (f"{row.source}. {row.note}".removesuffix(". "), row.options) for name, row in presets.items()
+        }
         start = "--config examples/grpo.yaml"
     else:
         losses = load(_LOSSES_OF[algorithm])
@@ -270,7 +273,7 @@ def load(path: str) -> Any:
 
 
 def groups(config: type[Any]) -> list[type[Any]]:
-    """The option groups of a config: its bases, itself among them, that declare options; HuggingFace's are left out."""
+    """The option groups of a config: itself and its bases, without HuggingFace's."""
     return [group for group in config.__mro__ if group.__module__.startswith("prefrl.") and options_of(group)]
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs does to a page before it renders it: formulas become MathML, which browsers show without scripts or fonts.
+"""What mkdocs does to a page first: formulas become MathML, which browsers show without scripts or fonts.
 
 A formula is a block ```math ... ```, as on GitHub, which renders the same block.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 import shlex
 import shutil
@@ -64,7 +65,8 @@ def test_each_option_is_in_the_table_of_its_algorithm_or_in_a_shared_one_that_it
     links = re.findall(r"^- \[(.+)\]\(options\.md#", page, re.M)
     tables = [page, *(section for section in shared if section.partition("\n")[0] in links)]
     listed = set(re.findall(r"^\| `(\w+)` \|", "".join(tables), re.M))
-    own = {name for group in row.load_config().__mro__ if group.__module__.startswith("prefrl.") for name in vars(group)}
+    groups = [group for group in row.load_config().__mro__ if group.__module__.startswith("prefrl.")]
+    own = {name for group in groups for name in inspect.get_annotations(group)}
     assert {field.name for field in dataclasses.fields(row.load_config())} & own <= listed
 
 
