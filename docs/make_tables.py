@@ -7,7 +7,7 @@ A page says where with a pair of markers; what stands between them is replaced.
 `<!-- keys: loss_kwargs -->`, `<!-- end of keys -->`: keys of options that are mappings
 `<!-- rows: losses -->`, `<!-- end of rows -->`: tables of losses, advantages, KL estimates, presets, ...
 `<!-- papers: grpo -->`, `<!-- end of papers -->`: papers that options of an algorithm implement, with their commands
-`<!-- api: prefrl -->`, `<!-- end of api -->`: public names of a module, which mkdocstrings replaces by their docstrings
+`<!-- api: prefrl -->`, `<!-- end of api -->`: public names of a module, whose docstrings mkdocstrings shows
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def rows_of(name: str) -> str:
         "presets": (["preset", "options", "source"], _presets),
         "schedules": (["`lr_scheduler_type`", "options", *map(str, STEPS)], _schedules),
         "optimizers": (["`optim`", "class", "`weight_decay`", "keys of `optim_args`", "ZeRO", "FSDP2"], _optimizers),
+        "commands": (["command", "what it does"], _commands),
         "names": (["name", "place", ""], _names),
         "trl": (["TRL", "prefrl"], lambda: _foreign("trl.TRL")),
         "trl_arguments": (["argument", "instead"], _trl_arguments),
@@ -226,6 +227,14 @@ def _schedules() -> Iterator[list[str]]:
         factor = args.learning_rate_factor(100)
         shown = _code(f"{key}={value}" for key, value in {**options, **kwargs}.items())
         yield [f"`{name}`", shown, *(f"{factor(step):.3g}" for step in STEPS)]
+
+
+def _commands() -> Iterator[list[str]]:
+    for name, algorithm in load("prefrl.registry.REGISTRY").items():
+        page = algorithm.docs.removeprefix("docs/")
+        yield [f"[`prefrl {name}`]({page})", f"trains; dataset: {algorithm.dataset}"]
+    for name, text in load("prefrl.scripts.main._OTHERS").items():
+        yield [f"`prefrl {name}`", text]
 
 
 def _names() -> Iterator[list[str]]:
