@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +67,22 @@ def main(algorithm: Algorithm, given: Given) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
+    except KeyboardInterrupt:
+        _say_stopped(algorithm.name, trainer)
+        raise
     finally:
         trainer.end()  # a process that exits while its process group is open may be aborted
     return 0
+
+
+def _say_stopped(command: str, trainer: Any) -> None:
+    """Say after Ctrl-C where the run stopped, and how it goes on."""
+    find_last = importlib.import_module("prefrl.run.checkpoints").find_last
+    last = find_last(trainer.run_folder.path, run=trainer.run_folder.run).folder
+    way = "there is no checkpoint yet" if last is None else f"the last checkpoint is {last}"
+    remedy = "" if last is None else ". To go on, run the same command with --resume_from_checkpoint true"
+    text = f"prefrl {command}: stopped in step {trainer.state.global_step + 1}; {way}{remedy}"
+    print(text, file=sys.stderr)
 
 
 def _script(given: Given) -> CommandArguments:
