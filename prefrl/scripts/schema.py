@@ -100,9 +100,11 @@ class SchemaParser(OptionParser):
             SystemExit: Help was asked for.
         """
         values = self.read(argv)[0]
-        names = [name for name in values if name in self.given(argv) | self.places.keys()]
+        of_command_line = self.given(argv)
+        places = {name: place for name, place in self.places.items() if name not in of_command_line}
+        names = [name for name in values if name in of_command_line | places.keys()]
         options = {name: values[name] for name in names if name not in self._own}
-        given = Given(options, self.places, takes_rewards="reward_funcs" in self._options)
+        given = Given(options, places, takes_rewards="reward_funcs" in self._options)
         try:
             for name, value in given.values.items():
                 self._check_number(name, value)
