@@ -124,7 +124,7 @@ class OptionParser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if arg_string == _NULL and self._forms.get(action.dest, Form()).is_nullable:
             return None
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if value is not None:

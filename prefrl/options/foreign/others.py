@@ -27,7 +27,6 @@ OTHERS: dict[str, Row] = {
     "chat_template": renamed("chat_template_path"),
     "gradient_clipping": renamed("max_grad_norm"),
     "scheduler": renamed("lr_scheduler_type"),
-    "kl_beta": renamed("beta"),
     "dry_run": not_there("max_steps=1 tries a run; prefrl launch --dry_run prints its commands"),
     "block_wise": not_needed("8-bit optimizers of bitsandbytes always round in blocks"),
     "percentile_clipping": not_there("bitsandbytes has removed it; max_grad_norm clips gradients"),
