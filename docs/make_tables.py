@@ -140,6 +140,7 @@ def rows_of(name: str) -> str:
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
         "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
+        "axolotl": (["axolotl", "prefrl"], lambda: _foreign("axolotl.AXOLOTL")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]

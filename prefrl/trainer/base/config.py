@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from annotated_types import Ge, Gt, Lt
+from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from prefrl import distributed
@@ -49,6 +50,11 @@ TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
     "error": "error",
 }
 
+# The packages of trackers that transformers looks for.
+_TRACKERS = {
+    **{name: name for name in ("clearml", "codecarbon", "dagshub", "mlflow", "neptune", "swanlab", "tensorboard")},
+    **{"trackio": "trackio", "wandb": "wandb", "comet_ml": "comet-ml"},
+}
 _DOCS = "docs/trainers lists the options."
 # What HuggingFace's options must be, which it does not check.
 _BOUNDS: dict[str, Any] = {
@@ -277,6 +283,11 @@ class BaseConfig(
             if name not in INTEGRATION_TO_CALLBACK:
                 raise ConfigError(
                     f"report_to={name!r}: unknown tracker. {nearest(str(name), INTEGRATION_TO_CALLBACK)}"
+                )
+            if name in _TRACKERS and name not in get_available_reporting_integrations():
+                raise ConfigError(
+                    f"report_to={name!r}: its package is not installed. Run `pip install {_TRACKERS[name]}`, or set "
+                    "report_to='none'."
                 )
 
     def _set_both_names(self) -> None:
