@@ -311,6 +311,16 @@ class OnlineConfig(
         """Completions of a generation batch, over all processes."""
         return self.completions_per_rank * int(self.world_size)
 
+    @property
+    def rows_in_words(self) -> str:
+        """See `BaseConfig.rows_in_words`."""
+        completions = self.completions_of_generation
+        shared = "" if self.steps_of_a_generation == 1 else f", for {self.steps_of_a_generation} steps"
+        return (
+            f"{completions // self.num_generations:,} prompts x {self.num_generations} completions of at most "
+            f"{self.max_completion_length} tokens{shared}"
+        )
+
     def _validate_groups(self) -> None:
         world_size, total, size = int(self.world_size), self.completions_of_generation, self.num_generations
         if total % size:
