@@ -145,10 +145,15 @@ class History:
         """The titles of all rows so far, in order."""
         return list(dict.fromkeys(title for row in self.rows for title in row.values))
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run started."""
+        return self.clock() - self._start
+
     def seconds_left(self, step: int) -> float | None:
         """Seconds until the end of the run, at its mean speed so far; None: not known yet."""
         done = step - self._first_step
-        return (self.clock() - self._start) / done * (self.total - step) if done > 0 else None
+        return self.seconds / done * (self.total - step) if done > 0 else None
 
 
 def number(value: float | None) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 from transformers import ProgressCallback
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RichProgressCallback"]
 
-_BAR = 24  # characters of the longest bar of a phase
+_BAR = 24  # characters of the longest bars
 _CHARACTERS, _LINES = 300, 4  # of a completion or the end of a prompt
 
 
@@ -39,7 +39,6 @@ class RichProgressCallback(ProgressCallback):
         self.console = console or Console()
         self.history = History()  # the trainer sets its own
         self._live: Live | None = None
-        self._progress = Progress(console=self.console)
         self._step = 0
         self._is_evaluating = False
 
@@ -51,16 +50,6 @@ class RichProgressCallback(ProgressCallback):
             return
         show_banner(self.console, self.history.facts())
         self._step, self._is_evaluating = state.global_step, False
-        self._progress = Progress(
-            TextColumn("Training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            TextColumn("[cyan]{task.fields[phase]}"),
-            console=self.console,
-        )
-        self._progress.add_task("", total=state.max_steps, completed=state.global_step, left="", phase="")
         self._live = Live(get_renderable=self.view, console=self.console, refresh_per_second=4)
         self._live.start()
         atexit.register(self.close)  # an error in the step must not leave the cursor hidden
@@ -113,17 +102,30 @@ class RichProgressCallback(ProgressCallback):
 
     def view(self) -> Group:
         """All that is shown now."""
-        left = self.history.seconds_left(self._step)
-        phase = "evaluation" if self._is_evaluating else (self.history.phase() or "").replace("_", " ")
-        if self._progress.task_ids:
-            told = "" if left is None else f"{duration(left)} left"
-            self._progress.update(self._progress.task_ids[0], completed=self._step, left=told, phase=phase)
-        parts: list[RenderableType] = [self._progress]
+        parts: list[RenderableType] = [self._bar()]
         if self.history.rows:
-            parts += [self._metrics(), self._times()]
+            beside = Table.grid(padding=(0, 4))
+            beside.add_row(self._metrics(), self._times())
+            parts += ["", beside]
         if self.history.best is not None and self.history.worst is not None:
-            parts.append(_samples(self.history.best, self.history.worst))
+            parts += ["", _samples(self.history.best, self.history.worst)]
         return Group(*parts)
+
+    def _bar(self) -> Table:
+        """The steps that are done, the time, and what the run is doing."""
+        step, total = self._step, self.history.total
+        phase = "evaluation" if self._is_evaluating else (self.history.phase() or "").replace("_", " ")
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            Text("Training", style="bold"),
+            ProgressBar(total, step, width=_BAR),
+            f"{step}/{total}",
+            f"{step / max(total, 1):.0%}",
+            duration(self.history.seconds),
+            f"{duration(self.history.seconds_left(step))} left",
+            Text(phase, style="cyan"),
+        )
+        return bar
 
     def _metrics(self) -> Table:
         """The latest values, with their course so far."""
