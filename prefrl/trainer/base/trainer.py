@@ -141,12 +141,18 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)
         self.model.add_model_tags(["prefrl", self.algorithm])
-        self.history = History(lambda: facts_of(self), lambda: self.account.current)
+        self._add_callbacks()
+        if args.log_flops:
+            self._count_flops()
+
+    def _add_callbacks(self) -> None:
+        self.history = History(self._facts, lambda: self.account.current)
         add_views(self.callback_handler, self.history, run=lambda: self.run_folder.run)
         self.add_callback(EndOfOptimizerPhase(self.account))
         self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
-        if args.log_flops:
-            self._count_flops()
+
+    def _facts(self) -> Mapping[str, str]:
+        return facts_of(self.args, self.policy, self.state, self.train_dataset, algorithm=self.algorithm)
 
     def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:
         kwargs = cast("dict[str, Any] | None", self.args.model_init_kwargs)
