@@ -48,7 +48,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             continue
         if rows and row["run"] != rows[-1]["run"]:
             rows = []
-        if rows and row["step"] < rows[-1]["step"]:
-            rows = [earlier for earlier in rows if earlier["step"] < row["step"]]
+        is_repeated = "loss" in row or (rows and row["step"] < rows[-1]["step"])
+        while is_repeated and rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
         rows.append(row)
     return rows

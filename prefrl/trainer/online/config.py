@@ -163,7 +163,9 @@ class OnlineConfig(
     )
     num_iterations: Annotated[int, Ge(1)] = opt(1, "Number of passes over each generation batch.")
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
-    log_completions: bool = opt(False, "Print each generation batch as a table.")
+    log_completions: bool = opt(
+        False, "Print each generation batch as a table, and send it to those trackers in report_to that have tables."
+    )
     journal_keep: Annotated[int, Ge(0)] = opt(
         100,
         "Scored generation batches that are kept in the folder completions, besides those that a resumed run needs "

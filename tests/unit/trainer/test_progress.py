@@ -120,12 +120,18 @@ def test_the_table_of_a_notebook_has_reward_length_kl_and_time(tmp_path: Path) -
     assert second == [2, "1.5", "7", "0.25", "1", "0.5", "2", "1"]
 
 
-def test_a_resumed_run_replaces_the_rows_of_the_steps_that_it_repeats(tmp_path: Path) -> None:
-    for run, step, reward in [("a", 1, 9), ("b", 1, 0.1), ("b", 2, 0.2), ("b", 3, 0.3), ("b", 2, float("nan"))]:
-        append_metrics(tmp_path, {"run": run, "step": step, "reward": reward})
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_resumed_run_replaces_the_rows_of_the_steps_that_it_repeats(step: int, tmp_path: Path) -> None:
+    append_metrics(tmp_path, {"run": "a", "step": 1, "loss": 9.0})
+    for number in (1, 2, 3):
+        append_metrics(tmp_path, {"run": "b", "step": number, "loss": number / 10})
+        append_metrics(tmp_path, {"run": "b", "step": number, "eval_loss": number / 10})
+    append_metrics(tmp_path, {"run": "b", "step": step, "loss": float("nan")})
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"run": "b", "st')  # cut off by a crash
-    assert [(row["step"], row["reward"]) for row in read_metrics(tmp_path)] == [(1, 0.1), (2, None)]
+    kept = [(number, loss) for number in range(1, step) for loss in (number / 10, number / 10)]
+    found = [(row["step"], row.get("loss", row.get("eval_loss"))) for row in read_metrics(tmp_path)]
+    assert found == [*kept, (step, None)]
 
 
 def test_a_run_that_waits_for_a_server_says_for_how_long() -> None:
