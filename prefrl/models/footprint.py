@@ -132,7 +132,7 @@ def activations_of(
 
 
 def head_bytes(model: PreTrainedModel, num_scored: int, *, device: torch.device) -> int:
-    """Bytes of the chunked head: kept probabilities if they are few, two chunks of logits, two copies of the inputs."""
+    """Bytes of the chunked head: kept probabilities, or two chunks of logits if they are not kept; and the inputs twice."""
     config = model.config.get_text_config()
     kept = num_scored * config.vocab_size * _SCORE_BYTES
     chunk = min(logprobs.default_chunk_size(device), num_scored) * config.vocab_size * _SCORE_BYTES

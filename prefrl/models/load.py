@@ -42,6 +42,7 @@ __all__ = [
     "Kind",
     "arguments_for_other",
     "auto_class_of",
+    "load_error",
     "load_model",
     "load_processing_class",
     "load_renamed",
@@ -365,10 +366,17 @@ def _from_pretrained(
             auto_class = auto_class_of(kind, name, arguments)
             return auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
     except (OSError, ValueError, RuntimeError) as error:
-        if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
-            raise _unknown_class(kind, name, arguments) from error
-        hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
-        raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}") from error
+        raise load_error(kind, name, arguments, error) from error
+
+
+def load_error(
+    kind: Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any], error: Exception
+) -> ConfigError:
+    """What to tell about an error of transformers."""
+    if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
+        return _unknown_class(kind, name, arguments)
+    hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
+    return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
 
 
 def auto_class_of(kind: Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Any:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, GenerationConfig
 
-from prefrl.errors import ConfigError
-from prefrl.models.load import CAUSAL, REWARD, auto_class_of, repository_arguments
+from prefrl.models.load import CAUSAL, REWARD, auto_class_of, load_error, repository_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +46,7 @@ def outline_of(
                 config, dtype=dtype or torch.float32, **_code(given)
             )
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}") from error
+        raise load_error(kind, name, given, error) from error
     if not is_classifier:
         with suppress(OSError):  # not every repository has the file
             model.generation_config = GenerationConfig.from_pretrained(name, **places)

@@ -33,13 +33,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: The command line or the file cannot be read.
     """
     algorithm, options = _read(argv)
-    import datasets
     from rich.console import Console
 
     from prefrl.scripts.checkup.run import checkup_of
     from prefrl.scripts.train import options_of
 
-    datasets.disable_progress_bars()
     script, config = options_of(algorithm, options)
     checkup = checkup_of(algorithm, script, config)
     checkup.print(Console(highlight=False))

@@ -36,7 +36,9 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     script, config = options_of(algorithm, argv)
     extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
     train_dataset, eval_dataset = datasets_of(script, config)
-    importlib.import_module("prefrl.scripts.checkup.run").check_before(algorithm, script, config, train_dataset)
+    importlib.import_module("prefrl.scripts.checkup.run").check_before(
+        algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
+    )
     trainer = algorithm.load_trainer()(
         model=script.model_name_or_path,
         args=config,

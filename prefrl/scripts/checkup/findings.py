@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import datasets
+
 from prefrl.errors import PrefrlError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["Checkup", "Section"]
+__all__ = ["Checkup", "Section", "logged_into"]
 
 Level = Literal["ok", "note", "warning", "problem"]
 _SIGNS: dict[Level, str] = {
@@ -42,7 +44,8 @@ class Section:
 
     def warn(self, text: str) -> None:
         """The run would go on, but perhaps not as intended."""
-        self.entries.append(("warning", text))
+        if ("warning", text) not in self.entries:
+            self.entries.append(("warning", text))
 
     def problem(self, text: str) -> None:
         """The run would fail."""
@@ -60,16 +63,11 @@ class Checkup:
         """A section to fill. An error that prefrl raises inside is a problem of it, and what it logs a warning."""
         section = Section(title)
         self.sections.append(section)
-        handler, logger = _IntoSection(section), logging.getLogger("prefrl")
-        propagates, logger.propagate = logger.propagate, False
-        logger.addHandler(handler)
         try:
-            yield section
+            with logged_into(section):
+                yield section
         except (PrefrlError, ImportError) as error:
             section.problem(str(error))
-        finally:
-            logger.removeHandler(handler)
-            logger.propagate = propagates
 
     def count(self, level: Level) -> int:
         """Number of findings of a level."""
@@ -88,6 +86,23 @@ class Checkup:
                 console.print(Padding(shown, (0, 0, 0, 2)))
         problems, warnings = self.count("problem"), self.count("warning")
         console.print(f"\n{_counted(problems, 'problem')}, {_counted(warnings, 'warning')}")
+
+
+@contextmanager
+def logged_into(section: Section) -> Iterator[None]:
+    """Turns what prefrl logs into warnings of a section, and shows no progress bars of datasets."""
+    handler, logger = _IntoSection(section), logging.getLogger("prefrl")
+    propagates, logger.propagate = logger.propagate, False
+    shows_bars = not datasets.are_progress_bars_disabled()
+    logger.addHandler(handler)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+        if shows_bars:
+            datasets.enable_progress_bars()
 
 
 class _IntoSection(logging.Handler):

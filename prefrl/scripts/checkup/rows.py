@@ -18,6 +18,7 @@ from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
 from prefrl.data.overlap import num_duplicates, warn_of_shared_rows
 from prefrl.data.positions import check_positions
 from prefrl.data.rows import list_lengths
+from prefrl.errors import DataError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.models.positions import position_limit
 from prefrl.printable import printable
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from prefrl.scripts.checkup.findings import Section
     from prefrl.scripts.checkup.subject import Subject
 
-__all__ = ["ROWS_READ", "check_columns", "check_rows", "first_rows", "row_lengths", "show_rows"]
+__all__ = ["ROWS_READ", "UNLIMITED", "check_columns", "check_rows", "first_rows", "row_lengths", "show_rows"]
 
 ROWS_READ = 1000
 _MOST_CHARACTERS = 600  # of a part of a row that is shown
 # What no limit holds for.
-_UNLIMITED = {"max_length": None, "max_prompt_length": None, "filter_overlong_prompts": False}
+UNLIMITED = {"max_length": None, "max_prompt_length": None, "filter_overlong_prompts": False}
 
 
 def first_rows(dataset: Any, count: int = ROWS_READ) -> datasets.Dataset | None:
@@ -70,12 +71,12 @@ def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: A
         DataError: Rows cannot be used.
     """
     raw, config, tokenizer = first_rows(dataset), subject.config, subject.tokenizer
-    rows: datasets.Dataset = subject.tokenized(raw)
+    rows = _usable(section, subject, raw)
     check_known_ids(rows, tokenizer, num_embeddings=subject.num_embeddings, columns=ID_COLUMNS)
     check_positions(rows, position_limit(subject.model), config.length_bound, columns=ID_COLUMNS)
     if not subject.is_online and subject.model.can_generate():
         warn_of_unknown_end(rows, tokenizer, end_ids=end_token_ids(subject.model, tokenizer))
-    section.shown.append(_table_of_lengths(section, subject, subject.tokenized(raw, **_UNLIMITED)))
+    section.shown.append(_table_of_lengths(section, subject, subject.tokenized(raw, invalid_rows="drop", **UNLIMITED)))
     _check_special_tokens(section, subject, rows)
     if duplicates := num_duplicates(rows, columns=ID_COLUMNS):
         section.warn(f"{duplicates} of {len(rows)} rows repeat an earlier row")
@@ -83,6 +84,15 @@ def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: A
         warn_of_shared_rows(rows, subject.tokenized(evaluated), columns=ID_COLUMNS)
         section.ok("training and evaluation rows were compared")
     return rows
+
+
+def _usable(section: Section, subject: Subject, raw: Any) -> datasets.Dataset:
+    """The rows as the trainer tokenizes them; those that it refuses are a problem, and left out."""
+    try:
+        return subject.tokenized(raw)  # type: ignore[no-any-return]
+    except DataError as error:
+        section.problem(str(error))
+    return subject.tokenized(raw, invalid_rows="drop")  # type: ignore[no-any-return]
 
 
 def row_lengths(rows: datasets.Dataset) -> dict[str, NDArray[np.int64]]:

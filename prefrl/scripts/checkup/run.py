@@ -1,16 +1,20 @@
-"""All checks of a run that do not need its weights: the long form of `prefrl doctor`, and the short one before a run."""
+"""All checks of a run that do not need its weights: those of `prefrl doctor`, and the short ones before a run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
 
+from prefrl.data.formats import column_names
+from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.checkup.batches import Batches
-from prefrl.scripts.checkup.findings import Checkup
+from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
 from prefrl.scripts.checkup.resources import check_resources
 from prefrl.scripts.checkup.rewards import try_rewards
-from prefrl.scripts.checkup.rows import check_columns, check_rows, first_rows, show_rows
+from prefrl.scripts.checkup.rows import UNLIMITED, check_columns, check_rows, first_rows, show_rows
 from prefrl.scripts.checkup.server import check_servers
 from prefrl.scripts.checkup.subject import Subject
 from prefrl.scripts.train import datasets_of, lora_of
@@ -24,17 +28,40 @@ __all__ = ["check_before", "checkup_of"]
 _FEW_ROWS = 8  # that are tokenized before a run
 
 
-def check_before(algorithm: Algorithm, script: CommandArguments, config: Any, dataset: Any) -> None:
-    """Find mistakes in tokenizer, columns and first rows before the model is loaded.
+def check_before(
+    algorithm: Algorithm,
+    script: CommandArguments,
+    config: Any,
+    dataset: Any,
+    eval_dataset: Any,
+    rewards: Sequence[Any],
+) -> None:
+    """Find mistakes in tokenizer, columns, first rows and servers before the model is loaded.
+
+    Args:
+        algorithm: The algorithm.
+        script: Options of model and data.
+        config: Options of the trainer.
+        dataset: To train on.
+        eval_dataset: To evaluate on; of several, the first is read.
+        rewards: Functions, and names of models, which are not loaded.
 
     Raises:
         ConfigError: An option does not fit the model or the data.
-        DataError: One of the first rows cannot be used, and unusable rows are errors.
+        DataError: The columns are not those that the trainer reads, or none of the first rows can be used.
+        GenerationError: A server that answers serves another model.
     """
+    if Path(script.model_name_or_path, "adapter_config.json").is_file():
+        return  # the trainer says what to do with an adapter
     subject = Subject(algorithm, script, config)
-    rows = first_rows(dataset, _FEW_ROWS)
-    if rows is not None and len(rows):
-        subject.tokenized(rows, dataset_num_proc=None)
+    if functions := [reward for reward in rewards if callable(reward)]:
+        RewardRunner(functions).check_columns(column_names(dataset))
+    for rows in (first_rows(dataset, _FEW_ROWS), first_rows(eval_dataset, _FEW_ROWS)):
+        if rows is not None and len(rows):
+            with logged_into(Section("Rows")):  # the trainer warns of the whole dataset
+                subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+    if subject.is_online and config.use_vllm:
+        check_servers(Section("Server"), subject)
 
 
 def checkup_of(algorithm: Algorithm, script: CommandArguments, config: Any) -> Checkup:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from prefrl.data.images import tokenizer_of
+from prefrl.data.images import tokenizer_of, with_named_images
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.outline import outline_of
 from prefrl.models.positions import position_limit
@@ -104,6 +104,7 @@ class Subject:
             DataError: Rows cannot be used.
         """
         config, processing_class = _changed(self.config, changes), self.processing_class
+        dataset = with_named_images(dataset, config.image_key)
         if isinstance(config, OnlineConfig):
             return tokenized_prompts(dataset, processing_class, config)  # type: ignore[arg-type]
         if isinstance(config, SFTConfig):
