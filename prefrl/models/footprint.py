@@ -57,13 +57,14 @@ class Activations:
     layer: int  # of each layer
     rest: int  # of embeddings and the last norm
     hidden: int  # the input of a layer
+    backward: int  # gradients of the two widest activations of a layer, while it is differentiated
     num_layers: int
 
     def peak(self, head: int, *, checkpointed: bool) -> int:
-        """Bytes at most, with the head's workspace, which is freed before a checkpointed layer is computed again."""
+        """Bytes at most, with the head's workspace, which is freed before a layer is differentiated."""
         if checkpointed:
-            return self.rest + self.num_layers * self.hidden + max(self.layer, head)
-        return self.rest + self.num_layers * self.layer + head
+            return self.rest + self.num_layers * self.hidden + max(self.layer + self.backward, head)
+        return self.rest + self.num_layers * self.layer + max(self.backward, head)
 
 
 @dataclass(frozen=True)
@@ -127,17 +128,24 @@ def activations_of(
     one, two = (
         _kept_bytes(model, layers, num_tokens, peft_config=peft_config, autocast=autocast) for layers in (1, 2)
     )
-    hidden = num_tokens * config.hidden_size * model.dtype.itemsize
-    return Activations(layer=two - one, rest=2 * one - two, hidden=hidden, num_layers=config.num_hidden_layers)
+    size = num_tokens * model.dtype.itemsize
+    widest = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return Activations(
+        layer=two - one,
+        rest=2 * one - two,
+        hidden=size * config.hidden_size,
+        backward=2 * size * widest,
+        num_layers=config.num_hidden_layers,
+    )
 
 
 def head_bytes(model: PreTrainedModel, num_scored: int, *, device: torch.device) -> int:
-    """Bytes of the chunked head: kept probabilities, or two chunks of logits if they are not kept; and the inputs twice."""
+    """Bytes of the chunked head: probabilities or two chunks of logits, and the inputs twice."""
     config = model.config.get_text_config()
     kept = num_scored * config.vocab_size * _SCORE_BYTES
     chunk = min(logprobs.default_chunk_size(device), num_scored) * config.vocab_size * _SCORE_BYTES
     inputs = 2 * num_scored * config.hidden_size * _SCORE_BYTES
-    return inputs + (kept if kept <= logprobs.KEPT_BYTES else 2 * chunk)
+    return int(inputs + (kept if kept <= logprobs.KEPT_BYTES else 2 * chunk))
 
 
 def cache_bytes(model: PreTrainedModel, *, num_rows: int, num_tokens: int) -> int:
@@ -211,7 +219,7 @@ class _Attend(torch.autograd.Function):
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    return _Attend.apply(query, key, value).transpose(1, 2), None  # type: ignore[no-untyped-call]
+    return _Attend.apply(query, key, value).transpose(1, 2), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
     if not subject.reward_names:
         return
     weights = config.reward_weights if model is None else None
-    rewards = [reward_by_name(name) for name in subject.reward_names]
+    rewards: list[Any] = [reward_by_name(name) for name in subject.reward_names]
     runner = RewardRunner(rewards, weights=weights, timeout=config.reward_timeout)
     rows = list(first_rows(dataset, _ROWS) or ())
     column = next((name for name in _ANSWERS if rows and isinstance(rows[0].get(name), str)), None)

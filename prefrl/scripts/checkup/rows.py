@@ -89,10 +89,10 @@ def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: A
 def _usable(section: Section, subject: Subject, raw: Any) -> datasets.Dataset:
     """The rows as the trainer tokenizes them; those that it refuses are a problem, and left out."""
     try:
-        return subject.tokenized(raw)  # type: ignore[no-any-return]
+        return subject.tokenized(raw)
     except DataError as error:
         section.problem(str(error))
-    return subject.tokenized(raw, invalid_rows="drop")  # type: ignore[no-any-return]
+    return subject.tokenized(raw, invalid_rows="drop")
 
 
 def row_lengths(rows: datasets.Dataset) -> dict[str, NDArray[np.int64]]:

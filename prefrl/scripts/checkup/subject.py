@@ -106,7 +106,7 @@ class Subject:
         config, processing_class = _changed(self.config, changes), self.processing_class
         dataset = with_named_images(dataset, config.image_key)
         if isinstance(config, OnlineConfig):
-            return tokenized_prompts(dataset, processing_class, config)  # type: ignore[arg-type]
+            return tokenized_prompts(dataset, processing_class, config)
         if isinstance(config, SFTConfig):
             return tokenized_texts(dataset, processing_class, config)
         if isinstance(config, RewardConfig):
