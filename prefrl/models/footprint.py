@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_utils import AttentionInterface
 
 from prefrl.losses import logprobs
+from prefrl.models.adapters import add_adapter
 from prefrl.models.outline import outline_with_layers
 
 if TYPE_CHECKING:
@@ -174,9 +175,7 @@ def _kept_bytes(
     with FakeTensorMode():
         model: Any = outline_with_layers(outline, num_layers)
         if peft_config is not None:
-            from peft import get_peft_model
-
-            get_peft_model(model, peft_config)  # changes the model in place
+            add_adapter(model, peft_config, task_type="CAUSAL_LM", seed=None)  # changes the model in place
         model.train()
         model.config._attn_implementation = _ATTENTION
         ids = torch.zeros(1, num_tokens, dtype=torch.long)
@@ -219,10 +218,11 @@ class _Attend(torch.autograd.Function):
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    return _Attend.apply(query, key, value).transpose(1, 2), None
+    output: Tensor = _Attend.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return output.transpose(1, 2), None
 
 
-AttentionInterface.register(_ATTENTION, _attend)  # type: ignore[no-untyped-call]
+AttentionInterface.register(_ATTENTION, _attend)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -11,7 +11,9 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.models import load
 from prefrl.registry import REGISTRY
 from prefrl.scripts import doctor
+from prefrl.scripts.checkup.resources import footprint_of
 from prefrl.scripts.checkup.run import checkup_of
+from prefrl.scripts.checkup.subject import Subject
 from prefrl.scripts.main import main
 from prefrl.scripts.train import options_of
 from tests.cli.conftest import write_jsonl
@@ -72,6 +74,21 @@ def test_rewards_are_tried_with_the_answers_of_the_rows(workspace: Path, model_f
     )
     found, _ = checked("grpo", model_folder, *options, "--reward_funcs", "my_rewards.py:flat")
     assert "warning" in [level for level, _ in found["Rewards"]]
+
+
+def test_an_adapter_needs_less_memory_for_gradients_and_optimizer(workspace: Path, model_folder: Path) -> None:
+    parts = {}
+    for name, options in {"all": [], "adapter": ["--use_peft", "--lora_r", "2"]}.items():
+        argv = ["--model_name_or_path", str(model_folder), "--use_cpu", "--dataset_name", "pairs.jsonl", *options]
+        subject = Subject(REGISTRY["dpo"], *options_of(REGISTRY["dpo"], [*argv, "--output_dir", "out"]))
+        parts[name] = footprint_of(subject, num_fed=20, num_scored=10, num_rows=2)
+    everything, adapter = parts["all"], parts["adapter"]
+    assert everything.gradients == everything.weights
+    assert everything.optimizer == 2 * everything.gradients
+    assert 0 < adapter.gradients < everything.gradients / 4
+    assert adapter.optimizer == 2 * adapter.gradients
+    assert (everything.reference, adapter.reference) == (everything.weights, 0)
+    assert 0 < adapter.activations
 
 
 def test_a_reward_that_fails_is_a_problem(workspace: Path, model_folder: Path) -> None:

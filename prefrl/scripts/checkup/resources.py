@@ -45,25 +45,30 @@ class _MicroBatch:
 
 
 def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, batches: Batches) -> None:
-    """Show memory by part and time by phase, and warn if the memory is not there.
-
-    Raises:
-        ConfigError: The adapter does not fit the model.
-    """
+    """Show memory by part and time by phase, and warn if the memory is not there."""
     batch = _micro_batch(subject, rows, batches)
-    footprint = footprint_of(subject, num_fed=batch.num_fed, num_scored=batch.num_scored, num_rows=batch.num_rows)
+    try:
+        footprint = footprint_of(subject, num_fed=batch.num_fed, num_scored=batch.num_scored, num_rows=batch.num_rows)
+    except Exception as error:  # a model's own code that needs data, such as the routing of experts
+        name = type(subject.model).__name__
+        section.note(f"memory was not estimated: {name} cannot be run on shapes alone ({type(error).__name__})")
+    else:
+        _show_memory(section, subject, footprint)
+    section.note(f"a large micro-batch has {batch.num_rows} rows and {batch.num_fed:,} tokens")
+    _show_time(section, subject, batch, batches)
+
+
+def _show_memory(section: Section, subject: Subject, footprint: Footprint) -> None:
     table = Table("memory of one process", "", box=None, header_style="dim")
     for name in ("weights", "gradients", "optimizer", "reference", "activations", "cache"):
         table.add_row(name, _size(getattr(footprint, name)))
     table.add_row("peak, libraries not counted", _size(footprint.peak), style="bold")
     section.shown.append(table)
-    section.note(f"a large micro-batch has {batch.num_rows} rows and {batch.num_fed:,} tokens")
     free, place = _free(subject.config.device)
     text = f"{_size(footprint.peak)} are needed, {_size(free)} are free {place}"
     (section.ok if footprint.peak < free else section.warn)(text)
     if subject.algorithm.name == "ppo":
         section.note("the critic is not counted; it needs as much as the policy")
-    _show_time(section, subject, batch, batches)
 
 
 def footprint_of(subject: Subject, *, num_fed: int, num_scored: int, num_rows: int) -> Footprint:
