@@ -22,6 +22,8 @@ __all__ = ["main"]
 _OTHERS = {
     "init": "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml",
     "migrate": "rewrite scripts and configs of TRL, verl and cosmos-rl",
+    "doctor": "look at a run before it begins: data, rewards, server, batches, memory, time",
+    "env": "print the versions and devices of this machine, for bug reports",
     "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
     "replay": "compute a past step of a run again, for debugging",
