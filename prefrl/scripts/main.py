@@ -20,6 +20,11 @@ __all__ = ["main"]
 
 # Descriptions of the other commands. With underscores, the name is that of the module with `main(argv) -> exit code`.
 _OTHERS = {
+    "generate": "sample completions of a prompt or of a dataset",
+    "chat": "talk to a model in the terminal",
+    "eval": "score a model, or responses in a file: means, pass@k, maj@k, best@k by data source",
+    "look": "show completions of a run: its best, its worst",
+    "merge": "merge an adapter into its base model",
     "migrate": "rewrite scripts and configs of TRL, verl and cosmos-rl",
     "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",

@@ -11,6 +11,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
+from prefrl.scripts.ending import print_ending
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.parser import CommandParser
 
@@ -50,6 +51,7 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
+        print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
     finally:
         trainer.end()  # a process that exits while its process group is open may be aborted
     return 0

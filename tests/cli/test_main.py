@@ -18,7 +18,10 @@ from prefrl.scripts.main import main
 from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("demo", "launch", "migrate", "replay", "soup", "verify", "vllm-serve")
+OTHERS = (
+    *("chat", "demo", "eval", "generate", "launch", "look", "merge", "migrate", "replay", "soup", "verify"),
+    "vllm-serve",
+)
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
 
