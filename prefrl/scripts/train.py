@@ -48,6 +48,7 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
         peft_config=_lora(script),
         **extra,
     )
+    trainer.dataset_name = script.dataset_name
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub

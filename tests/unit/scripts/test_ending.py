@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ HISTORY = [
 
 def shown(folder: Path, algorithm: str, **given: Any) -> str:
     about = {"steps": 4, "max_steps": 4, "dataset": "data.jsonl", "rewards": None, "folder": str(folder), **given}
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(ending(algorithm, HISTORY, **about))
     return console.export_text()
 
@@ -38,7 +39,7 @@ def test_the_panel_says_where_how_it_went_and_how_to_go_on(tmp_path: Path) -> No
 
 def test_a_loss_is_best_where_it_is_lowest(tmp_path: Path) -> None:
     history = [{name: value for name, value in entry.items() if name != "reward"} for entry in HISTORY]
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(ending("sft", history, folder=str(tmp_path), steps=2, max_steps=9, dataset=None, rewards=None))
     text = console.export_text()
     assert "first 0.5, last 0.2, best 0.1 at step 2" in text
