@@ -15,7 +15,7 @@ from prefrl.printable import printable
 from prefrl.scripts.positional import PositionalParser
 from prefrl.scripts.sampling import Sampler, SamplingArguments, make_sampler
 
-__all__ = ["ChatArguments", "main"]
+__all__ = ["ChatArguments", "command_parser", "main"]
 
 _COMMANDS = "/clear forgets the conversation, /undo its last turn; /exit or Ctrl-D ends."
 
@@ -31,6 +31,13 @@ class ChatArguments(SamplingArguments):
         check_unset(self, "num_generations", because="a chat has one answer to each question", remedy="Remove it.")
 
 
+def command_parser() -> PositionalParser:
+    """The parser of `prefrl chat`."""
+    return PositionalParser(
+        "chat", (ChatArguments,), "Talk to a model in the terminal.", positional=("model_name_or_path",)
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Parse the command line and talk until the input ends.
 
@@ -43,10 +50,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work, or the model has no chat template.
     """
-    parser = PositionalParser(
-        "chat", (ChatArguments,), "Talk to a model in the terminal.", positional=("model_name_or_path",)
-    )
-    (options,) = parser.parse(argv)
+    (options,) = command_parser().parse(argv)
     console = Console(highlight=False)
     with console.status("Loading the model"):
         sampler = make_sampler(options)

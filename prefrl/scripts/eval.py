@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prefrl.rewards.at_k import PromptSamples
     from prefrl.rewards.runner import RewardRunner
 
-__all__ = ["EvalArguments", "main"]
+__all__ = ["EvalArguments", "command_parser", "main"]
 
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingArguments) if field.name != "seed"]
 # Under these names, rewards look for what is right.
@@ -92,6 +92,16 @@ class _Scored:
     logged: dict[str, list[list[Any]]]  # what rewards log
 
 
+def command_parser() -> PositionalParser:
+    """The parser of `prefrl eval`."""
+    return PositionalParser(
+        "eval",
+        (EvalArguments,),
+        "Score a model's responses to prompts, or the responses that a file holds.",
+        positional=("model_name_or_path", "dataset_name"),
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Parse the command line, sample if asked to, score, and report.
 
@@ -104,13 +114,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    parser = PositionalParser(
-        "eval",
-        (EvalArguments,),
-        "Score a model's responses to prompts, or the responses that a file holds.",
-        positional=("model_name_or_path", "dataset_name"),
-    )
-    (options,) = parser.parse(argv)
+    (options,) = command_parser().parse(argv)
     rows = load_rows(options.dataset_name, options.dataset_split, column=_needed_column(options))
     rewards = _rewards(options)  # before the model: it may be wrong, and the model is slow to load
     columns = _columns(rows, options)

@@ -16,7 +16,7 @@ from prefrl.scripts.positional import PositionalParser
 from prefrl.scripts.samples_file import RESPONSES, check_output_file, load_rows, write_rows
 from prefrl.scripts.sampling import Prompt, SamplingArguments, make_sampler
 
-__all__ = ["GenerateArguments", "main"]
+__all__ = ["GenerateArguments", "command_parser", "main"]
 
 
 @dataclass
@@ -57,6 +57,16 @@ class GenerateArguments(SamplingArguments):
         return [*system, {"role": "user", "content": self.prompt}]
 
 
+def command_parser() -> PositionalParser:
+    """The parser of `prefrl generate`."""
+    return PositionalParser(
+        "generate",
+        (GenerateArguments,),
+        "Sample completions of a prompt, or of all prompts of a dataset.",
+        positional=("model_name_or_path", "prompt"),
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Parse the command line, sample, and print or write the completions.
 
@@ -69,13 +79,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    parser = PositionalParser(
-        "generate",
-        (GenerateArguments,),
-        "Sample completions of a prompt, or of all prompts of a dataset.",
-        positional=("model_name_or_path", "prompt"),
-    )
-    (options,) = parser.parse(argv)
+    (options,) = command_parser().parse(argv)
     if options.dataset_name is None:
         return _print(options)
     rows = load_rows(options.dataset_name, options.dataset_split, column=options.prompt_column)

@@ -19,8 +19,9 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
 from prefrl.printable import printable
+from prefrl.scripts.positional import PositionalParser
 
-__all__ = ["LookArguments", "main"]
+__all__ = ["LookArguments", "command_parser", "main"]
 
 _METADATA = b"prefrl"  # where the journal says which columns are rewards
 _SHOWN_CHARACTERS, _SHOWN_LINES = 4000, 100
@@ -48,6 +49,13 @@ class LookArguments:
             self.worst = 0 if self.best else _DEFAULT_WORST
 
 
+def command_parser() -> PositionalParser:
+    """The parser of `prefrl look`."""
+    return PositionalParser(
+        "look", (LookArguments,), "Show completions of a run: its worst, its best.", positional=("run_dir",)
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Parse the command line and print completions.
 
@@ -60,12 +68,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         PrefrlError: There is no such run, or it kept no completions.
     """
-    from prefrl.scripts.positional import PositionalParser
-
-    parser = PositionalParser(
-        "look", (LookArguments,), "Show completions of a run: its worst, its best.", positional=("run_dir",)
-    )
-    (options,) = parser.parse(argv)
+    (options,) = command_parser().parse(argv)
     files = _files(Path(options.run_dir))
     chosen = _chosen(files, options)
     rows = [row for step in chosen for row in _last_turns(files[step], options.reward)]

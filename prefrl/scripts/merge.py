@@ -11,7 +11,7 @@ from prefrl.options.fields import check_fields, opt
 from prefrl.scripts.model_config import DType
 from prefrl.scripts.positional import PositionalParser
 
-__all__ = ["MergeArguments", "main"]
+__all__ = ["MergeArguments", "command_parser", "main"]
 
 
 @dataclass
@@ -31,6 +31,13 @@ class MergeArguments:
             raise ConfigError(f"output_dir={self.output_dir!r}: holds a model already. Choose another folder.")
 
 
+def command_parser() -> PositionalParser:
+    """The parser of `prefrl merge`."""
+    return PositionalParser(
+        "merge", (MergeArguments,), "Merge an adapter into its base model.", positional=("adapter", "output_dir")
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Parse the command line, merge and save.
 
@@ -43,10 +50,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    parser = PositionalParser(
-        "merge", (MergeArguments,), "Merge an adapter into its base model.", positional=("adapter", "output_dir")
-    )
-    (options,) = parser.parse(argv)
+    (options,) = command_parser().parse(argv)
     from prefrl.models.merged import is_adapter, load_merged, tokenizer_of_checkpoint
 
     if not is_adapter(options.adapter):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import shlex
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -21,6 +23,10 @@ from prefrl.scripts.main import main
 from prefrl.types import Completion, Rollout, Turn
 from tests.unit.rewards.endpoint import Endpoint
 
+PAGE = Path(__file__).parents[2] / "docs" / "after_training.md"
+LINES = [
+    line.split(maxsplit=1)[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("prefrl ")
+]
 SHORT = ["--max_completion_length", "4"]
 
 
@@ -127,8 +133,14 @@ def test_a_merged_adapter_gives_the_outputs_of_base_and_adapter(workspace: Path,
         merge.main([str(model_folder), "other"])
 
 
+@pytest.mark.parametrize("line", LINES)
+def test_the_commands_of_the_docs_parse(line: str) -> None:
+    command, *words = shlex.split(line)
+    assert importlib.import_module(f"prefrl.scripts.{command}").command_parser().parse(words)
+
+
 def rollout(group: int, text: str, reward: float) -> Rollout:
-    turn = Turn([1, 2], Completion([3] * len(text), "stop", [0.0] * len(text)))
+    turn = Turn([1, 2], Completion([3] * len(text), "stop", [0.0] * len(text), [True] * len(text), [0] * len(text)))
     row = {"prompt": f"question {group}", "prompt_ids": [1, 2]}
     return Rollout([turn], row, group, prompt=row["prompt"], text=text, rewards={"right": reward}, reward=reward)
 

@@ -69,7 +69,7 @@ def grpo_card(folder: Path, **options: Any) -> str:
 
 
 def test_the_card_has_what_it_takes_to_train_the_model_again(tmp_path: Path) -> None:
-    text = grpo_card(tmp_path, learning_rate=3e-6, loss_type="dr_grpo", beta=0.0, max_steps=3)
+    text = grpo_card(tmp_path, learning_rate=3e-6, loss_type="dr_grpo", epsilon=0.2, max_steps=3)
     assert "prefrl grpo --config run.yaml" in text
     options = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     assert {name: options[name] for name in ("model_name_or_path", "learning_rate", "loss_type", "seed")} == {
@@ -79,7 +79,7 @@ def test_the_card_has_what_it_takes_to_train_the_model_again(tmp_path: Path) -> 
         "seed": 7,
     }
     assert options["reward_funcs"] == ["right"]
-    assert "beta" not in options  # its default
+    assert "epsilon" not in options  # its default
     assert "1,234 (hash of a sample: `0f0f`)" in text
     assert "3 optimizer steps" in text
     assert "eprint = {2402.03300}" in text
