@@ -24,7 +24,7 @@ _JUDGED = (
 _WITHOUT_TEXT = ("reward",)  # algorithms whose models do not write
 
 
-def print_ending(trainer: BaseTrainer, *, dataset: str | None, rewards: Sequence[str] | None) -> None:
+def print_ending(trainer: BaseTrainer[Any], *, dataset: str | None, rewards: Sequence[str] | None) -> None:
     """Print the panel, on the main process.
 
     Args:
