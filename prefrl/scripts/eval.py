@@ -119,8 +119,11 @@ def main(argv: Sequence[str]) -> int:
     rewards = _rewards(options)  # before the model: it may be wrong, and the model is slow to load
     columns = _columns(rows, options)
     rewards.check_columns(columns)
-    if not options.samples and "completion_ids" in rewards.required:
-        raise ConfigError("reward_funcs: one needs completion_ids, which texts do not have. Give the model.")
+    if (options.server is not None or not options.samples) and "completion_ids" in rewards.required:
+        raise ConfigError(
+            "reward_funcs: one needs completion_ids, and files and servers have texts only. Remove it, or give "
+            "model_name_or_path without server."
+        )
     responses = _responses(rows, options)
     scored = _scored(rewards, rows, responses, columns, options)
     _report(options, rows, responses, scored)

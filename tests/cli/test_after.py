@@ -79,6 +79,10 @@ def test_a_file_of_verl_is_scored_by_its_data_sources(workspace: Path) -> None:
         (["--dataset_name", "prompts.jsonl", "--reward_funcs", "numeric_reward"], "has no column 'responses'"),
         (["--dataset_name", "a.jsonl", "--reward_funcs", "x", "--temperature", "1"], "temperature=1.0 has no effect"),
         (["--reward_funcs", "numeric_reward"], "dataset_name: not given"),
+        (
+            ["m", "prompts.jsonl", "--server", "http://h/v1", "--reward_funcs", "repetition_penalty_reward"],
+            "needs completion_ids, and files and servers have texts only",
+        ),
         (["m", "a.jsonl", "--reward_funcs", "x", "--response_column", "y"], "response_column='y' has no effect"),
     ],
 )

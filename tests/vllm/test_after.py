@@ -24,7 +24,8 @@ def test_a_server_answers_texts_and_its_model_is_found(
     assert generate.main([*asking, "--output_file", str(answered)]) == 0
     rows = [json.loads(line) for line in answered.read_text(encoding="utf-8").splitlines()]
     assert [len(row["responses"]) for row in rows] == [2, 2]
-    rewards = ["--reward_funcs", "repetition_penalty_reward", "--output_dir"]
+    (tmp_path / "rewards.py").write_text("def size(completions, **_): return [len(text) for text in completions]\n")
+    rewards = ["--reward_funcs", f"{tmp_path}/rewards.py:size", "--output_dir"]
     assert eval.main([*asking, *rewards, str(tmp_path / "server")]) == 0
     assert eval.main(["--dataset_name", str(answered), *rewards, str(tmp_path / "file")]) == 0
     of_server, of_file = (
