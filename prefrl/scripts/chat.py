@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
 from prefrl.scripts.positional import PositionalParser
@@ -71,23 +70,11 @@ def _talk(sampler: Sampler, options: ChatArguments, console: Console) -> None:
             continue
         asked = [*messages, {"role": "user", "content": text}]
         with console.status("..."):
-            ((answer,),) = _answered(sampler, asked)
+            ((answer,),) = sampler.sample([asked])
         console.print(f"[bold green]model>[/bold green] {escape(printable(answer.text))}", soft_wrap=True)
         if answer.finish_reason == "length":
             console.print(f"[dim](cut off after max_completion_length={options.max_completion_length} tokens)[/dim]")
         messages = [*asked, {"role": "assistant", "content": answer.text}]
-
-
-def _answered(sampler: Sampler, messages: list[dict[str, Any]]) -> Any:
-    try:
-        return sampler.sample([messages])
-    except DataError as error:
-        if "has no chat template" not in str(error):
-            raise
-        raise ConfigError(
-            "the model has no chat template, so it cannot be talked to. To continue a text: "
-            'prefrl generate MODEL "..." --raw'
-        ) from error
 
 
 def _lines(console: Console) -> Iterator[str]:

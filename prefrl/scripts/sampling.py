@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from urllib.parse import urlsplit
@@ -133,8 +134,14 @@ class _Local:
 
         if not prompts:
             return []
+        if self._tokenizer.chat_template is None and not all(isinstance(prompt, str) for prompt in prompts):
+            raise ConfigError(
+                f"model_name_or_path={self._options.model_name_or_path!r}: the model has no chat template, so it only "
+                'continues texts. Write prefrl generate MODEL "..." --raw, or give a dataset of texts.'
+            )
         rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-        prompt_ids = prepare_prompt_dataset(rows, self._tokenizer, max_prompt_length=None)["prompt_ids"]
+        with _without_bars():
+            prompt_ids = prepare_prompt_dataset(rows, self._tokenizer, max_prompt_length=None)["prompt_ids"]
         seeds = [prompt_seed(self._options.seed, 0, number) for number in range(len(prompts))]
         completions = self._generator.generate([*prompt_ids], self._options.params(), seeds=seeds)
         return [
@@ -144,6 +151,20 @@ class _Local:
             ]
             for group in completions
         ]
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No progress bar of datasets, which a chat would show for every question."""
+    import datasets
+
+    were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()
 
 
 class _Server:

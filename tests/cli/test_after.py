@@ -21,6 +21,7 @@ from prefrl.rollout.journal import Entry, write_entry
 from prefrl.scripts import chat, eval, generate, look, merge
 from prefrl.scripts.main import main
 from prefrl.types import Completion, Rollout, Turn
+from tests.assets import tiny_model, tiny_tokenizer
 from tests.unit.rewards.endpoint import Endpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "after_training.md"
@@ -101,6 +102,15 @@ def test_a_server_is_asked_with_the_conversation(workspace: Path, capsys: pytest
     (body,) = endpoint.bodies
     assert [message["content"] for message in body["messages"]] == ["be brief", "why"]
     assert (body["model"], body["n"], body["temperature"]) == ("name", 1, 0.0)
+
+
+def test_a_model_without_a_chat_template_continues_texts(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("qwen2").save_pretrained("base")
+    tiny_tokenizer(chat_template=None).save_pretrained("base")
+    with pytest.raises(ConfigError, match="has no chat template, so it only continues texts"):
+        generate.main(["base", "1+1", *SHORT])
+    assert generate.main(["base", "1+1", "--raw", *SHORT]) == 0
+    assert "Tokenizing" not in capsys.readouterr().err
 
 
 def test_a_chat_remembers_and_forgets(
