@@ -42,6 +42,7 @@ def print_ending(trainer: BaseTrainer[Any], *, dataset: str | None, rewards: Seq
                 max_steps=trainer.state.max_steps,
                 dataset=dataset,
                 rewards=rewards,
+                is_chat=trainer.processing_class.chat_template is not None,
             )
         )
 
@@ -55,8 +56,9 @@ def ending(
     max_steps: int,
     dataset: str | None,
     rewards: Sequence[str] | None,
+    is_chat: bool,
 ) -> Panel:
-    """The panel; see `print_ending`."""
+    """The panel; see `print_ending`. `is_chat` says whether the model has a chat template."""
     rows = Table.grid(padding=(0, 2))
     rows.add_row("model", folder)
     seconds = next((entry["train_runtime"] for entry in reversed(log_history) if "train_runtime" in entry), None)
@@ -68,7 +70,9 @@ def ending(
         judged = next((pair for pair in candidates if any(pair[0] in entry for entry in log_history)), None)
         if judged is not None:
             rows.add_row(judged[0], _course(log_history, *judged))
-    commands = Group("", "To go on:", *(f"  {command}" for command in _commands(algorithm, folder, dataset, rewards)))
+    commands = Group(
+        "", "To go on:", *(f"  {command}" for command in _commands(algorithm, folder, dataset, rewards, is_chat))
+    )
     return Panel(Group(rows, commands), title=f"{algorithm}: done" if steps >= max_steps else algorithm, expand=False)
 
 
@@ -82,17 +86,26 @@ def _course(log_history: Sequence[dict[str, Any]], name: str, is_greater_better:
     return f"first {values[0][0]:.4g}, last {values[-1][0]:.4g}, best {best:.4g} at step {at}"
 
 
-def _commands(algorithm: str, folder: str, dataset: str | None, rewards: Sequence[str] | None) -> list[str]:
+def _commands(
+    algorithm: str, folder: str, dataset: str | None, rewards: Sequence[str] | None, is_chat: bool
+) -> list[str]:
     commands = []
     if algorithm not in _WITHOUT_TEXT:
-        commands += [["chat", folder], ["generate", folder, "..."]]
+        commands += (
+            [["chat", folder], ["generate", folder, "..."]] if is_chat else [["generate", folder, "...", "--raw"]]
+        )
     if rewards and dataset is not None:
         commands.append(["eval", folder, dataset, "--reward_funcs", *rewards])
     if (Path(folder) / "completions").is_dir():
         commands.append(["look", folder, "--worst", "5"])
     if (Path(folder) / "adapter_config.json").is_file():
         commands.append(["merge", folder, f"{folder.rstrip('/')}-merged"])
-    return [shlex.join(["prefrl", *words]) for words in commands]
+    lines = [shlex.join(["prefrl", *words]) for words in commands]
+    # A file has no split for evaluation: its rows are those that were trained on.
+    return [
+        f"{line}  # or held-out prompts" if words[0] == "eval" and Path(words[2]).exists() else line
+        for words, line in zip(commands, lines, strict=True)
+    ]
 
 
 def _duration(seconds: float) -> str:

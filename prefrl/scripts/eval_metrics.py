@@ -81,4 +81,4 @@ def _cell(value: int | Estimate | None) -> str:
         return "-"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value.value:.3f} \\[{value.low:.3f}, {value.high:.3f}]"
+    return f"{value.value:.3f}\n\\[{value.low:.3f}, {value.high:.3f}]"

@@ -20,7 +20,8 @@ HISTORY = [
 
 
 def shown(folder: Path, algorithm: str, **given: Any) -> str:
-    about = {"steps": 4, "max_steps": 4, "dataset": "data.jsonl", "rewards": None, "folder": str(folder), **given}
+    about = {"steps": 4, "max_steps": 4, "dataset": "data.jsonl", "rewards": None, "is_chat": True}
+    about |= {"folder": str(folder), **given}
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(ending(algorithm, HISTORY, **about))
     return console.export_text()
@@ -40,7 +41,9 @@ def test_the_panel_says_where_how_it_went_and_how_to_go_on(tmp_path: Path) -> No
 def test_a_loss_is_best_where_it_is_lowest(tmp_path: Path) -> None:
     history = [{name: value for name, value in entry.items() if name != "reward"} for entry in HISTORY]
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(ending("sft", history, folder=str(tmp_path), steps=2, max_steps=9, dataset=None, rewards=None))
+    console.print(
+        ending("sft", history, folder=str(tmp_path), steps=2, max_steps=9, dataset=None, rewards=None, is_chat=True)
+    )
     text = console.export_text()
     assert "first 0.5, last 0.2, best 0.1 at step 2" in text
     assert "2 of 9 in 1 h 2 min: ended early" in text
@@ -49,3 +52,9 @@ def test_a_loss_is_best_where_it_is_lowest(tmp_path: Path) -> None:
 
 def test_a_reward_model_is_not_asked_to_write(tmp_path: Path) -> None:
     assert "prefrl chat" not in shown(tmp_path, "reward")
+
+
+def test_a_model_without_a_chat_template_continues_texts(tmp_path: Path) -> None:
+    text = shown(tmp_path, "sft", is_chat=False)
+    assert "prefrl chat" not in text
+    assert f"prefrl generate {tmp_path} ... --raw" in text
