@@ -21,7 +21,10 @@ from prefrl.scripts.schema import SCHEMA_FILE, SchemaParser
 from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("demo", "doctor", "env", "init", "launch", "migrate", "replay", "soup", "verify", "vllm-serve")
+OTHERS = (
+    *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "replay"),
+    *("soup", "verify", "vllm-serve"),
+)
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
 

@@ -35,7 +35,9 @@ def history(folder: Path) -> list[dict[str, float]]:
     return [dict(entry) for entry in state["log_history"]]
 
 
-def test_sft_trains_and_saves_a_model_that_loads(workspace: Path, model_folder: Path) -> None:
+def test_sft_trains_and_saves_a_model_that_loads(
+    workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["sft", "--model_name_or_path", str(model_folder), "--dataset_name", "texts.jsonl", *QUICK]
     assert main([*argv, "--save_steps", "2"]) == 0
     model = AutoModelForCausalLM.from_pretrained("out")
@@ -45,6 +47,9 @@ def test_sft_trains_and_saves_a_model_that_loads(workspace: Path, model_folder: 
     losses = [entry["loss"] for entry in history(workspace / "out/checkpoint-2") if "loss" in entry]
     assert len(losses) == 2
     assert losses[1] < losses[0]
+    printed = capsys.readouterr().out
+    assert f"last {losses[1]:.4g}, best {losses[1]:.4g} at step 2" in printed
+    assert "prefrl chat out" in printed
 
 
 def test_a_model_that_cannot_be_pushed_is_saved_and_the_command_says_how_to_push_it(
@@ -114,6 +119,9 @@ class Recorder:
 
     def __init__(self, **arguments: Any) -> None:
         Recorder.given = arguments
+
+    def is_world_process_zero(self) -> bool:
+        return False
 
     def train(self, resume_from_checkpoint: str | bool | None) -> None:
         Recorder.given["resume"] = resume_from_checkpoint
