@@ -24,9 +24,11 @@ _OTHERS = {
     "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
     "replay": "compute a past step of a run again, for debugging",
+    "report": "write one HTML file about a run, or about two",
     "soup": "average checkpoints",
     "verify": "compute exactly what your own loss, advantage or KL estimate does on average",
     "vllm-serve": "serve a model for trainers, with vLLM in its own environment",
+    "watch": "show a run in the browser while it trains",
 }
 
 

@@ -18,7 +18,7 @@ from prefrl.scripts.main import main
 from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("demo", "launch", "migrate", "replay", "soup", "verify", "vllm-serve")
+OTHERS = ("demo", "launch", "migrate", "replay", "report", "soup", "verify", "vllm-serve", "watch")
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
 
