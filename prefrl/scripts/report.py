@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page.
+    """Write the page to a file that only this user can read, as the completions in it.
 
     Args:
         argv: The folders of one run or two, then the options.
@@ -37,8 +38,12 @@ def main(argv: Sequence[str]) -> int:
     output = options.output or options.run / "report.html"
     text = page(folders)
     try:
-        output.write_text(text, encoding="utf-8")
+        output.unlink(missing_ok=True)  # it could be a link
+        with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
-        raise ConfigError(f"output={str(output)!r}: cannot be written: {error.strerror}. Give another file.") from error
+        raise ConfigError(
+            f"output={str(output)!r}: cannot be written: {error.strerror}. Give another file."
+        ) from error
     print(output)
     return 0

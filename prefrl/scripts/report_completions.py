@@ -19,7 +19,7 @@ __all__ = ["Histogram", "Sample", "SideBySide", "histograms_of", "side_by_side"]
 
 _FILE = re.compile(r"completions_(\d+)(?:_rank\d+of\d+)?")
 _EVALUATION = re.compile(r"(\w+)_(\d+)")
-_COLUMNS = ("step", "group", "turn", "prompt", "completion", "reward", "finish_reason")
+_COLUMNS = ("group", "turn", "prompt", "completion", "reward", "finish_reason")
 _MAX_CHARACTERS = 1500  # of a prompt and of a completion
 _MAX_PROMPTS = 8
 _RECENT = 8  # generation batches in which prompts of two runs are looked for
@@ -31,6 +31,7 @@ class Sample:
     """A completion, with texts that are safe to show."""
 
     group: int
+    key: str  # the whole prompt, by which prompts are found in another batch
     prompt: str
     completion: str
     step: int
@@ -64,12 +65,16 @@ class Histogram:
         return max(self.counts)
 
 
-def side_by_side(folders: Sequence[Path]) -> list[SideBySide]:
+def side_by_side(folders: Sequence[Path], names: Sequence[str]) -> list[SideBySide]:
     """The tables of one run, or of two.
 
     One run: the first and the last evaluation, and the best and the worst completion of prompts of the last batch. Two
     runs: the completions of prompts that both have had, in the last evaluations or else in the last batches; the first
     ones of their groups, which are random ones. If no prompt is shared: the best and the worst of each run.
+
+    Args:
+        folders: `output_dir` of each run.
+        names: What the runs are called.
     """
     if len(folders) == 1:
         first, last = _evaluations(folders[0], 0), _evaluations(folders[0], -1)
@@ -77,27 +82,30 @@ def side_by_side(folders: Sequence[Path]) -> list[SideBySide]:
         tables.append(_best_and_worst(folders[0], "Last generation batch, best and worst"))
         return [table for table in tables if table.pairs]
     a, b = folders
-    names = (a.resolve().name, b.resolve().name)
-    columns = names if names[0] != names[1] else ("A", "B")
+    columns = (names[0], names[1])
     found = _shared("The same prompts in the last evaluations", columns, _evaluations(a, -1), _evaluations(b, -1))
     if not found.pairs:
-        recent = [[sample for _, path in _batches(folder)[-_RECENT:] for sample in _samples(path)] for folder in folders]
+        recent = [
+            [sample for batch in _batches(folder)[-_RECENT:] for sample in _samples(*batch)] for folder in folders
+        ]
         found = _shared("The same prompts in the last generation batches", columns, *recent)
     if found.pairs:
         return [found]
-    tables = [_best_and_worst(folder, f"{name}: best and worst") for folder, name in zip(folders, columns, strict=True)]
+    tables = [
+        _best_and_worst(folder, f"{name}: best and worst") for folder, name in zip(folders, columns, strict=True)
+    ]
     return [table for table in tables if table.pairs]
 
 
 def histograms_of(folder: Path) -> list[list[Histogram]]:
-    """For each reward, and for the total if there are several, histograms of the first, a middle and the last batch."""
+    """For each reward, and the total of several: histograms of the first, a middle and the last batch."""
     batches = _batches(folder)
     if not batches:
         return []
     chosen = [batches[i] for i in sorted({0, len(batches) // 2, len(batches) - 1})]
     values: dict[str, list[tuple[int, list[float]]]] = {}
     for step, paths in chosen:
-        samples = _samples(paths)
+        samples = _samples(step, paths)
         names = dict.fromkeys(name for sample in samples for name in sample.rewards)
         for name in names:
             values.setdefault(name, []).append((step, [s.rewards[name] for s in samples if name in s.rewards]))
@@ -125,23 +133,23 @@ def _histograms(name: str, of_steps: Sequence[tuple[int, list[float]]]) -> list[
 def _shared(title: str, columns: tuple[str, str], left: Iterable[Sample], right: Iterable[Sample]) -> SideBySide:
     """The first completions of each prompt's last group on both sides."""
     of_left, of_right = _by_prompt(left), _by_prompt(right)
-    prompts = [prompt for prompt in of_left if prompt in of_right][:_MAX_PROMPTS]
-    return SideBySide(title, columns, [(of_left[prompt], of_right[prompt]) for prompt in prompts])
+    keys = [key for key in of_left if key in of_right][:_MAX_PROMPTS]
+    return SideBySide(title, columns, [(of_left[key], of_right[key]) for key in keys])
 
 
 def _by_prompt(samples: Iterable[Sample]) -> dict[str, Sample]:
     chosen: dict[str, Sample] = {}
     for sample in samples:
-        old = chosen.get(sample.prompt)
+        old = chosen.get(sample.key)
         if old is None or (sample.step, sample.group) != (old.step, old.group):
-            chosen[sample.prompt] = sample
+            chosen[sample.key] = sample
     return chosen
 
 
 def _best_and_worst(folder: Path, title: str) -> SideBySide:
     groups: dict[int, list[Sample]] = {}
     batches = _batches(folder)
-    for sample in _samples(batches[-1][1]) if batches else []:
+    for sample in _samples(*batches[-1]) if batches else []:
         if math.isfinite(sample.reward):
             groups.setdefault(sample.group, []).append(sample)
     pairs = [
@@ -149,15 +157,16 @@ def _best_and_worst(folder: Path, title: str) -> SideBySide:
         for group in groups.values()
     ]
     pairs.sort(key=lambda pair: pair[1].reward - pair[0].reward)
-    return SideBySide(title, ("best", "worst"), pairs[:_MAX_PROMPTS])
+    differing = [pair for pair in pairs if pair[0].reward > pair[1].reward]
+    return SideBySide(title, ("best", "worst"), (differing or pairs)[:_MAX_PROMPTS])
 
 
 def _batches(folder: Path) -> list[tuple[int, list[Path]]]:
-    """The journal's files of each step, those of all ranks together."""
+    """The journal's files of each step, counted from 1 as in the metrics; those of all ranks together."""
     paths: dict[int, list[Path]] = {}
     for path in sorted((folder / "completions").glob("completions_*.parquet")):
         if found := _FILE.fullmatch(path.stem):
-            paths.setdefault(int(found[1]), []).append(path)
+            paths.setdefault(int(found[1]) + 1, []).append(path)
     return sorted(paths.items())
 
 
@@ -168,14 +177,14 @@ def _evaluations(folder: Path, place: int) -> list[Sample]:
         if found := _EVALUATION.fullmatch(path.stem):
             paths.setdefault(int(found[2]), []).append(path)
     steps = sorted(paths)
-    return _samples(paths[steps[place]]) if steps else []
+    return _samples(steps[place], paths[steps[place]]) if steps else []
 
 
-def _samples(paths: Iterable[Path]) -> list[Sample]:
-    return [sample for path in paths for sample in _read(path)]
+def _samples(step: int, paths: Iterable[Path]) -> list[Sample]:
+    return [sample for path in paths for sample in _read(step, path)]
 
 
-def _read(path: Path) -> Iterator[Sample]:
+def _read(step: int, path: Path) -> Iterator[Sample]:
     """The rows of a file, one for each rollout; none if it has been deleted meanwhile or is damaged."""
     try:
         schema = pq.read_schema(path)
@@ -187,17 +196,27 @@ def _read(path: Path) -> Iterator[Sample]:
         return
     for row in rows:
         if row.get("turn", 0) == 0:
-            yield _sample(row, names)
+            yield _sample(step, row, names)
 
 
-def _sample(row: Mapping[str, Any], names: Sequence[str]) -> Sample:
+def _sample(step: int, row: Mapping[str, Any], names: Sequence[str]) -> Sample:
+    prompt = str(row.get("prompt", ""))
     rewards = {name: float(row[name]) for name in names if isinstance(row.get(name), int | float)}
     return Sample(
         group=row.get("group", 0),
-        prompt=printable(str(row.get("prompt", "")), max_characters=_MAX_CHARACTERS),
+        key=prompt,
+        prompt=_ending(prompt),
         completion=printable(str(row.get("completion", "")), max_characters=_MAX_CHARACTERS),
-        step=row.get("step", 0),
+        step=step,
         reward=math.nan if row.get("reward") is None else float(row["reward"]),
         rewards=rewards,
         is_cut_off=row.get("finish_reason") == "length",
+    )
+
+
+def _ending(prompt: str) -> str:
+    """The end of a prompt, where the question is."""
+    left_out = len(prompt) - _MAX_CHARACTERS
+    return (
+        printable(prompt) if left_out <= 0 else f"({left_out:,} more characters) ...\n{printable(prompt[left_out:])}"
     )

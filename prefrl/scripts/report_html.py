@@ -16,7 +16,7 @@ from prefrl import __version__
 from prefrl.printable import printable
 from prefrl.scripts.report_completions import histograms_of, side_by_side
 from prefrl.scripts.report_events import events_of
-from prefrl.scripts.report_run import Point, RunRecord, read_run, series_of, thinned
+from prefrl.scripts.report_run import Point, read_run, series_of, thinned
 
 __all__ = ["page"]
 
@@ -30,7 +30,8 @@ _FIRST = (
     *("kl", "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "learning_rate"),
 )
 _NUM_FIRST = 9
-_UNTITLED = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss")
+# What HuggingFace logs at the end of training.
+_TOTALS = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss")
 
 
 def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
@@ -44,44 +45,55 @@ def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
         ConfigError: A folder is not that of a run.
     """
     runs = [read_run(folder) for folder in folders]
-    names = [run.name for run in runs]
+    names = [printable(run.name) for run in runs]
     if len(set(names)) < len(names):
         names = [f"{name} ({letter})" for name, letter in zip(names, "AB", strict=True)]
     series = [series_of(run.rows) for run in runs]
-    metrics = _ordered(series)
+    main = _main_metrics(series)
+    metrics = _ordered(series, main)
+    times = [run.times() for run in runs]
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
-    curves = {name: [[_short(point) for point in thinned(s.get(name, []), _MAX_POINTS)] for s in series] for name in metrics}
+    curves = {
+        name: [[_short(point) for point in thinned(s.get(name, []), _MAX_POINTS)] for s in series] for name in metrics
+    }
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
     environment.filters["number"] = _number
     return environment.get_template("page.html").render(
         runs=runs,
-        names=[printable(name) for name in names],
+        names=names,
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data={"names": names, "curves": curves},
-        first=metrics[:_NUM_FIRST],
-        others=metrics[_NUM_FIRST:],
+        first=main,
+        others=metrics[len(main) :],
         finals=_finals(metrics, series),
-        times=[run.times() for run in runs],
+        times=times,
+        phases=sorted({phase for of_run in times for phase in of_run}),
         histograms=[histograms_of(run.folder) for run in runs],
-        tables=side_by_side([run.folder for run in runs]),
+        tables=side_by_side([run.folder for run in runs], names),
         events=[events_of(run) for run in runs],
         options=_table([run.config for run in runs]),
-        versions=_table([{**run.starts[-1].versions, "platform": run.starts[-1].platform} if run.starts else {} for run in runs]),
+        versions=_table(
+            [{**run.starts[-1].versions, "platform": run.starts[-1].platform} if run.starts else {} for run in runs]
+        ),
         now=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,
         is_live=is_live,
     )
 
 
-def _ordered(series: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the metrics: the most important ones, then the others in the order of the alphabet."""
-    names = {name for of_run in series for name, points in of_run.items() if name not in _UNTITLED}
-    first = [name for name in _FIRST if name in names]
-    first += sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean"))
-    rest = sorted(names - set(first))
-    return [*first, *rest][:_MAX_METRICS]
+def _main_metrics(series: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the metrics whose curves come first."""
+    names = {name for of_run in series for name in of_run}
+    parts = sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean"))
+    return [*(name for name in _FIRST if name in names), *parts][:_NUM_FIRST]
+
+
+def _ordered(series: Sequence[Mapping[str, Any]], main: Sequence[str]) -> list[str]:
+    """The names of all metrics: the main ones, then the others in the order of the alphabet."""
+    others = sorted({name for of_run in series for name in of_run} - {*main, *_TOTALS})
+    return [*main, *others][:_MAX_METRICS]
 
 
 def _short(point: Point) -> tuple[int, float]:
@@ -102,11 +114,17 @@ def _finals(names: Sequence[str], series: Sequence[Mapping[str, Sequence[Point]]
 
 
 def _table(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each name: its values in all columns, and whether they differ."""
+    """A row for each name: its values in all columns, and whether all columns have it with values that differ."""
     rows = []
     for name in sorted({name for column in columns for name in column}):
         values = [_text(column[name]) if name in column else "" for column in columns]
-        rows.append({"name": name, "values": values, "differs": len(set(values)) > 1})
+        rows.append(
+            {
+                "name": name,
+                "values": values,
+                "differs": all(name in column for column in columns) and len(set(values)) > 1,
+            }
+        )
     return rows
 
 

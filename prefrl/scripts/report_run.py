@@ -84,7 +84,9 @@ def read_run(folder: Path) -> RunRecord:
         rows = in_order(_json_lines(folder / METRICS))
     else:
         rows = in_order(state.get("log_history", []))
-    arguments = _json(folder / "training_args.json") or (_json(checkpoint / "training_args.json") if checkpoint else {})
+    arguments = _json(folder / "training_args.json") or (
+        _json(checkpoint / "training_args.json") if checkpoint else {}
+    )
     decisive = identity.decisive if identity else {}
     planned = state.get("max_steps") or arguments.get("max_steps") or -1
     return RunRecord(

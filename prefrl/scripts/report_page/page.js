@@ -10,7 +10,7 @@ function element(name, attributes, text) {
 
 function short(value) {
   const size = Math.abs(value);
-  return size >= 1e4 || (size > 0 && size < 1e-3) ? value.toExponential(1) : String(Number(value.toPrecision(4)));
+  return size >= 1e4 || (size > 0 && size < 1e-2) ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
 
 // Draws the curves of all runs into a figure.
