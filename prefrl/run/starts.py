@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from prefrl.printable import MASK, masked
+from prefrl.printable import masked
 
 __all__ = ["STARTS", "Start", "read_starts", "record_start"]
 
@@ -75,7 +75,7 @@ def command_of(argv: Sequence[str]) -> str:
             shown.append(f"{option}={masked(value, _name(option))}")
         else:
             shown.append(masked(word, _name(before)) if before.startswith("-") else masked(word))
-    return shlex.join(shown).replace(f"'{MASK}'", MASK)
+    return shlex.join(shown)
 
 
 def _name(option: str) -> str:

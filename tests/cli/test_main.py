@@ -48,6 +48,16 @@ def test_help_loads_nothing_heavy_and_names_every_command() -> None:
     }
 
 
+def test_the_page_about_a_run_is_made_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    code = (
+        "import sys\nfrom prefrl.scripts.main import main\nimport prefrl.scripts.watch\n"
+        f"main(['report', {str(tmp_path)!r}])\nprint([m for m in {HEAVY} if m in sys.modules])"
+    )
+    assert python(code).splitlines()[-1] == "[]"
+    assert (tmp_path / "report.html").is_file()
+
+
 TRAINING = """
 import atexit, ctypes, sys, types
 libc = ctypes.CDLL(None)

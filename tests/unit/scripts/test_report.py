@@ -127,7 +127,7 @@ def test_curves_times_options_and_command_are_on_the_page(tmp_path: Path, monkey
     text = page([folder])
     assert re.search(r"generation 3 s <span class=\"quiet\">75 %", text)
     assert "<td>seed</td><td>7</td>" in text
-    assert parsed.texts["pre"][-1] == "prefrl grpo --hub_token *** --beta=0.1"
+    assert parsed.texts["pre"][-1] == "prefrl grpo --hub_token '***' --beta=0.1"
     assert "<td>torch</td>" in text
     assert "hf_secret" not in (folder / "starts.jsonl").read_text()
 
