@@ -59,7 +59,8 @@ def _by_rule(
 ) -> Iterator[Event]:
     steps: list[int] = []
     for row in rows:
-        values = [v for key, v in row.items() if (key == name or key.endswith(f"/{name}")) and _is_number(v)]
+        found = [v for key, v in row.items() if key == name or key.endswith(f"/{name}")]
+        values = [math.nan if v is None else v for v in found if v is None or _is_number(v)]  # JSON has no NaN
         if not values:
             continue
         if any(map(is_bad, values)):

@@ -20,7 +20,7 @@ __all__ = ["METRICS", "Point", "RunRecord", "read_run", "series_of", "thinned"]
 
 METRICS = "metrics.jsonl"
 _TIME = re.compile(r"time/(\w+)_s")
-_NOT_METRICS = ("step", "epoch", "stage")
+_NOT_METRICS = ("step", "epoch", "stage", "run", "time")
 
 Point = tuple[int, float]  # optimizer step, value
 
@@ -81,7 +81,8 @@ def read_run(folder: Path) -> RunRecord:
         )
     state = _json(checkpoint / "trainer_state.json") if checkpoint else {}
     if (folder / METRICS).is_file():
-        rows = in_order(_json_lines(folder / METRICS))
+        lines = _json_lines(folder / METRICS)
+        rows = in_order([line for line in lines if line.get("run") == lines[-1].get("run")])
     else:
         rows = in_order(state.get("log_history", []))
     arguments = _json(folder / "training_args.json") or (
@@ -105,7 +106,9 @@ def in_order(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if not isinstance(row, Mapping) or not isinstance(row.get("step"), int):
             continue
-        while kept and kept[-1]["step"] > row["step"]:
+        # A step is logged once with its loss; evaluations of the same step follow.
+        first_repeated = row["step"] if "loss" in row else row["step"] + 1
+        while kept and kept[-1]["step"] >= first_repeated:
             kept.pop()
         kept.append(dict(row))
     return kept
@@ -153,8 +156,10 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     def parsed() -> Iterator[dict[str, Any]]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except ValueError:
                 continue  # the last line, while it is being written
+            if isinstance(row, dict):
+                yield row
 
     return list(parsed())

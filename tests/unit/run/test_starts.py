@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from prefrl.run.identity import Identity
 from prefrl.run.starts import STARTS, command_of, read_starts, record_start
+from prefrl.trainer.base.saving import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,10 @@ def test_each_start_of_the_run_is_kept_in_order(tmp_path: Path) -> None:
 
 def test_without_a_record_there_are_no_starts(tmp_path: Path) -> None:
     assert read_starts(tmp_path, "a") == []
+
+
+def test_a_training_records_its_start(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, None, in_background=False, is_first_of_node=True)
+    for resume in (None, True):  # there is no checkpoint: both begin at step 0
+        start = folder.start(resume, Identity("", {"seed": 1}), allowed=[])
+    assert [start.run for start in read_starts(tmp_path, start.run)] == [start.run] * 2

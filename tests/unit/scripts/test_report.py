@@ -93,14 +93,17 @@ class Parsed(HTMLParser):
 
 
 def test_what_a_model_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:
-    parsed = Parsed(page([run_folder(tmp_path / "<b>run</b>", note="<img src=y>")]))
+    folder = run_folder(tmp_path / "<b>run</b>", note="<img src=y>")
+    write_batch(folder, 3, [rollout(0, HOSTILE, 0.0, prompt=f"prompt {HOSTILE}")])
+    parsed = Parsed(page([folder]))
     assert [dict(attributes) for tag, attributes in parsed.elements if tag == "script"] == [
         {"type": "application/json", "id": "data"},
         {},
     ]
     assert "img" not in parsed.texts
     assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
-    assert HOSTILE.replace("\u202e", "\\u202e") in parsed.texts["pre"]
+    shown = HOSTILE.replace("\u202e", "\\u202e")
+    assert parsed.texts["pre"] == [f"prompt {shown}", shown, shown]  # best and worst of one
     assert parsed.data["names"] == ["b>"]  # the folder's name ends behind its last slash
     assert "<img src=y>" in parsed.texts["td"]
 
@@ -133,7 +136,7 @@ def test_curves_times_options_and_command_are_on_the_page(tmp_path: Path, monkey
 
 
 def test_a_comparison_shows_differing_options_and_the_same_prompts(tmp_path: Path) -> None:
-    a, b = run_folder(tmp_path / "a", beta=0.0), run_folder(tmp_path / "b", beta=0.04)
+    a, b = run_folder(tmp_path / "a", beta=0.0), run_folder(tmp_path / "b", beta=0.04, only_here=1)
     write_batch(
         b, 3, [rollout(5, "first of its group", 0.5), rollout(5, "second", 1.0), rollout(6, "x", 0, prompt="?")]
     )
@@ -170,6 +173,9 @@ def test_histograms_of_a_reward_have_the_same_bins(tmp_path: Path) -> None:
 
 def test_what_an_interrupted_attempt_logged_is_dropped() -> None:
     rows = [{"step": step, "attempt": attempt} for step, attempt in ((1, 1), (2, 1), (3, 1), (2, 2), (2, 3), (3, 2))]
+    assert in_order([{"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 2.0}, {"step": 1, "loss": 3.0}]) == [
+        {"step": 1, "loss": 3.0}
+    ]
     kept = [(row["step"], row["attempt"]) for row in in_order([*rows, {"loss": 1.0}])]
     assert kept == [(1, 1), (2, 1), (2, 2), (2, 3), (3, 2)]
 
@@ -196,7 +202,7 @@ def test_events_are_ranges_of_steps(tmp_path: Path) -> None:
         }
         for i, b in enumerate(bad)
     ]
-    write_metrics(folder, [*rows, {"step": 5, "loss": math.nan}])
+    write_metrics(folder, [*rows, {"step": 5, "loss": None}])
     (folder / "nan-step-5").mkdir()
     found = [(event.first, event.last, event.text.split(",")[0]) for event in events_of(read_run(folder))]
     assert found == [
@@ -206,6 +212,12 @@ def test_events_are_ranges_of_steps(tmp_path: Path) -> None:
         (5, 5, "The loss was not finite."),
         (5, 5, "The state before a step that failed is in nan-step-5."),
     ]
+
+
+def test_rows_of_an_earlier_run_in_the_folder_are_not_shown(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    write_metrics(folder, [{"run": run, "step": step, "time": 1e9, "kl": 0.5} for run, step in (("a", 1), ("b", 2))])
+    assert Parsed(page([folder])).data["curves"] == {"kl": [[[2, 0.5]]]}
 
 
 def test_without_metrics_of_its_own_a_run_has_those_of_its_last_checkpoint(tmp_path: Path) -> None:
