@@ -18,14 +18,14 @@ class LightParser(argparse.ArgumentParser):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, allow_abbrev=False)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options.
 
         Raises:
             ConfigError: An option is unknown or missing, or has a value of the wrong type.
             SystemExit: Help was asked for.
         """
-        options, unknown = self.parse_known_args(args, namespace)
+        options, unknown = self.parse_known_args(argv)
         if unknown:
             word = unknown[0].split("=")[0]
             known = [option for action in self._actions for option in action.option_strings]

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="output_dir of a training")
     parser.add_argument("other", type=Path, nargs="?", help="output_dir of another one, to compare them")
     parser.add_argument("--output", type=Path, help="the file (default: report.html in the folder of the first run)")
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
     folders = [folder for folder in (options.run, options.other) if folder is not None]
     output = options.output or options.run / "report.html"
     text = page(folders)

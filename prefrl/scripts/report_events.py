@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from prefrl.scripts.report_run import RunRecord
 
@@ -82,5 +82,5 @@ def _increases(rows: Sequence[Mapping[str, Any]], name: str, text: str) -> Itera
             before = count
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="output_dir of a training")
     parser.add_argument("other", type=Path, nargs="?", help="output_dir of another one, to compare them")
     parser.add_argument("--port", type=int, default=8765, help="port of the page; 0: any free one (default: 8765)")
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"port={options.port}: must be >= 0 and < {2**16}")
     live = LivePage([folder for folder in (options.run, options.other) if folder is not None])

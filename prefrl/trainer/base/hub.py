@@ -35,15 +35,8 @@ _MODEL = [
 ]
 # What of an output_dir is not: checkpoints, prompts and completions, and what only this run needs.
 _NOT_MODEL = [
-    "_*",
-    ".*",
-    "checkpoint-*",
-    "completions/*",
-    "profile/*",
-    "nan-step-*",
-    "run.json",
-    "starts.jsonl",
-    "*.log",
+    *("_*", ".*", "checkpoint-*", "completions/*", "evaluations/*", "profile/*", "nan-step-*", "*.log"),
+    *("run.json", "starts.jsonl", "report.html"),
 ]
 _MODEL_PLACE = ""  # the root of the repository
 _LATER = (408, 429)  # HTTP status codes of a server that asks for another try
