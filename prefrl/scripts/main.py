@@ -24,6 +24,8 @@ _OTHERS = {
     "doctor": "look at a run before it begins: data, rewards, server, batches, memory, time",
     "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
+    "watch": "show a run in the browser while it trains",
+    "report": "write one HTML file about a run, or about two",
     "look": "show completions of a run: its best, its worst",
     "chat": "talk to a model in the terminal",
     "generate": "sample completions of a prompt or of a dataset",
