@@ -80,4 +80,6 @@ def _measure_of(part: str) -> Measure:
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
+    import_module("datasets").disable_progress_bars()
+    import_module("transformers.utils.logging").disable_progress_bar()
     raise SystemExit(main())
