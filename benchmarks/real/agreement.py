@@ -60,12 +60,19 @@ def _row(name: str, theirs: dict[str, float], ours: dict[str, float]) -> dict[st
 
 
 def _offline(inputs: Inputs, trainer: str) -> cases.Inputs:
-    rows = worked_examples(inputs) if trainer == "sft" else pairs(inputs)
+    rows = (worked_examples(inputs) if trainer == "sft" else pairs(inputs)).select(range(NUM_ROWS))
+    tokenizer = inputs.tokenizer()
+
+    # As text, to which both libraries add the end token: TRL's conversations also learn the newline of the template.
+    def rendered(row: dict[str, Any]) -> dict[str, str]:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        return {"prompt": prompt} | {side: row[side][0]["content"] for side in row if side != "prompt"}
+
     return cases.Inputs(
         model=inputs.reward_model() if trainer == "reward" else inputs.policy(),
         reference=inputs.reference() if trainer == "dpo" else None,
-        tokenizer=inputs.tokenizer(),
-        rows=rows.select(range(NUM_ROWS)),
+        tokenizer=tokenizer,
+        rows=Dataset.from_list([rendered(row) for row in rows]),
     )
 
 
