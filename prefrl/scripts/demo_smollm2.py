@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from transformers.utils import logging as transformers_logging
 
 from prefrl.scripts.demo_parts import ReportProgress, greedy_texts, plot_rewards
 from prefrl.scripts.smollm2 import cached_smollm2
@@ -36,6 +37,9 @@ def run(seed: int, output_dir: Path, console: Console, *, model_folder: Path | N
     `model_folder` holds SmolLM2; None: it is fetched once, see `cached_smollm2`.
     """
     started = time.monotonic()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bars()
     output_dir.mkdir(parents=True, exist_ok=True)
     metrics = output_dir / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
