@@ -21,8 +21,8 @@ PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(B
 GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
-# `tests` is a folder, too.
-.PHONY: demo test tests test-floors check vllm bench bench-growth bench-server bench-faults bench-soak gpu lint types imports unit demo-gain demo-real real clean help
+# `tests` and `docs` are folders, too.
+.PHONY: demo test tests docs test-floors check vllm bench bench-growth bench-server bench-faults bench-soak gpu lint types imports unit demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -30,6 +30,7 @@ help:
 	@echo "make test    also install the test tools and run everything that continuous integration runs"
 	@echo "make test-floors   run unit, property and contract tests with the oldest versions of all dependencies, in $(FLOORS_VENV)"
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
+	@echo "make docs    build the site of the documentation, in site/, and stop at the first broken link"
 	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
 	@echo "make bench   compare prefrl with TRL, in $(BENCH_VENV): about 9 minutes on 2 cores; QUICK=1: 2 minutes"
 	@echo "make bench-growth   measure how their cost grows with completions, lengths and vocabulary: about 5 minutes"
@@ -49,7 +50,7 @@ demo-real: $(VENV)/.runtime
 
 # pytest ends last, so that its summary ends the log. Tests with servers share one worker: a server takes 3 GB.
 test:
-	$(MAKE) -j 2 lint types imports $(VLLM_VENV)/.ready
+	$(MAKE) -j 2 lint types imports docs $(VLLM_VENV)/.ready
 	$(MAKE) -j 2 tests demo-gain
 
 tests: $(VENV)/.dev $(VLLM_VENV)/.ready
@@ -58,7 +59,7 @@ tests: $(VENV)/.dev $(VLLM_VENV)/.ready
 test-floors: $(FLOORS_VENV)/.ready
 	OMP_NUM_THREADS=1 $(FLOORS_VENV)/bin/python -m pytest -n $(WORKERS) -ra --forbid-skips tests/unit tests/property tests/contract
 
-check: lint types imports unit
+check: lint types imports docs unit
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -69,6 +70,9 @@ types: $(VENV)/.dev
 
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) tests/unit tests/property

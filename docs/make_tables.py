@@ -1,26 +1,37 @@
-"""Write the option tables of the docs from the configs: `python docs/make_tables.py`.
+"""Write the generated parts of the docs from the code: `python docs/make_tables.py`.
 
-A page says where with a pair of markers, `<!-- options: prefrl.GRPOConfig -->` and `<!-- end of options -->`; for the
-keys of options that are mappings, `<!-- keys: loss_kwargs -->` and `<!-- end of keys -->`; for the tables of losses,
-advantages, KL estimates and presets, `<!-- rows: losses -->` and `<!-- end of rows -->`. What stands between them is
-replaced.
+A page says where with a pair of markers; what stands between them is replaced.
+
+`<!-- options: prefrl.GRPOConfig -->`, `<!-- end of options -->`: options that only this config has
+`<!-- shared options -->`, `<!-- end of options -->`: options of several configs
+`<!-- keys: loss_kwargs -->`, `<!-- end of keys -->`: keys of options that are mappings
+`<!-- rows: losses -->`, `<!-- end of rows -->`: tables of losses, advantages, KL estimates, presets, ...
+`<!-- papers: grpo -->`, `<!-- end of papers -->`: papers that options of an algorithm implement, with their commands
+`<!-- api: prefrl -->`, `<!-- end of api -->`: public names of a module, whose docstrings mkdocstrings shows
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
+import json
 import re
+import shlex
 import typing
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
+SHARED = re.compile(r"(<!-- shared options -->\n).*?(<!-- end of options -->)", re.S)
+API = re.compile(r"(<!-- api: ([\w.]+) -->\n).*?(<!-- end of api -->)", re.S)
+PAPERS = re.compile(r"(<!-- papers: (\w+) -->\n).*?(<!-- end of papers -->)", re.S)
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
 # Pages that list the keys of an option that is a mapping; the others are in docs/losses.md.
@@ -37,14 +48,65 @@ KEY_PAGES = {
         ("early_stopping_kwargs", "model_soup_kwargs", "increase_batch_size_kwargs", "spike_kwargs"), "autopilot.md"
     ),
 }
+ARXIV = re.compile(r"arXiv (\d+\.\d+)")
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+LINK = r"[arXiv \1](https://arxiv.org/abs/\1)"
+_LOSSES_OF = {
+    "dpo": "prefrl.losses.preference.pairwise.PAIR_LOSSES",
+    "cpo": "prefrl.losses.preference.reference_free.CPO_LOSSES",
+}
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 
 def render(page: str) -> str:
     """The page with its tables as they should be."""
-    page = MARKERS.sub(lambda found: f"{found[1]}\n{tables(load(found[2]))}\n{found[3]}", page)
+    page = MARKERS.sub(lambda found: f"{found[1]}\n{own_tables(load(found[2]))}\n{found[3]}", page)
+    page = SHARED.sub(lambda found: f"{found[1]}\n{shared_tables()}\n{found[2]}", page)
+    page = API.sub(lambda found: f"{found[1]}\n{api_of(found[2])}\n\n{found[3]}", page)
+    page = PAPERS.sub(lambda found: f"{found[1]}\n{papers_of(found[2])}\n\n{found[3]}", page)
     page = KEYS.sub(lambda found: f"{found[1]}\n{keys_of(found[2].split())}\n\n{found[3]}", page)
     return ROWS.sub(lambda found: f"{found[1]}\n{rows_of(found[2])}\n\n{found[3]}", page)
+
+
+def api_of(module: str) -> str:
+    """A directive of mkdocstrings for each public name of a module, in alphabetical order."""
+    names = importlib.import_module(module).__all__
+    return "\n\n".join(f"::: {module}.{name}" for name in sorted(names, key=str.lower))
+
+
+def papers_of(algorithm: str) -> str:
+    """A command for each paper that is a choice of options of an algorithm."""
+    if algorithm == "grpo":
+        presets = load("prefrl.trainer.grpo_presets.PRESETS")
+        entries = {
+            name: (f"{row.source}. {row.note}".removesuffix(". "), row.options) for name, row in presets.items()
+        }
+        start = "--config examples/grpo.yaml"
+    else:
+        losses = load(_LOSSES_OF[algorithm])
+        papers = {name: row.source for name, row in losses.items() if "arXiv" in row.source}
+        needed = {"exo_pair": {"label_smoothing": 0.001}, "alphapo": {"alpha": 0.25}}
+        entries = {name: (source, {"loss_type": name} | needed.get(name, {})) for name, source in papers.items()}
+        start = f"--model_name_or_path {MODEL} --dataset_name pairs.jsonl --output_dir runs/{algorithm}"
+    return "\n\n".join(
+        f"**`{name}`**: {ARXIV.sub(LINK, source)}\n\n```bash\nprefrl {algorithm} {start} {_flags(options)}\n```"
+        for name, (source, options) in entries.items()
+    )
+
+
+def _flags(options: dict[str, Any]) -> str:
+    """The options as flags, without those of sampling and of the KL term that examples/grpo.yaml sets to the same."""
+    example = yaml.safe_load((DOCS.parent / "examples/grpo.yaml").read_text(encoding="utf-8"))
+    same = {"top_p": 1.0, "top_k": None, **example}
+    words = []
+    for name, value in options.items():
+        if name not in same or value != same[name]:
+            text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
+            words += [f"--{name}", shlex.quote(text)]
+    rows = example["per_device_train_batch_size"]
+    if options.get("num_generations", 1) > rows * example["gradient_accumulation_steps"]:
+        words += ["--gradient_accumulation_steps", str(options["num_generations"] // rows)]
+    return " ".join(words)
 
 
 def keys_of(names: Collection[str]) -> str:
@@ -70,6 +132,7 @@ def rows_of(name: str) -> str:
         "presets": (["preset", "options", "source"], _presets),
         "schedules": (["`lr_scheduler_type`", "options", *map(str, STEPS)], _schedules),
         "optimizers": (["`optim`", "class", "`weight_decay`", "keys of `optim_args`", "ZeRO", "FSDP2"], _optimizers),
+        "commands": (["command", "what it does"], _commands),
         "names": (["name", "place", ""], _names),
         "trl": (["TRL", "prefrl"], lambda: _foreign("trl.TRL")),
         "trl_arguments": (["argument", "instead"], _trl_arguments),
@@ -77,6 +140,7 @@ def rows_of(name: str) -> str:
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
         "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
+        "axolotl": (["axolotl", "prefrl"], lambda: _foreign("axolotl.AXOLOTL")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
@@ -166,6 +230,14 @@ def _schedules() -> Iterator[list[str]]:
         yield [f"`{name}`", shown, *(f"{factor(step):.3g}" for step in STEPS)]
 
 
+def _commands() -> Iterator[list[str]]:
+    for name, algorithm in load("prefrl.registry.REGISTRY").items():
+        page = algorithm.docs.removeprefix("docs/")
+        yield [f"[`prefrl {name}`]({page})", f"trains; dataset: {algorithm.dataset}"]
+    for name, text in load("prefrl.scripts.main._OTHERS").items():
+        yield [f"`prefrl {name}`", text]
+
+
 def _names() -> Iterator[list[str]]:
     for name, place in load("prefrl.trainer.online.flat_names.FLAT_NAMES").items():
         key = f"`{place.option}`" if place.key is None else f"`{place.key}` of `{place.option}`"
@@ -210,24 +282,65 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def tables(config: type[Any]) -> str:
-    """One table for each option group of the config, under the group's description; HuggingFace's are left out."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(config)}
+def groups(config: type[Any]) -> list[type[Any]]:
+    """The option groups of a config: itself and its bases, without HuggingFace's."""
+    return [group for group in config.__mro__ if group.__module__.startswith("prefrl.") and options_of(group)]
+
+
+def options_of(group: type[Any]) -> list[str]:
+    """The options that a group declares."""
+    fields = {field.name for field in dataclasses.fields(group)} if dataclasses.is_dataclass(group) else set()
+    return [name for name in inspect.get_annotations(group) if name in fields]
+
+
+@functools.cache
+def audiences() -> dict[type[Any], str]:
+    """The title of the trainers that have an option group in common, for each group that several have."""
+    users: dict[type[Any], list[str]] = {}
+    for algorithm in load("prefrl.registry.REGISTRY").values():
+        config = algorithm.load_config()
+        for group in groups(config):
+            users.setdefault(group, []).append(config.__name__.removesuffix("Config"))
+    largest = max(map(len, users.values()))
+    titles = {group: "All trainers" if len(names) == largest else ", ".join(names) for group, names in users.items()}
+    return {group: title for group, title in titles.items() if len(users[group]) > 1}
+
+
+def own_tables(config: type[Any]) -> str:
+    """The tables of the option groups that only this config has, and links to those that it shares."""
+    own = [table(config, group) for group in groups(config) if group not in audiences()]
+    titles = dict.fromkeys(audiences()[group] for group in groups(config) if group in audiences())
+    links = [f"- [{title}](options.md#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
+    lead = "The other options are shared by these trainers; a default above replaces the one of a shared table:"
+    return "\n".join([*own, lead, "", *links, ""])
+
+
+def shared_tables() -> str:
+    """A section for each set of trainers that have options in common, with a table for each option group."""
+    sections: dict[str, list[str]] = {}
+    for algorithm in load("prefrl.registry.REGISTRY").values():
+        config = algorithm.load_config()
+        for group in groups(config):
+            if group in audiences():
+                heading = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", group.__name__)
+                text = f"### {heading}\n\n{table(config, group)}"
+                sections.setdefault(audiences()[group], []).append(text)
+    ordered = sorted(sections.items(), key=lambda section: section[0] != "All trainers")
+    return "\n".join(f"## {title}\n\n" + "\n".join(dict.fromkeys(parts)) for title, parts in ordered)
+
+
+def table(config: type[Any], group: type[Any]) -> str:
+    """The table of an option group of a config under the group's description, with the group's own defaults."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(group)}
     meanings = {
         option.name: f"{option.description} [Keys](../{KEY_PAGES.get(option.name, 'losses.md')}#keys)."
         for option in getattr(config, "kwargs_options", ())
     }
-    parts = []
-    for group in config.__mro__:
-        names = [name for name in inspect.get_annotations(group) if name in fields]
-        if not group.__module__.startswith("prefrl.") or not names:
-            continue
-        assert group.__doc__ is not None
-        title = group.__doc__.strip().splitlines()[0]
-        rows = [row(name, hints[name], fields.pop(name), meanings.get(name)) for name in names]
-        parts.append("\n".join([title, "", "| option | value | default | meaning |", "|---|---|---|---|", *rows, ""]))
-    return "\n".join(parts)
+    assert group.__doc__ is not None
+    title = group.__doc__.strip().splitlines()[0]
+    rows = [row(name, hints[name], fields[name], meanings.get(name)) for name in options_of(group)]
+    return "\n".join([title, "", "| option | value | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
 def row(name: str, hint: Any, field: dataclasses.Field[Any], meaning: str | None = None) -> str:

@@ -229,8 +229,7 @@ def check_weights_stay(accelerator: Any, option: str) -> None:
     Raises:
         ConfigError: With ZeRO-3 they are empty then.
     """
-    is_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
-    if is_deepspeed and accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] == 3:
+    if _is_zero3(accelerator):
         raise ConfigError(
             f"{option} with DeepSpeed ZeRO-3, whose weights are empty between the passes: they are not averaged. Use "
             "ZeRO-2, DDP or FSDP2; the command prefrl soup averages checkpoints afterwards."
@@ -247,13 +246,16 @@ def check_changed_layers(accelerator: Any, *, option: str | None) -> None:
     Raises:
         ConfigError: The backend is ZeRO-3.
     """
-    plugin = accelerator.state.deepspeed_plugin
-    stage = None if plugin is None else plugin.deepspeed_config["zero_optimization"]["stage"]
-    if option is not None and stage == 3:
+    if option is not None and _is_zero3(accelerator):
         raise ConfigError(
             f"{option} with DeepSpeed ZeRO-3: it gathers weights inside the layers, which cannot be changed then. Use "
             "ZeRO-2, FSDP2 or DDP."
         )
+
+
+def _is_zero3(accelerator: Any) -> bool:
+    plugin = accelerator.state.deepspeed_plugin
+    return plugin is not None and bool(plugin.deepspeed_config["zero_optimization"]["stage"] == 3)
 
 
 def _wants_deepspeed(args: Any, environment: Mapping[str, str]) -> bool:

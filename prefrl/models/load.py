@@ -352,9 +352,20 @@ def _encoder_error(name: str) -> ConfigError:
     )
 
 
+def _check_dtype(arguments: Mapping[str, Any]) -> None:
+    for key in ("dtype", "torch_dtype"):
+        given = arguments.get(key)
+        if isinstance(given, str) and given != "auto" and not isinstance(getattr(torch, given, None), torch.dtype):
+            raise ConfigError(
+                f"model_init_kwargs: {key}={given!r}: is no type of torch. Set 'bfloat16', 'float16', 'float32' or "
+                "'auto', which is the type of the files."
+            )
+
+
 def _from_pretrained(
     kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any], seed: int | None
 ) -> PreTrainedModel:
+    _check_dtype(arguments)
     try:
         with seeded(seed):
             auto_class = _auto_class(kind, name, arguments)

@@ -24,6 +24,7 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.launch_run import run_together
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.processes import Program
+from prefrl.scripts.schema import SchemaParser
 from prefrl.scripts.vllm_serve import ServeArguments, check_port, serve_command
 from prefrl.scripts.yaml_file import load_yaml
 
@@ -144,9 +145,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"the algorithm comes first: prefrl launch NAME. Known: {', '.join(REGISTRY)}.")
     if argv[0] not in REGISTRY:
         raise ConfigError(f"{argv[0]!r} cannot be launched. {nearest(argv[0], REGISTRY)}")
-    from prefrl.scripts.train import parser_of  # imports transformers, which --help does not need
-
-    run = parser_of(REGISTRY[argv[0]]).values(forwarded)
+    run = SchemaParser(argv[0]).values(forwarded)
     visible = visible_gpus(os.environ)
     training = plan_training(options, [argv[0], *forwarded], run, visible)
     server = None

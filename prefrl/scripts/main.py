@@ -20,6 +20,7 @@ __all__ = ["main"]
 
 # Descriptions of the other commands. With underscores, the name is that of the module with `main(argv) -> exit code`.
 _OTHERS = {
+    "init": "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml",
     "migrate": "rewrite scripts and configs of TRL, verl and cosmos-rl",
     "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
@@ -86,9 +87,10 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 def _train(command: str, arguments: Sequence[str]) -> int:
     is_done = threading.Event()
     atexit.register(_leave_worker, is_done)  # before torch is imported: exit handlers run in reverse order
-    train = importlib.import_module("prefrl.scripts.train").main
+    train, algorithm = importlib.import_module("prefrl.scripts.train"), REGISTRY[command]
+    given = train.read(algorithm, arguments)  # refuses mistakes before torch is imported
     as_worker = importlib.import_module("prefrl.distributed.launcher").as_worker
-    code = int(as_worker(lambda: train(REGISTRY[command], arguments)))
+    code = int(as_worker(lambda: train.main(algorithm, given)))
     is_done.set()
     return code
 

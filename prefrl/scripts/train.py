@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +13,36 @@ from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
 from prefrl.scripts.model_config import get_peft_config, quantization_config
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.schema import Given, SchemaParser
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
 
-__all__ = ["main", "parser_of"]
+__all__ = ["main", "read"]
 
 
-def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
-    """Parse the command line, train and save.
+def read(algorithm: Algorithm, argv: Sequence[str]) -> Given:
+    """Read the command line, and check it as far as that needs no import of torch.
 
     Args:
         algorithm: The algorithm to train with.
         argv: The options.
+
+    Raises:
+        ConfigError: A name, a value or a combination is wrong.
+        SystemExit: Help was asked for.
+    """
+    given = SchemaParser(algorithm.name).parse(argv)
+    _script(given)
+    return given
+
+
+def main(algorithm: Algorithm, given: Given) -> int:
+    """Train and save.
+
+    Args:
+        algorithm: The algorithm to train with.
+        given: The options, from `read`.
 
     Returns:
         The exit code.
@@ -33,7 +50,7 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    script, config = parser_of(algorithm).parse(argv)
+    script, config = _script(given), _config(algorithm, given)
     _check_stream(script, config)
     _check_switches(config)
     _add_model_options(script, config)
@@ -50,17 +67,43 @@ def main(algorithm: Algorithm, argv: Sequence[str]) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
+    except KeyboardInterrupt:
+        _say_stopped(algorithm.name, trainer)
+        raise
     finally:
         trainer.end()  # a process that exits while its process group is open may be aborted
     return 0
 
 
-def parser_of(algorithm: Algorithm) -> CommandParser:
-    """The parser for the options of `prefrl <algorithm>`: model, data and config."""
+def _say_stopped(command: str, trainer: Any) -> None:
+    """Say after Ctrl-C where the run stopped, and how it goes on."""
+    find_last = importlib.import_module("prefrl.run.checkpoints").find_last
+    last = find_last(trainer.run_folder.path, run=trainer.run_folder.run).folder
+    way = "there is no checkpoint yet" if last is None else f"the last checkpoint is {last}"
+    remedy = "" if last is None else ". To go on, run the same command with --resume_from_checkpoint true"
+    text = f"prefrl {command}: stopped in step {trainer.state.global_step + 1}; {way}{remedy}"
+    print(text, file=sys.stderr)
+
+
+def _script(given: Given) -> CommandArguments:
+    """Model, data and rewards; with rewards for the algorithms that have the option."""
+    cls = RewardArguments if given.takes_rewards else CommandArguments
+    names = {field.name for field in dataclasses.fields(cls)}
+    try:
+        return cls(**{name: value for name, value in given.values.items() if name in names})
+    except ConfigError as error:
+        raise given.located(error) from None
+
+
+def _config(algorithm: Algorithm, given: Given) -> Any:
     config_class = algorithm.load_config()
-    takes_rewards = "reward_weights" in {field.name for field in dataclasses.fields(config_class)}
-    script_class = RewardArguments if takes_rewards else CommandArguments
-    return CommandParser(algorithm.name, (script_class, config_class), f"Dataset: {algorithm.dataset}.")
+    of_script = {field.name for field in dataclasses.fields(RewardArguments)}
+    values = {name: value for name, value in given.values.items() if name not in of_script}
+    preset = values.pop("preset", None)
+    try:
+        return config_class(**values) if preset is None else config_class.preset(preset, **values)
+    except ConfigError as error:
+        raise given.located(error) from None
 
 
 def _check_stream(script: CommandArguments, config: Any) -> None:

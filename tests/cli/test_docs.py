@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import re
 import shlex
 import shutil
@@ -15,7 +17,7 @@ import pytest
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.losses.preference.reference_free import CPO_LOSSES
-from prefrl.registry import REGISTRY
+from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.launch import LaunchArguments
 from prefrl.scripts.main import main
@@ -54,6 +56,18 @@ def test_each_algorithm_has_its_option_table() -> None:
     for row in REGISTRY.values():
         marker = f"<!-- options: prefrl.{row.config.partition(':')[2]} -->"
         assert marker in (ROOT / row.docs).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("row", REGISTRY.values(), ids=lambda row: row.name)
+def test_each_option_is_in_the_table_of_its_algorithm_or_in_a_shared_one_that_it_links_to(row: Algorithm) -> None:
+    page = (ROOT / row.docs).read_text(encoding="utf-8")
+    shared = re.split(r"^## ", (ROOT / "docs/trainers/options.md").read_text(encoding="utf-8"), flags=re.M)
+    links = re.findall(r"^- \[(.+)\]\(options\.md#", page, re.M)
+    tables = [page, *(section for section in shared if section.partition("\n")[0] in links)]
+    listed = set(re.findall(r"^\| `(\w+)` \|", "".join(tables), re.M))
+    groups = [group for group in row.load_config().__mro__ if group.__module__.startswith("prefrl.")]
+    own = {name for group in groups for name in inspect.get_annotations(group)}
+    assert {field.name for field in dataclasses.fields(row.load_config())} & own <= listed
 
 
 @pytest.mark.parametrize(("page", "losses"), [("dpo", PAIR_LOSSES), ("cpo", CPO_LOSSES)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -14,11 +15,13 @@ import pytest
 import prefrl
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
+from prefrl.scripts import schema_writer
 from prefrl.scripts.main import main
+from prefrl.scripts.schema import SCHEMA_FILE, SchemaParser
 from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("demo", "launch", "migrate", "replay", "soup", "verify", "vllm-serve")
+OTHERS = ("demo", "init", "launch", "migrate", "replay", "soup", "verify", "vllm-serve")
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
 
@@ -53,9 +56,12 @@ import atexit, ctypes, sys, types
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.abort, None, None)  # as a native thread does now and then
 train = types.ModuleType("prefrl.scripts.train")
+train.read = lambda *_: None
 train.main = lambda *_: atexit.register(print, "exit handler") and {code}
 sys.modules["prefrl.scripts.train"] = train
+from prefrl.scripts import schema_writer
 from prefrl.scripts.main import main
+from prefrl.scripts.schema import SCHEMA_FILE, SchemaParser
 sys.exit(main(["sft"]))
 """
 
@@ -91,22 +97,61 @@ def cpu_seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_help_of_an_algorithm_imports_its_config_but_no_trainer() -> None:
+def quick(argv: list[str]) -> tuple[str, str]:
+    """What a command prints, and the heavy packages that it imported."""
     code = (
-        "import sys\nfrom prefrl.registry import REGISTRY\nfrom prefrl.scripts.main import main\n"
-        "for name, row in REGISTRY.items():\n"
-        "    try: main([name, '--help'])\n"
-        "    except SystemExit: pass\n"
-        "    print([path.partition(':')[0] in sys.modules for path in (row.config, row.trainer)], 'end of', name)\n"
+        "import sys\nfrom prefrl.scripts.main import main\nsys.stderr = sys.stdout\n"
+        f"try: main({argv})\nexcept SystemExit: pass\n"
+        f"print([m for m in {HEAVY} if m in sys.modules])"
     )
-    output = python(code)  # one process for all: the imports take seconds
+    *shown, loaded = python(code).splitlines()
+    return "\n".join(shown), loaded
+
+
+def test_help_and_mistakes_import_nothing_heavy_and_are_short() -> None:
+    wrong = [
+        ["sft", "--learnin_rate", "1"],
+        ["sft", "--seed", "x"],
+        ["grpo", "--dtype", "int8"],
+        ["grpo", "--model_name_or_path", "m", "--max_staleness", "2", "--dataset_name", "d"],
+        ["init", "grop"],
+    ]
     for name in REGISTRY:
-        text, end, output = output.partition(f"[True, False] end of {name}\n")
-        assert end, text
+        text, loaded = quick([name, "--help"])
+        assert loaded == "[]"
+        assert len(text.splitlines()) <= 80
         assert "--model_name_or_path" in text
         assert "--max_tokens_per_micro_batch" in text
         assert "--fsdp" not in text  # in --help_all only
         assert ("--reward_funcs" in text) == (name in ONLINE)
+    for argv in wrong:
+        text, loaded = quick(argv)
+        assert (loaded, text.count("\n")) == ("[]", 0)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_file_made_by_init_is_accepted(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", name]) == 0
+    text = capsys.readouterr().out
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert SchemaParser(name).parse([str(path)]).values["output_dir"] == f"runs/{name}"
+    everything = re.sub(r"^#(?! )", "", text, flags=re.MULTILINE)  # every option at its default
+    path.write_text(re.sub(r"^\w+: null .*$", "", everything, flags=re.MULTILINE), encoding="utf-8")
+    assert len(SchemaParser(name).parse([str(path)]).values) > 15
+
+
+def test_help_finds_options_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["grpo", "--help", "staleness"])
+    text = capsys.readouterr().out
+    assert text.startswith("  --max_staleness int\n")
+    assert "--seed" not in text
+
+
+def test_the_schema_is_that_of_the_configs() -> None:
+    remedy = "run python -m prefrl.scripts.schema_writer"
+    assert schema_writer.schema_text() == SCHEMA_FILE.read_text(encoding="utf-8"), remedy
 
 
 def test_help_all_shows_the_options_of_huggingface_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +190,10 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
             ["grpo", "--num-generation=4"], "Did you mean '--num-generations'?", id="flag with value, dashes"
         ),
         pytest.param(["sft", "--zzzzqqq", "1"], "unknown option '--zzzzqqq'. See --help_all", id="flag unlike any"),
-        pytest.param(["sft", "x.yaml"], "unexpected argument 'x.yaml'", id="no flag"),
+        pytest.param(["sft", "x.txt"], "unexpected argument 'x.txt'", id="no flag"),
+        pytest.param(["sft", "x.yaml"], "config='x.yaml': cannot be read", id="no file as the first word"),
+        pytest.param(["sft", "--base_model", "m"], "is model_name_or_path here.", id="name of another library"),
+        pytest.param(["sft", "--num_generations", "4"], "It is an option of grpo, ", id="of other algorithms"),
         pytest.param(["sft", "--learning_rate", "x"], "invalid float value: 'x'", id="type"),
         pytest.param(["sft", "--loss_type", "nlll"], "invalid choice: 'nlll' (choose from 'nll', 'dft')", id="choice"),
         pytest.param(["sft"], "model_name_or_path: not given.", id="missing"),

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from prefrl.registry import REGISTRY
 from prefrl.scripts.launch import LaunchArguments
 from prefrl.scripts.parser import CommandParser
-from prefrl.scripts.train import parser_of
+from prefrl.scripts.schema import SchemaParser
 from prefrl.scripts.vllm_serve import ServeArguments
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +99,7 @@ def test_four_nodes_train_and_the_fifth_serves(tmp_path: Path) -> None:
         (launch,), forwarded = parser.parse_known(call["argv"][2:])
         launch.check_machines()
         launches.append(launch)
-        runs.append(parser_of(REGISTRY[call["argv"][1]]).values(forwarded))
+        runs.append(SchemaParser(call["argv"][1]).values(forwarded))
     assert [launch.machine_rank for launch in launches] == [0, 1, 2, 3]
     assert {(launch.num_machines, launch.num_processes) for launch in launches} == {(4, 32)}
     assert {launch.main_process_ip for launch in launches} == {"127.0.0.1"}

@@ -351,3 +351,31 @@ def test_a_reward_model_with_lora_needs_no_task_type(workspace: Path) -> None:
     assert recorded("reward", argv)["peft_config"].task_type is None
     given = recorded("reward", [*argv, "--lora_task_type", "SEQ_CLS"])
     assert given["peft_config"].task_type == "SEQ_CLS"
+
+
+def test_ctrl_c_says_where_the_run_stopped(
+    workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefrl.trainer.sft_trainer.SFTTrainer.train", interrupt)
+    argv = ["sft", "--model_name_or_path", str(model_folder), "--dataset_name", "texts.jsonl", *QUICK]
+    assert main(argv) == 130
+    assert "prefrl sft: stopped in step 1; there is no checkpoint yet\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--report_to", "clearml"], "report_to='clearml': its package is not installed. Run `pip install clearml`"),
+        (["--model_init_kwargs", '{"dtype": "bflot16"}'], "dtype='bflot16': is no type of torch. Set 'bfloat16'"),
+    ],
+)
+def test_what_would_fail_inside_other_libraries_is_one_line(
+    argv: list[str], message: str, workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ["--model_name_or_path", str(model_folder), "--dataset_name", "texts.jsonl"]
+    assert main(["sft", *data, *QUICK, *argv]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prefrl sft: ")]
+    assert message in line

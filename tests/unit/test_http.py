@@ -38,7 +38,8 @@ def serve() -> Iterator[Callable[[Handle], str]]:
             protocol_version = "HTTP/1.1"  # offers to keep connections
 
             def do_GET(self) -> None:
-                handle(self)
+                with suppress(ConnectionError):  # a client that gave up; see `rewards/endpoint.py`
+                    handle(self)
 
             do_POST = do_GET
 

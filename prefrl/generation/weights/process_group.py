@@ -33,6 +33,7 @@ Transport = Literal["nccl", "gloo"]
 
 HOST_DEVICE = torch.device("cpu")
 _POLL_SECONDS = 0.0005
+_CONNECT_SECONDS = 10.0  # less than a trainer that is started again takes to ask the server for something
 _JOIN_POLL_SECONDS = 0.005
 _ABORT_SECONDS = 1.0  # gloo takes microseconds
 _ABORT_POLL_SECONDS = 0.1
@@ -264,13 +265,16 @@ def join(invitation: Invitation, *, worker: int) -> Group:
     Raises:
         RuntimeError: The trainer cannot be reached, or not all members arrived in time.
     """
+    # The trainer listens before it invites: if it is gone, a longer wait would only block the server.
+    patience = min(invitation.timeout_s, _CONNECT_SECONDS)
     store = TCPStore(
         invitation.host,
         invitation.port,
         is_master=False,
-        timeout=timedelta(seconds=invitation.timeout_s),
+        timeout=timedelta(seconds=patience),
         wait_for_workers=False,
     )
+    store.set_timeout(timedelta(seconds=invitation.timeout_s))
     rank = invitation.rank_offset + worker
     store.set(_arrival_key(invitation, rank), "")
     address = address_towards(invitation.host, invitation.port)

@@ -1,9 +1,10 @@
-"""What names of TRL, verl, cosmos-rl and Ludwig are here: for messages, the migration guides and `prefrl migrate`."""
+"""What names of TRL, verl, cosmos-rl, Ludwig and axolotl are here: for messages, guides and `prefrl migrate`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from prefrl.options.foreign.axolotl import AXOLOTL
 from prefrl.options.foreign.cosmos_rl import COSMOS_RL
 from prefrl.options.foreign.ludwig import LUDWIG
 from prefrl.options.foreign.others import OTHERS
@@ -16,7 +17,7 @@ __all__ = ["ARGUMENTS", "LIBRARIES", "Row", "advice", "row_of"]
 # Names of verl and cosmos-rl are paths of keys. The first library that has a name is the one that is meant.
 LIBRARIES: dict[str, Mapping[str, Row]] = {
     **{"TRL": TRL, "verl": VERL, "cosmos-rl": COSMOS_RL},
-    **{"Ludwig": LUDWIG, "others": OTHERS},
+    **{"Ludwig": LUDWIG, "axolotl": AXOLOTL, "others": OTHERS},
 }
 
 
@@ -39,9 +40,13 @@ def advice(name: str, known: Collection[str]) -> str | None:
         name: The unknown option, or only the last part of a path of keys. Dashes before it do not count.
         known: The options that there are where it was given.
     """
-    name = name.lstrip("-")
-    for library, rows in LIBRARIES.items():
-        found = [rows[name]] if name in rows else [row for path, row in rows.items() if path.endswith(f".{name}")]
+    name = name.lstrip("-").replace("-", "_")
+    whole = [(library, [rows[name]]) for library, rows in LIBRARIES.items() if name in rows]
+    parts = [
+        (library, [row for path, row in rows.items() if path.endswith(f".{name}")])
+        for library, rows in LIBRARIES.items()
+    ]
+    for library, found in [*whole, *parts]:
         texts = {row.says for row in found if not row.options or row.options[0] in known}
         if len(texts) == 1:
             whose = "" if library == "others" else f", an option of {library},"

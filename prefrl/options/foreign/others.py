@@ -7,6 +7,27 @@ from prefrl.options.foreign.row import Row, if_set, not_needed, not_there, renam
 __all__ = ["OTHERS"]
 
 OTHERS: dict[str, Row] = {
+    **dict.fromkeys(
+        ("model", "model_name", "model_path", "pretrained_model_name_or_path"), renamed("model_name_or_path")
+    ),
+    **dict.fromkeys(("dataset", "data", "dataset_path", "train_file", "data_path"), renamed("dataset_name")),
+    **dict.fromkeys(("reward", "rewards", "reward_function", "reward_functions"), renamed("reward_funcs")),
+    **dict.fromkeys(("lr", "learn_rate"), renamed("learning_rate")),
+    **dict.fromkeys(("epochs", "num_epochs"), renamed("num_train_epochs")),
+    **dict.fromkeys(("steps", "num_steps", "max_iters"), renamed("max_steps")),
+    **dict.fromkeys(("output", "out_dir", "save_dir"), renamed("output_dir")),
+    **dict.fromkeys(("grad_accum", "accumulation_steps"), renamed("gradient_accumulation_steps")),
+    **dict.fromkeys(("resume", "resume_from"), renamed("resume_from_checkpoint")),
+    **dict.fromkeys(("precision", "weight_dtype"), renamed("dtype")),
+    **dict.fromkeys(("tracker", "logger", "log_with"), renamed("report_to")),
+    **dict.fromkeys(("group_size", "num_return_sequences", "n_generations"), renamed("num_generations")),
+    **dict.fromkeys(("rank", "lora_dim"), renamed("lora_r")),
+    **dict.fromkeys(("lora", "use_lora"), renamed("use_peft")),
+    "target_modules": renamed("lora_target_modules"),
+    "chat_template": renamed("chat_template_path"),
+    "gradient_clipping": renamed("max_grad_norm"),
+    "scheduler": renamed("lr_scheduler_type"),
+    "dry_run": not_there("max_steps=1 tries a run; prefrl launch --dry_run prints its commands"),
     "block_wise": not_needed("8-bit optimizers of bitsandbytes always round in blocks"),
     "percentile_clipping": not_there("bitsandbytes has removed it; max_grad_norm clips gradients"),
     "early_stop": if_set("early_stopping_patience"),

@@ -48,6 +48,7 @@ from prefrl.trainer.online.prompts import (
     prompt_loader,
     prompts_per_generation,
 )
+from prefrl.trainer.progress.history import samples_of
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
 
 if TYPE_CHECKING:
@@ -455,9 +456,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         of_sampling = sampling_metrics(collected.rollouts, self.args, self.generator, step=step, num_ahead=num_ahead)
         metrics = collected_metrics(collected) | self.health.check(collected.rollouts) | of_sampling
         merge(self.metrics["train"], metrics | collected.metrics)
+        self.history.show_samples(samples_of(collected.rollouts))
         if self.args.log_completions:
             limit, unique = self.args.num_completions_to_print, self.args.log_unique_prompts
-            log_collected(collected, step=step, limit=limit, unique=unique)
+            log_collected(collected, step=step, limit=limit, unique=unique, trackers=self.args.report_to)
 
     def decisive(self) -> dict[str, Any]:
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""

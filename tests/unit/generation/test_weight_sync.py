@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -198,6 +199,15 @@ def test_a_connection_that_breaks_before_the_server_says_why_has_its_message() -
     assert str(servers[0].error) == f"{LOCAL}: sending weights: not finite: x"
     assert servers[0].group is None
     http.close()
+
+
+def test_an_invitation_of_a_trainer_that_is_gone_does_not_block_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    invitation = process_group.Invitation("gloo", "127.0.0.1", port, "tag", world_size=2, timeout_s=600.0)
+    with pytest.raises(RuntimeError, match="connect"):
+        process_group.join(invitation, worker=0)  # which would otherwise take ten minutes
 
 
 def test_an_update_that_a_dead_trainer_left_is_ended_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -39,10 +40,13 @@ class Endpoint:
                 with lock:
                     endpoint._at_once -= 1
                 status, text = answer if isinstance(answer, tuple) else (200, said(answer, finish_reason))
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text.encode())))
-                self.end_headers()
-                self.wfile.write(text.encode())
+                # A client that gave up meanwhile is no error here. A traceback would be one for others: the thread
+                # that prints it parses its source, which CPython 3.11 must not do in two threads at once.
+                with contextlib.suppress(ConnectionError):
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(text.encode())))
+                    self.end_headers()
+                    self.wfile.write(text.encode())
 
             def log_message(self, *args: object) -> None: ...
 

@@ -12,10 +12,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from prefrl.errors import ConfigError
-from prefrl.registry import REGISTRY
 from prefrl.scripts.launch import CONFIGS, LaunchArguments, plan_server, plan_training, visible_gpus
 from prefrl.scripts.processes import Program
-from prefrl.scripts.train import parser_of
+from prefrl.scripts.schema import SchemaParser
 
 EIGHT = [str(i) for i in range(8)]
 GRPO = ["--model_name_or_path", "org/model", "--dataset_name", "d", "--reward_funcs", "numeric_reward"]
@@ -26,7 +25,7 @@ def training(options: LaunchArguments, gpus: list[str] = EIGHT, *, use_cpu: bool
 
 
 def server(*words: str, gpus: list[str] = EIGHT, **options: Any) -> Program:
-    run = parser_of(REGISTRY["grpo"]).values([*GRPO, *words])
+    run = SchemaParser("grpo").values([*GRPO, *words])
     return plan_server(LaunchArguments(**{"vllm_gpus": "6,7"} | options), "grpo", run, gpus, {})
 
 
@@ -202,7 +201,7 @@ def test_the_python_of_the_server_may_be_another(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.touch(mode=0o755)
     assert server(vllm_python=str(python)).command[0] == str(python)
-    run = parser_of(REGISTRY["grpo"]).values(GRPO)
+    run = SchemaParser("grpo").values(GRPO)
     variable = {"PREFRL_VLLM_PYTHON": str(python)}
     assert plan_server(LaunchArguments(vllm_gpus="0"), "grpo", run, EIGHT, variable).command[0] == str(python)
     with pytest.raises(ConfigError, match="vllm_python='/nowhere/python': is not a program"):
@@ -232,7 +231,7 @@ def test_a_server_that_does_not_fit_the_run_is_refused(
 
 
 def test_an_algorithm_without_generation_has_no_server() -> None:
-    run = parser_of(REGISTRY["sft"]).values(["--model_name_or_path", "m", "--dataset_name", "d"])
+    run = SchemaParser("sft").values(["--model_name_or_path", "m", "--dataset_name", "d"])
     with pytest.raises(ConfigError, match="vllm_gpus='7': sft does not sample completions"):
         plan_server(LaunchArguments(vllm_gpus="7"), "sft", run, EIGHT, {})
 

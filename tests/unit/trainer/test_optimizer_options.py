@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,6 @@ from transformers.training_args import OptimizerNames
 
 from prefrl import PPOConfig, SFTConfig, distributed
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.config import BaseConfig
 from prefrl.trainer.base.optimized import OptimizedTrainer
 from prefrl.trainer.base.optimizers import OPTIMIZERS, REFUSED, works_under
 
@@ -87,14 +84,6 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_names_are_neither_those_of_transformers_nor_refused() -> None:
     assert not OPTIMIZERS.keys() & {row.value for row in OptimizerNames}
     assert not REFUSED.keys() & ({row.value for row in OptimizerNames} | OPTIMIZERS.keys())
-
-
-def test_no_class_of_options_hides_what_another_one_says_of_an_option_of_huggingface() -> None:
-    found = {field.name: field for field in dataclasses.fields(BaseConfig)}
-    for cls in BaseConfig.__bases__:
-        own = [name for name in inspect.get_annotations(cls) if name in found]
-        assert [name for name in own if found[name] is not cls.__dataclass_fields__[name]] == [], cls
-    assert found["optim"].type == "str"
 
 
 def test_arguments_reach_the_optimizer() -> None:

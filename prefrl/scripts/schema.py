@@ -1,0 +1,164 @@
+"""The options of every algorithm, read from schema.json: a mistake is found before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_bounds
+from prefrl.options.switches import SWITCHES
+from prefrl.registry import REGISTRY
+from prefrl.scripts.dataset_config import DatasetConfig
+from prefrl.scripts.help import all_options, common_options, found_options
+from prefrl.scripts.option_parser import EarlyParser, Form, OptionParser, boolean
+
+__all__ = ["SCHEMA_FILE", "Given", "SchemaParser", "options_of"]
+
+SCHEMA_FILE = Path(__file__).with_name("schema.json")
+_AUTO = "auto"
+_LIMITS = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
+_FORMS = Form._fields
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user asked for.
+
+    Args:
+        values: The options that the command line or the file sets.
+        places: Where those of the file stand, as file:line.
+        takes_rewards: Whether the algorithm learns from rewards.
+    """
+
+    values: Mapping[str, Any]
+    places: Mapping[str, str]
+    takes_rewards: bool
+
+    def located(self, error: ConfigError) -> ConfigError:
+        """The error with the line of the option that its message begins with, if the file sets it."""
+        where = self.places.get(str(error).partition("=")[0])
+        return error if where is None else ConfigError(f"{where}: {error}")
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    return schema
+
+
+def options_of(algorithm: str) -> list[dict[str, Any]]:
+    """The options of an algorithm, in the order of their declaration; see `prefrl.scripts.schema_writer`."""
+    schema = _schema()
+    return [schema["options"][number] for number in schema["algorithms"][algorithm]]
+
+
+class SchemaParser(OptionParser):
+    """The parser of `prefrl <algorithm>`.
+
+    Args:
+        algorithm: Its name in the registry.
+    """
+
+    def __init__(self, algorithm: str) -> None:
+        super().__init__(prog=f"prefrl {algorithm}", description=f"Dataset: {REGISTRY[algorithm].dataset}.")
+        self._algorithm, self._options = algorithm, {option["name"]: option for option in options_of(algorithm)}
+        for option in self._options.values():
+            self._add(option)
+            self._forms[option["name"]] = Form(*(option.get(name, False) for name in _FORMS))
+
+    def _add(self, option: Mapping[str, Any]) -> None:
+        name = option["name"]
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        about: dict[str, Any] = {"nargs": "+"} if option.get("is_list") else {}
+        if option.get("is_flag"):
+            about = {"nargs": "?", "const": True}
+        self.add_argument(
+            *spellings,
+            type=_converter(option),
+            choices=option.get("choices"),
+            default=option.get("default"),
+            required=option.get("is_required", False),
+            **about,
+        )
+        if option.get("has_no_form"):
+            spellings = dict.fromkeys((f"--no_{name}", f"--no-{name.replace('_', '-')}"))
+            self.add_argument(*spellings, action="store_false", dest=name, default=option.get("default"))
+
+    def parse(self, argv: Sequence[str]) -> Given:
+        """The options that are given, checked as far as it costs nothing.
+
+        Raises:
+            ConfigError: An unknown or missing option, a value of the wrong type or out of bounds, or an option of a
+                feature that is off.
+            SystemExit: Help was asked for.
+        """
+        values = self.read(argv)[0]
+        of_command_line = self.given(argv)
+        places = {name: place for name, place in self.places.items() if name not in of_command_line}
+        names = [name for name in values if name in of_command_line | places.keys()]
+        options = {name: values[name] for name in names if name not in self._own}
+        given = Given(options, places, takes_rewards="reward_funcs" in self._options)
+        try:
+            for name, value in given.values.items():
+                self._check_number(name, value)
+                self._check_feature(name, values)
+        except ConfigError as error:
+            raise given.located(error) from None
+        return given
+
+    def values(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Every option by name, the defaults included.
+
+        Raises:
+            ConfigError: An unknown or missing option, or a value of the wrong type.
+            SystemExit: Help was asked for.
+        """
+        return self.read(argv)[0]
+
+    def _check_number(self, name: str, value: Any) -> None:
+        bounds = self._options[name].get("bounds")
+        if bounds and isinstance(value, int | float):
+            limits: Any = [_LIMITS[kind](limit) for kind, limit in bounds.items()]
+            check_bounds(name, value, Annotated[(float, *limits)])
+
+    def _check_feature(self, name: str, values: Mapping[str, Any]) -> None:
+        is_set = values[name] != self._options[name].get("default")
+        off = [switch for switch, names in SWITCHES.items() if name in names and values.get(switch, True) is False]
+        if is_set and off:
+            raise ConfigError(f"{name}={values[name]!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
+
+    def remedy(self, name: str, known: Collection[str]) -> str:
+        """See `OptionParser.remedy`; also names the algorithms that have the option."""
+        plain = name.lstrip("-").replace("-", "_")
+        others = [other for other in REGISTRY if any(option["name"] == plain for option in options_of(other))]
+        if others:
+            return f"It is an option of {', '.join(others)}; {self._algorithm} has none of this name."
+        return super().remedy(name, known)
+
+    def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:
+        """Print the common options, all of them, or those with the word that was asked for."""
+        options = [option for option in self._options.values() if not option.get("is_hidden")]
+        if early.word:
+            print(found_options(self._algorithm, options, early.word))
+        else:
+            print((all_options if early.wants_all else common_options)(self._algorithm, options))
+
+
+def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
+    kinds: dict[str, Any] = {"int": int, "float": float, "bool": boolean, "dataset": DatasetConfig}
+    convert: Callable[[str], Any] = kinds.get(option["kind"], str)
+    if not option.get("is_auto"):
+        return convert
+
+    def read(text: str) -> Any:
+        return text if text == _AUTO else convert(text)
+
+    read.__name__ = convert.__name__
+    return read

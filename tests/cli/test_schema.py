@@ -1,0 +1,134 @@
+"""The parser of the command, which reads its options from the schema."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl.errors import ConfigError
+from prefrl.options.switches import SWITCHES
+from prefrl.registry import REGISTRY
+from prefrl.scripts.schema import Given, SchemaParser, options_of
+from prefrl.scripts.train import read
+from prefrl.trainer.grpo_config import GRPOConfig
+
+REQUIRED = "model_name_or_path: m\ndataset_name: d\nreward_funcs: [numeric_reward]\n"
+
+
+def parse(tmp_path: Path, text: str, *argv: str) -> Given:
+    path = tmp_path / "run.yaml"
+    path.write_text(REQUIRED + text, encoding="utf-8")
+    return read(REGISTRY["grpo"], [str(path), *argv])
+
+
+def test_only_what_is_given_is_handed_on_in_its_type(tmp_path: Path) -> None:
+    given = parse(
+        tmp_path, "learning_rate: 1e-5\nbeta: 0\nlog_completions: no\n", "--seed", "3", "--no_shuffle_dataset"
+    )
+    assert given.values == {
+        "model_name_or_path": "m",
+        "dataset_name": "d",
+        "reward_funcs": ["numeric_reward"],
+        "learning_rate": 1e-5,
+        "beta": 0.0,
+        "log_completions": False,
+        "seed": 3,
+        "shuffle_dataset": False,
+    }
+
+
+def test_null_on_the_command_line_unsets_an_option_of_the_file(tmp_path: Path) -> None:
+    given = parse(tmp_path, "top_k: 5\nfreeze: [a]\n", "--top_k", "null", "--freeze", "null")
+    assert (given.values["top_k"], given.values["freeze"]) == (None, None)
+    with pytest.raises(ConfigError, match="invalid int value: 'null'"):
+        parse(tmp_path, "", "--seed", "null")
+
+
+def test_a_feature_that_is_switched_off_takes_its_options_of_the_file_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "log_completions: true\nnum_completions_to_print: 4\n"
+    given = parse(tmp_path, text, "--log_completions", "false")
+    assert "num_completions_to_print" not in given.values
+    assert (
+        "run.yaml:5: num_completions_to_print is left out, because the command line switches"
+        in capsys.readouterr().err
+    )
+    assert parse(tmp_path, text).values["num_completions_to_print"] == 4
+    with pytest.raises(ConfigError, match=r"^num_completions_to_print=2 has no effect because log_completions=False"):
+        parse(tmp_path, text, "--log_completions", "false", "--num_completions_to_print", "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_generation: 4", "run.yaml:4: unknown option 'num_generation'. Did you mean 'num_generations'"),
+        ("vllm_mode: colocate", "run.yaml:4: unknown option 'vllm_mode'. 'vllm_mode', an option of TRL,"),
+        ("base_model: m", "run.yaml:4: unknown option 'base_model'. 'base_model', an option of axolotl,"),
+        ("packing: true", "run.yaml:4: unknown option .packing.. It is an option of sft"),
+        ("seed: x", "run.yaml:4: seed='x': must be of type int"),
+        ("dtype: int8", "run.yaml:4: dtype='int8': must be one of auto, bfloat16"),
+        ("temperature: -1", r"run.yaml:4: temperature=-1.0: must be a number > 0"),
+        ("max_staleness: 2", "run.yaml:4: max_staleness=2 has no effect because use_vllm=False"),
+        ("preset: dapoo", "run.yaml:4: preset='dapoo': must be one of deepseekmath"),
+        ("lora_r: 4", "run.yaml:4: lora_r=4 has no effect because use_peft=False"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(tmp_path, text)
+
+
+# Values of options whose defaults cannot be changed by arithmetic.
+OTHER_VALUES = {
+    "vllm_kwargs": {"sync_timeout": 1.0},
+    "vllm_importance_sampling_kwargs": {"clip_max": 3.0},
+    "liger_kernel_config": {"rope": True},
+    "activation_checkpointing_kwargs": {"use_reentrant": True},
+    "vllm_server_base_url": ["http://h:1"],
+    "vllm_server_host": "h",
+    "vllm_guided_decoding_regex": "a",
+    "vllm_importance_sampling_correction": False,
+    "vllm_importance_sampling_mode": "token_mask",
+    "weight_sync": "shm",
+    "generation_mode": "async",
+}
+
+
+def other_value(option: dict[str, Any]) -> Any:
+    if option["name"] in OTHER_VALUES:
+        return OTHER_VALUES[option["name"]]
+    default = option.get("default", False)
+    if isinstance(default, bool):
+        return not default if option["kind"] == "bool" else 3
+    return default + 1 if option["kind"] == "int" else default / 2
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+def test_options_of_a_switch_are_refused_without_it_by_the_configs_too(name: str, tmp_path: Path) -> None:
+    config_class = REGISTRY[name].load_config()
+    known = {field.name for field in dataclasses.fields(config_class)}
+    by_name = {option["name"]: option for option in options_of(name)}
+    for switch, options in SWITCHES.items():
+        for option in known.intersection(options):
+            values = {switch: False, option: other_value(by_name[option])}
+            with pytest.raises(ConfigError, match=rf"{option}=.* has no effect because"):
+                config_class(output_dir=str(tmp_path), use_cpu=True, **values)
+
+
+def test_a_preset_is_an_option_of_the_command(tmp_path: Path) -> None:
+    given = parse(tmp_path, "preset: dapo\n")
+    assert given.values["preset"] == "dapo"
+    assert GRPOConfig.preset(
+        "dapo", output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=16
+    ).dynamic_sampling
+
+
+def test_defaults_are_those_of_the_config(tmp_path: Path) -> None:
+    values = SchemaParser("grpo").values(["--model_name_or_path", "m"])
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    for name in ("num_generations", "temperature", "use_vllm", "vllm_server_port", "seed"):
+        assert values[name] == getattr(config, name)
