@@ -80,7 +80,9 @@ def test_an_adapter_needs_less_memory_for_gradients_and_optimizer(workspace: Pat
     parts = {}
     for name, options in {"all": [], "adapter": ["--use_peft", "--lora_r", "2"]}.items():
         argv = ["--model_name_or_path", str(model_folder), "--use_cpu", "--dataset_name", "pairs.jsonl", *options]
-        subject = Subject(REGISTRY["dpo"], *options_of(REGISTRY["dpo"], read(REGISTRY["dpo"], [*argv, "--output_dir", "out"])))
+        subject = Subject(
+            REGISTRY["dpo"], *options_of(REGISTRY["dpo"], read(REGISTRY["dpo"], [*argv, "--output_dir", "out"]))
+        )
         parts[name] = footprint_of(subject, num_fed=20, num_scored=10, num_rows=2)
     everything, adapter = parts["all"], parts["adapter"]
     assert everything.gradients == everything.weights
