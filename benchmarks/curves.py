@@ -1,4 +1,4 @@
-"""Small pictures of curves for the docs: python -m benchmarks.curves RUN/metrics.jsonl METRIC FIGURE.svg [--where KEY=VALUE].
+"""Small pictures of curves for the docs: python -m benchmarks.curves RUN/metrics.jsonl METRIC FIGURE.svg.
 
 The pictures have no background and middle tones, so that they can be read on light and on dark pages.
 """

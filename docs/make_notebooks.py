@@ -1,7 +1,7 @@
 """Write a notebook for each tutorial: `python docs/make_notebooks.py`.
 
-Python code becomes cells, lines of `bash` begin with `!`, and a file of options is written by `%%writefile`. A block `text`
-right after code is its output.
+Python code becomes cells, lines of `bash` begin with `!`, and a file of options is written by `%%writefile`. A block
+`text` right after code is its output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The model and the data of docs/tutorials/first_run.md: python examples/first_run.py FOLDER.
 
-A tiny model reads sums of numbers from 1 to 9, half of them with a wrong answer: it comes to know the right one, but says it
-only about every second time.
+A tiny model reads sums of numbers from 1 to 9, half of them with a wrong answer: it comes to know the right one, but
+says it only about every second time.
 """
 
 import json

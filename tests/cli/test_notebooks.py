@@ -33,14 +33,15 @@ def _run(command: str) -> None:
     """A command of a cell, in this process: starting one would cost the imports once more."""
     command, _, file = command.partition(" > ")
     words = shlex.split(command, comments=True)
-    with open(file.split("#")[0].strip(), "w") if file else contextlib.nullcontext() as output:
-        with contextlib.redirect_stdout(output) if output else contextlib.nullcontext():
-            if words[0] == "prefrl":
-                assert main(words[1:]) == 0, command
-            else:
-                assert words[0] == "python"
-                sys.argv = words[1:]
-                runpy.run_path(words[1], run_name="__main__")
+    with contextlib.ExitStack() as stack:
+        if file:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(file, "w"))))
+        if words[0] == "python":
+            sys.argv = words[1:]
+            runpy.run_path(words[1], run_name="__main__")
+        else:
+            assert words[0] == "prefrl"
+            assert main(words[1:]) == 0, command
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
