@@ -52,7 +52,9 @@ def write_batch(folder: Path, step: int, rollouts: list[Rollout], *, place: str 
 
 
 def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"run": "r", **row}) + "\n" for row in rows), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"run": "r", **row}) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 def run_folder(folder: Path, **decisive: Any) -> Path:
