@@ -145,7 +145,7 @@ def rows_of(name: str) -> str:
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
         "axolotl": (["axolotl", "prefrl"], lambda: _foreign("axolotl.AXOLOTL")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
-        "errors": (["class", "is also", "raised when"], _errors),
+        "errors": (["class", "meaning"], _errors),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines())])
@@ -252,8 +252,7 @@ def _names() -> Iterator[list[str]]:
 def _errors() -> Iterator[list[str]]:
     for name in load("prefrl.errors.__all__"):
         error = load(f"prefrl.errors.{name}")
-        bases = [base.__name__ for base in error.__bases__ if base is not load("prefrl.errors.PrefrlError")]
-        yield [f"`{name}`", _code(bases), error.__doc__.strip().splitlines()[0]]
+        yield [f"`{name}`", f"{error.__doc__.strip().splitlines()[0]} Subclass of `{error.__bases__[-1].__name__}`."]
 
 
 _FOREIGN = "prefrl.options.foreign"

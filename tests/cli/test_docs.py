@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import inspect
@@ -86,6 +87,17 @@ def test_each_loss_is_in_the_table_of_its_page_with_its_paper(page: str, losses:
 def test_links_between_files_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_messages_on_the_page_of_errors_are_those_of_the_code() -> None:
+    """What stands between values, which the page writes as `...`."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "prefrl").rglob("*.py"))
+    texts = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    code = "\n".join(text for text in texts if isinstance(text, str))
+    page = (ROOT / "docs/errors.md").read_text(encoding="utf-8").partition("## Frequent messages")[2]
+    messages = re.findall(r"^\| `\w+` \| `([^`]+)` \|", page, re.M)
+    assert len(messages) > 15
+    assert [part for message in messages for part in re.split(r"\.{3,4}", message) if part.strip() not in code] == []
 
 
 def _blocks() -> list[object]:

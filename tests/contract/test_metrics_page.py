@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefrl.registry import REGISTRY
-from tests.contract.cases import ROOT, dataset_of, make_trainer
+from tests.contract.cases import ONLINE, ROOT, dataset_of, make_trainer
 
 PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 OPTIONAL = "Only with some options"
@@ -19,12 +19,19 @@ def documented(name: str) -> tuple[set[str], set[str]]:
     """The metrics that a trainer always logs, and those that depend on options; `*` stands for a name."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for section in re.split(r"^## ", PAGE, flags=re.M)[1:]:
-        for trainers, metrics in re.findall(r"^\| (all|all but [^|]+|`[^|]+) \| (`[^|]+`) \|", section, re.M):
-            named = re.findall(r"`(\w+)`", trainers)
-            if (name not in named) if trainers.startswith("all") else (name in named):
+        for metrics, trainers in re.findall(r"^\| (`[^|]+) \|.*\| ([^|]+) \|$", section, re.M):
+            if name in trainers_of(trainers):
                 names = {re.sub(r"<\w+>", "*", metric) for metric in re.findall(r"`([^`]+)`", metrics)}
                 found[section.startswith(OPTIONAL)] |= names
     return found[False], found[True]
+
+
+def trainers_of(cell: str) -> set[str]:
+    """Of the last column, such as "all but `reward`"."""
+    named = set(re.findall(r"`(\w+)`", cell))
+    assert named <= REGISTRY.keys()
+    many = {"all": {*REGISTRY}, "on prompts": {*ONLINE}}
+    return many[cell.partition(" but ")[0]] - named if not cell.startswith("`") else named
 
 
 @pytest.mark.parametrize("name", REGISTRY)
