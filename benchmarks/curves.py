@@ -1,6 +1,7 @@
-"""Small pictures of curves for the docs: python -m benchmarks.curves RUN/metrics.jsonl METRIC FIGURE.svg.
+"""Small pictures of curves for the docs. They can be read on light and on dark pages.
 
-The pictures have no background and middle tones, so that they can be read on light and on dark pages.
+python -m benchmarks.curves                                        a tiny run of every trainer: a minute of CPU time
+python -m benchmarks.curves RUN/metrics.jsonl METRIC FIGURE.svg    one metric of a run
 """
 
 from __future__ import annotations
@@ -8,31 +9,106 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-__all__ = ["curve", "main"]
+from prefrl.registry import REGISTRY
 
+__all__ = ["curve", "draw", "main", "train"]
+
+ROOT = Path(__file__).parent.parent
+FIGURES = ROOT / "docs" / "figures"
 _WIDTH, _HEIGHT = 560, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 24, 34  # margins
 _POINTS = 200  # of a curve at most; each is a mean of neighbors
 
 
+# The metric that is drawn, and options that differ from those of all.
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("mean_token_accuracy", {}),
+    "dpo": ("rewards/accuracies", {}),
+    "kto": ("rewards/margins", {}),
+    "orpo": ("rewards/accuracies", {}),
+    "cpo": ("rewards/accuracies", {}),
+    "bco": ("rewards/margins", {}),
+    "reward": ("accuracy", {}),
+    **dict.fromkeys(("grpo", "rloo", "reinforce_plus_plus"), ("reward", {"num_generations": 8})),
+    "ppo": ("reward", {"critic_learning_rate": 1e-3}),
+    "online_dpo": ("reward", {}),
+}
+ON_PROMPTS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw one metric of a run."""
+    """Draw one metric of a run, or train and draw all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
-    parser.add_argument("metrics", type=Path)
-    parser.add_argument("metric")
-    parser.add_argument("figure", type=Path)
+    parser.add_argument("metrics", type=Path, nargs="?")
+    parser.add_argument("metric", nargs="?")
+    parser.add_argument("figure", type=Path, nargs="?")
     parser.add_argument("--where", help="only lines of the file with this value, such as stage=grpo")
     options = parser.parse_args(argv)
-    rows = [json.loads(line) for line in options.metrics.read_text(encoding="utf-8").splitlines()]
-    if options.where is not None:
-        key, _, value = options.where.partition("=")
-        rows = [row for row in rows if row.get(key) == value]
-    found = [(row["step"], row[options.metric]) for row in rows if row.get(options.metric) is not None]
-    options.figure.write_text(curve(found, options.metric), encoding="utf-8")
+    if options.metrics is not None:
+        draw(options.metrics, options.metric, options.figure, where=options.where)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, str(ROOT / "examples/first_run.py"), folder], check=True)
+        for name, (metric, own) in RUNS.items():
+            train(name, Path(folder), **own)
+            draw(Path(folder) / name / "metrics.jsonl", metric, FIGURES / f"{name}.svg")
+
+
+def train(name: str, folder: Path, **options: Any) -> None:
+    """Train the model of examples/first_run.py on sums, with any trainer."""
+    from datasets import Dataset
+
+    from prefrl.rewards import numeric_reward
+
+    config = REGISTRY[name].load_config()(
+        output_dir=str(folder / name),
+        max_steps=60,
+        per_device_train_batch_size=128 if name in ON_PROMPTS else 32,
+        learning_rate=1e-3 if name in ON_PROMPTS else 3e-4,
+        logging_steps=2,
+        save_strategy="no",
+        use_cpu=True,
+        **({"max_completion_length": 4, "temperature": 1.0} if name in ON_PROMPTS else {}),
+        **options,
+    )
+    rewards: dict[str, Any] = {"reward_funcs": numeric_reward} if name in ON_PROMPTS else {}
+    data = Dataset.from_list([*_rows(name)])
+    REGISTRY[name].load_trainer()(str(folder / "model"), args=config, train_dataset=data, **rewards).train()
+
+
+def _rows(name: str) -> Iterator[dict[str, Any]]:
+    """Sums with right and wrong answers, in the form that a trainer reads."""
+    chance = random.Random(0)
+    for a, b in [(a, b) for a in range(1, 10) for b in range(1, 10)] * 4:
+        prompt = [{"role": "user", "content": f"{a} + {b} ="}]
+        wrong = chance.choice([number for number in range(2, 19) if number != a + b])
+        right, rejected = ([{"role": "assistant", "content": str(number)}] for number in (a + b, wrong))
+        if name in ON_PROMPTS:
+            yield {"prompt": prompt, "answer": str(a + b)}
+        elif name == "sft":
+            yield {"prompt": prompt, "completion": right}
+        elif name in ("kto", "bco"):
+            yield from ({"prompt": prompt, "completion": c, "label": c is right} for c in (right, rejected))
+        else:
+            yield {"prompt": prompt, "chosen": right, "rejected": rejected}
+
+
+def draw(metrics: Path, metric: str, figure: Path, *, where: str | None = None) -> None:
+    """Draw a metric of the last run in a file; `where` is a key and a value that its lines must have."""
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    key, _, value = (where or "").partition("=")
+    kept = [row for row in rows if where is None or row.get(key) == value]
+    found = [(row["step"], row[metric]) for row in kept if row.get(metric) is not None]
+    figure.write_text(curve(found, metric), encoding="utf-8")
 
 
 def curve(points: Sequence[tuple[float, float]], title: str) -> str:
@@ -67,8 +143,8 @@ def curve(points: Sequence[tuple[float, float]], title: str) -> str:
     ]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-            'font-size="12" fill="#7f8793">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+            f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12" fill="#7f8793">',
             f'<text x="{_LEFT}" y="15" font-weight="bold">{escape(title)}</text>',
             f'<g stroke="#7f8793" stroke-opacity="0.3">{"".join(grid)}</g>',
             *names,
