@@ -31,11 +31,11 @@ _POINTS = 200  # of a curve at most; each is a mean of neighbors
 
 # The metric that is drawn, and options that differ from those of all.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sft": ("mean_token_accuracy", {}),
+    "sft": ("loss", {}),
     "dpo": ("rewards/accuracies", {}),
     "kto": ("rewards/margins", {}),
-    "orpo": ("rewards/accuracies", {}),
-    "cpo": ("rewards/accuracies", {}),
+    "orpo": ("rewards/margins", {}),
+    "cpo": ("rewards/margins", {}),
     "bco": ("rewards/margins", {}),
     "reward": ("accuracy", {}),
     **dict.fromkeys(("grpo", "rloo", "reinforce_plus_plus"), ("reward", {"num_generations": 8})),

@@ -1,7 +1,7 @@
 """Write a notebook for each tutorial: `python docs/make_notebooks.py`.
 
-Python code becomes cells, lines of `bash` begin with `!`, and a file of options is written by `%%writefile`. A block
-`text` right after code is its output.
+Python code becomes cells, and lines of a shell begin with `!`. `%%writefile` writes a file of options, and code that
+begins with the name of its file. A block `text` right after code is its output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 NOTEBOOKS = DOCS / "notebooks"
-BLOCK = re.compile(r"^(?:<!-- no-run: .+ -->\n)?```(python|bash|yaml|text)\n(.*?)^```\n", re.M | re.S)
+BLOCK = re.compile(r"^(?:<!-- no-run: [^\n]+ -->\n)?```(python|bash|sh|yaml|text)\n(.*?)^```\n", re.M | re.S)
 LINK = re.compile(r"\]\((?!https:)([^)#]+)")
 START = "# Paths are those of a clone, whose notebooks are in docs/notebooks.\n%cd ../.."
 
@@ -68,11 +68,12 @@ def _parts(page: str) -> Iterator[tuple[str, str]]:
 
 
 def _as_cell(language: str, text: str) -> str:
-    if language == "yaml":
-        return f"%%writefile {text.split()[3]}\n{text}"
-    if language == "bash":
-        return "".join(line if line.startswith(("#", " ")) else f"!{line}" for line in text.splitlines(True))
-    return text
+    first = text.partition("\n")[0]
+    if language == "yaml" or re.fullmatch(r"# \w+\.py", first):
+        return f"%%writefile {first.split()[-1]}\n{text}"
+    if language == "python":
+        return text
+    return re.sub(r"^(?=[^# \n])", "!", text, flags=re.M).replace("!cd ", "%cd ")
 
 
 def _code(text: str) -> dict[str, Any]:

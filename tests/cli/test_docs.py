@@ -32,7 +32,7 @@ MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 # A block that cannot run here has a comment in the line before it, which says why: <!-- no-run: needs a GPU -->
 # Tutorials whose blocks build on each other: tests/cli/test_notebooks.py runs them in their order.
 IN_ORDER = ("first_run", "reward_ppo")
-PYTHON_BLOCK = re.compile(r"^(<!-- no-run: .+ -->\n)?```python\n(.*?)^```", re.M | re.S)
+PYTHON_BLOCK = re.compile(r"^(<!-- no-run: [^\n]+ -->\n)?```python\n(.*?)^```", re.M | re.S)
 
 
 def module(path: Path) -> ModuleType:
