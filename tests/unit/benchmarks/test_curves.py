@@ -24,9 +24,9 @@ def test_the_largest_value_is_at_the_top_and_zero_on_its_line() -> None:
 
 
 def test_a_long_run_is_drawn_by_means_of_its_neighbors() -> None:
-    points = heights(curve([(step, float(step % 2)) for step in range(1000)], "reward"))
-    assert len(points) == 200
-    assert max(points) - min(points) < 40  # of 142: the zigzag is nearly gone
+    points = heights(curve([(step, float(step % 5)) for step in range(1000)], "reward"))
+    assert len(points) == 200  # each a mean of five
+    assert len({*points}) == 1
 
 
 def test_the_page_of_every_trainer_shows_its_curve() -> None:
