@@ -29,6 +29,7 @@ from prefrl.errors import CheckpointError, ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.seeding import seeded
 from prefrl.models.tokenizer_changes import TokenizerChanges
+from prefrl.models.vision_classifier import add_classifier
 from prefrl.options.remote_code import unpinned_code
 
 if TYPE_CHECKING:
@@ -136,8 +137,8 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """The reward model to train: a sequence classifier with one output. Otherwise like `load_model`.
 
-    If `model` is a causal language model, its body is kept and gets a new output layer. With an adapter, the output
-    layer is trained in full.
+    If `model` is a causal language model or a vision-language model, its body is kept and gets a new output layer.
+    With an adapter, the output layer is trained in full.
 
     Args:
         model: Name on the Hub, path, or an instance, which is changed in place (adapter, `requires_grad`).
@@ -369,22 +370,30 @@ def _from_pretrained(
     try:
         with seeded(seed):
             auto_class = _auto_class(kind, name, arguments)
-            return auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
+            options = {**kind.arguments, **arguments, "output_loading_info": True}
+            model, found = auto_class.from_pretrained(name, **options)
     except (OSError, ValueError, RuntimeError) as error:
         if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
             raise _unknown_class(kind, name, arguments) from error
         hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
         raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}") from error
+    if kind is _REWARD and reads_images(model) and (missing := sorted(set(found["missing_keys"]) - {"score.weight"})):
+        raise ConfigError(
+            f"model={os.fspath(name)!r} lacks weights of a {type(model).__name__}: {', '.join(missing[:3])}. Give a "
+            "vision-language model of the same family, or a reward model that was made from one."
+        )
+    return model
 
 
 def _auto_class(kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Any:
-    """The class that loads a model: for a policy that has a vision tower, one that keeps the tower."""
-    if kind is not _CAUSAL:
-        return kind.auto_class
+    """The class that loads a model: for one that has a vision tower, a class that keeps the tower."""
     given = {**_tokenizer_arguments(arguments), **{key: arguments[key] for key in ("subfolder",) if key in arguments}}
     try:
         config = AutoConfig.from_pretrained(name, **given)
     except (OSError, ValueError):  # a folder with an adapter alone, or an error that loading the model reports
+        return kind.auto_class
+    if kind is _REWARD:
+        add_classifier(config)
         return kind.auto_class
     has_images = getattr(config, "vision_config", None) is not None
     return AutoModelForImageTextToText if has_images and type(config) in _VISION_CONFIGS else kind.auto_class
