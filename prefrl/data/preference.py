@@ -245,6 +245,7 @@ class _PreferenceRow:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         chosen, rejected = self._sides(row)
         start = min(common_length(chosen.token_ids, rejected.token_ids), chosen.start, rejected.start)
+        _check_images(chosen, rejected, start)
         prompt, *completions = _fit(
             chosen.token_ids[:start],
             [chosen.token_ids[start:], rejected.token_ids[start:]],
@@ -298,11 +299,7 @@ class _RewardRow:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         chosen, rejected = (self._sequence(row, side) for side in ("chosen", "rejected"))
         sides = [chosen.token_ids, rejected.token_ids]
-        if max(chosen.image_stop, rejected.image_stop) > common_length(*sides):
-            raise DataError(
-                "columns 'chosen' and 'rejected' differ before the end of their last image: images stand in what both "
-                "sides begin with. Put them there, or drop the row"
-            )
+        _check_images(chosen, rejected, common_length(*sides))
         return _whole_sides(sides, self.max_length) | _margin_column(row, self.has_margin)
 
     def chosen_ids(self, row: Mapping[str, Any]) -> list[int]:
@@ -443,6 +440,14 @@ def _fit(
     if truncation == "left":
         return [prompt[-room:], *completions]
     return [prompt, *(completion[:room] for completion in completions)]
+
+
+def _check_images(chosen: EncodedPair | EncodedText, rejected: EncodedPair | EncodedText, num_shared: int) -> None:
+    if max(chosen.image_stop, rejected.image_stop) > num_shared:
+        raise DataError(
+            "columns 'chosen' and 'rejected' differ before the end of their last image, but share the images: these "
+            "stand in what both sides begin with. Put them there, or drop the row"
+        )
 
 
 def _check_different(chosen: list[int], rejected: list[int]) -> None:

@@ -96,7 +96,7 @@ class ModelReward:
             RewardError: A text is longer than the model can read, or the score is per token and a completion has none.
         """
         self._check_whole()
-        stored = [None] * len(prompts) if images is None else images
+        stored: Sequence[Sequence[Any] | None] = [None] * len(prompts) if images is None else images
         rows = [self._reader.row(*row) for row in zip(prompts, completions, stored, strict=True)]
         scores = [0.0] * len(rows)
         with _evaluating(self.model):

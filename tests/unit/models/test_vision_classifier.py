@@ -13,6 +13,7 @@ from prefrl.data.images import ImageReader
 from prefrl.errors import ConfigError
 from prefrl.models import forward, selfcheck
 from prefrl.models.classifier import sequence_scores
+from prefrl.models.critic import ModelCritic, value_model
 from prefrl.models.forward import set_image_example, verdict_of
 from prefrl.models.images import image_rules
 from prefrl.models.load import load_reward_model
@@ -94,3 +95,14 @@ def test_files_without_some_weights_of_the_body_are_refused(tmp_path):
 def test_a_family_without_a_body_of_its_own_is_refused():
     with pytest.raises(ConfigError, match="Llama4ForConditionalGeneration, from which no reward model can be made"):
         add_classifier(Llama4Config())
+
+
+def test_a_critic_of_a_vision_language_model_reads_images_in_every_plan():
+    policy, processor = tiny_vlm("llava")
+    batch = example_batch(ImageReader(processor))
+    set_image_example(policy, batch)
+    model = value_model(policy)
+    model.score.weight.data.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(0))
+    flat, padded = (ModelCritic(model, plan=plan).frozen_values(batch, max_tokens=None) for plan in ("auto", "padded"))
+    torch.testing.assert_close(flat, padded, rtol=1e-4, atol=2e-5)
+    assert float(flat.std()) > 0.1
