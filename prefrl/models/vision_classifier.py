@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from typing import Any
 
 from transformers import AutoModel, AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
@@ -13,7 +15,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from prefrl.errors import ConfigError
 
-__all__ = ["add_classifier"]
+__all__ = ["add_classifier", "check_has_body"]
 
 
 def add_classifier(config: Any) -> None:
@@ -49,3 +51,22 @@ def add_classifier(config: Any) -> None:
         register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
     classifier = type(name, (GenericForSequenceClassification, family), attributes)
     AutoModelForSequenceClassification.register(kind, classifier, exist_ok=True)
+
+
+def check_has_body(model: PreTrainedModel, name: str | os.PathLike[str], missing: Collection[str]) -> None:
+    """Refuse a classifier of which files lack more than the layer `score`: what they lack would be random.
+
+    Args:
+        model: Loaded.
+        name: What it was loaded from.
+        missing: Names of the weights that were not there.
+
+    Raises:
+        ConfigError: See above.
+    """
+    lost = sorted(set(missing) - {"score.weight"})
+    if lost:
+        raise ConfigError(
+            f"model={os.fspath(name)!r} lacks weights of a {type(model).__name__}: {', '.join(lost[:3])}. Give a "
+            "vision-language model of the same family, or a reward model that was made from one."
+        )

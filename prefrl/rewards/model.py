@@ -20,7 +20,9 @@ from prefrl.rewards.model_inputs import ModelRow, RowReader
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.rewards.model_inputs import ProcessingClass
 
 __all__ = ["ModelReward"]
 
@@ -53,7 +55,7 @@ class ModelReward:
         *,
         head: str | int | None = None,
         per_token: bool = False,
-        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        tokenizer: ProcessingClass | None = None,
         device: torch.device | str | None = None,
         batch_size: int = 16,
     ) -> None:
@@ -253,7 +255,7 @@ def _load_adapter(name: str, config: Path) -> tuple[PreTrainedModel, set[str]]:
     return model, set(info["missing_keys"]) - replaced
 
 
-def _load_tokenizer(name: str, model: PreTrainedModel) -> PreTrainedTokenizerBase | ProcessorMixin:
+def _load_tokenizer(name: str, model: PreTrainedModel) -> ProcessingClass:
     from transformers import AutoProcessor, AutoTokenizer
 
     reads_images = getattr(model.config, "vision_config", None) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -15,6 +15,8 @@ from prefrl.rewards.base import message_text
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 __all__ = ["ModelRow", "RowReader"]
 
@@ -36,7 +38,7 @@ class RowReader:
         given: Its tokenizer or processor.
     """
 
-    def __init__(self, name: str, given: PreTrainedTokenizerBase | ProcessorMixin) -> None:
+    def __init__(self, name: str, given: ProcessingClass) -> None:
         self._name = name
         self._processor: Any | None = given if hasattr(given, "image_processor") else None
         self.tokenizer: Any = given if self._processor is None else self._processor.tokenizer

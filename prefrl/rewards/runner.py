@@ -27,12 +27,9 @@ from prefrl.rewards.model import ModelReward
 from prefrl.rewards.randomness import own_randomness
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
     from prefrl.rewards.base import RewardFunction, RewardSource
+    from prefrl.rewards.model_inputs import ProcessingClass
     from prefrl.types import Episode
-
-    ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
 
 __all__ = ["RewardRunner", "RewardScores"]
 
