@@ -382,11 +382,13 @@ def _from_pretrained(
     try:
         with seeded(seed):
             auto_class = auto_class_of(kind, name, arguments)
-            options = {**kind.arguments, **arguments, "output_loading_info": True}
-            model, found = auto_class.from_pretrained(name, **options)
+            options = {**kind.arguments, **arguments}
+            if kind is not REWARD:
+                return auto_class.from_pretrained(name, **options)
+            model, found = auto_class.from_pretrained(name, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise load_error(kind, name, arguments, error) from error
-    if kind is REWARD and reads_images(model):
+    if reads_images(model):
         check_has_body(model, name, found["missing_keys"])
     return model
 
