@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -21,7 +22,7 @@ from transformers import (
 
 from prefrl.models.vision_classifier import add_classifier
 
-__all__ = ["FAMILIES", "image", "tiny_vision_judge", "tiny_vlm"]
+__all__ = ["FAMILIES", "forget_classifiers", "image", "tiny_vision_judge", "tiny_vlm"]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -81,6 +82,11 @@ def tiny_vision_judge(family: str, *, seed: int = 0) -> tuple[PreTrainedModel, A
         judge.score.weight.data.normal_(0.0, 0.2)
     judge.model.load_state_dict(model.base_model.state_dict())
     return judge.eval(), processor
+
+
+def forget_classifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process, transformers knows its own sequence classifiers only."""
+    monkeypatch.setattr(AutoModelForSequenceClassification._model_mapping, "_extra_content", {})
 
 
 def _tokenizer(special: list[str], eos: str, pad: str, **more: Any) -> PreTrainedTokenizerFast:

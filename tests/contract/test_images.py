@@ -30,7 +30,7 @@ from prefrl.rollout.rows import sampled_batch
 from prefrl.types import Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, update_of, weights_of, with_pictures
-from tests.vlms import FAMILIES, image, tiny_vision_judge, tiny_vlm
+from tests.vlms import FAMILIES, forget_classifiers, image, tiny_vision_judge, tiny_vlm
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 QUIET: dict[str, Any] = {
@@ -110,6 +110,7 @@ def test_dpo_learns_which_color_is_right(tmp_path: Path) -> None:
 
 def test_a_reward_model_learns_which_color_is_right_and_rewards_it(tmp_path: Path) -> None:
     judge, processor = tiny_vision_judge("llava")
+    judge.config.get_text_config().pad_token_id = None
     config = RewardConfig(tmp_path, max_steps=40, per_device_train_batch_size=16, learning_rate=1e-3, **QUIET)
 
     trainer = RewardTrainer(
@@ -119,6 +120,7 @@ def test_a_reward_model_learns_which_color_is_right_and_rewards_it(tmp_path: Pat
     trainer.train()
     assert trainer.evaluate()["eval_accuracy"] > 0.9
     trainer.save_model(str(tmp_path / "judge"))
+    assert judge.config.get_text_config().pad_token_id == processor.tokenizer.pad_token_id
 
     held_out = squares(24, seed=5)
     stored = [row["images"] for row in held_out]
@@ -132,7 +134,9 @@ def test_a_reward_model_learns_which_color_is_right_and_rewards_it(tmp_path: Pat
     assert "rewards/judge/mean" in grpo.state.log_history[0]
 
 
-def test_an_adapter_of_a_reward_model_rewards_images_by_its_folder(tmp_path: Path) -> None:
+def test_an_adapter_of_a_reward_model_rewards_images_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, processor = tiny_vlm("llava")
     model.save_pretrained(tmp_path / "llava")
     processor.save_pretrained(tmp_path / "llava")
@@ -147,6 +151,7 @@ def test_an_adapter_of_a_reward_model_rewards_images_by_its_folder(tmp_path: Pat
     assert len({round(value, 3) for value in expected}) == 8
     twice = {name: [row[name] for row in rows for _ in range(2)] for name in ("prompt", "images")}
     sides = [row[side] for row in rows for side in ("chosen", "rejected")]
+    forget_classifiers(monkeypatch)
     reward = ModelReward(tmp_path / "judge")
     assert reward(twice["prompt"], sides, images=twice["images"]) == pytest.approx(expected, abs=1e-4)
 

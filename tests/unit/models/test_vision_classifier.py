@@ -20,7 +20,7 @@ from prefrl.models.load import load_reward_model
 from prefrl.models.plans import lay_out
 from prefrl.models.vision_classifier import add_classifier
 from tests.unit.models.test_images import VISION, gradients
-from tests.vlms import FAMILIES, tiny_vision_judge, tiny_vlm
+from tests.vlms import FAMILIES, forget_classifiers, tiny_vision_judge, tiny_vlm
 
 
 def prepared(family):
@@ -70,7 +70,8 @@ def test_a_family_that_is_read_wrongly_falls_back_to_padded_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_language_model_becomes_a_reward_model_whose_files_load_again(family, tmp_path):
+def test_a_language_model_becomes_a_reward_model_whose_files_load_again(family, tmp_path, monkeypatch):
+    forget_classifiers(monkeypatch)
     model, _ = tiny_vlm(family)
     model.save_pretrained(tmp_path / "vlm")
     judge = load_reward_model(tmp_path / "vlm", seed=0)
@@ -97,7 +98,8 @@ def test_a_family_without_a_body_of_its_own_is_refused():
         add_classifier(Llama4Config())
 
 
-def test_a_critic_of_a_vision_language_model_reads_images_in_every_plan():
+def test_a_critic_of_a_vision_language_model_reads_images_in_every_plan(monkeypatch):
+    forget_classifiers(monkeypatch)
     policy, processor = tiny_vlm("llava")
     batch = example_batch(ImageReader(processor))
     set_image_example(policy, batch)

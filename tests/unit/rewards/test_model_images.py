@@ -18,7 +18,7 @@ from prefrl.rewards import model as rewards_model
 from prefrl.rewards.model import ModelReward
 from tests.assets import tiny_tokenizer
 from tests.unit.rewards.test_model import reward_model
-from tests.vlms import FAMILIES, image, tiny_vision_judge
+from tests.vlms import FAMILIES, forget_classifiers, image, tiny_vision_judge
 
 PICTURES = [image(seed=1), image(seed=2, size=(40, 70)), image((255, 0, 0))]
 QUESTIONS = ["Which color?", "And these two?", "No picture", "Red?"]
@@ -50,7 +50,7 @@ def trained_scores(judge: Any, processor: Any) -> list[float]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_with_and_without_images_score_as_in_training(family: str) -> None:
     judge, processor = tiny_vision_judge(family)
-    judge.config.get_text_config().pad_token_id = processor.tokenizer.pad_token_id
+    judge.config.get_text_config().pad_token_id = None  # the tokenizer knows it
     expected = trained_scores(judge, processor)
     assert len({round(score, 3) for score in expected}) == len(expected)
     runner = RewardRunner(judge, processing_classes=processor)
@@ -89,5 +89,6 @@ def test_what_cannot_be_scored_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="reads images, and its weights are partitioned"):
         reward([asked("a")], [said("b")])
     judge.save_pretrained(tmp_path / "judge")
+    forget_classifiers(monkeypatch)
     with pytest.raises(ConfigError, match=r"its processor cannot be loaded: .*or its tokenizer to score text alone"):
         ModelReward(tmp_path / "judge")
