@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
-    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
     from transformers.trainer_utils import EvalLoopOutput
 
     from prefrl.data.images import ProcessingClass
@@ -89,7 +89,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             in its order and needs `max_steps`.
         eval_dataset: One dataset, or several by name.
         processing_class: Tokenizer, or processor of a model that reads images; None: the model's.
-        reward_processing_classes: Tokenizers of reward models; None: their own.
+        reward_processing_classes: Tokenizers or processors of reward models; None: their own.
         callbacks: HuggingFace callbacks.
         optimizers: Optimizer and scheduler to use instead of those that `args` describes.
         quantization_config: Load the model, given by name, quantized; needs an adapter.
@@ -120,7 +120,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: ProcessingClass | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
+        reward_processing_classes: ProcessingClass | list[ProcessingClass | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
