@@ -13,6 +13,7 @@ from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
 from prefrl.scripts.ending import print_ending
+from prefrl.scripts.launch_arguments import LaunchArguments
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import Given, SchemaParser
 
@@ -113,7 +114,7 @@ def _script(given: Given) -> CommandArguments:
 
 def _config(algorithm: Algorithm, given: Given) -> Any:
     config_class = algorithm.load_config()
-    of_script = {field.name for field in dataclasses.fields(RewardArguments)}
+    of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
     try:
