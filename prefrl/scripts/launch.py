@@ -187,7 +187,9 @@ def plan_training(
         command += ["--machine_rank", str(options.machine_rank), "--main_process_ip", str(options.main_process_ip)]
     # With 0, accelerate looks for a free port.
     command += ["--main_process_port", str(options.main_process_port or (29500 if machines > 1 else 0))]
-    return Program([*command, "-m", "prefrl.scripts.main", *words], environment)
+    # A run that is resumed by its own command must have as many.
+    count = [] if run.get("num_processes") else ["--num_processes", str(here * machines)]
+    return Program([*command, "-m", "prefrl.scripts.main", *words, *count], environment)
 
 
 def _config_file(name: str | None) -> Path | None:

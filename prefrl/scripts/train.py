@@ -97,7 +97,7 @@ def _say_stopped(command: str, trainer: Any) -> None:
     find_last = importlib.import_module("prefrl.run.checkpoints").find_last
     last = find_last(trainer.run_folder.path, run=trainer.run_folder.run).folder
     way = "there is no checkpoint yet" if last is None else f"the last checkpoint is {last}"
-    remedy = "" if last is None else ". To go on, run the same command with --resume_from_checkpoint true"
+    remedy = "" if last is None else f". To go on: prefrl resume {trainer.run_folder.path}"
     text = f"prefrl {command}: stopped in step {trainer.state.global_step + 1}; {way}{remedy}"
     print(text, file=sys.stderr)
 

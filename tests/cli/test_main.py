@@ -23,7 +23,7 @@ from tests.contract.cases import ONLINE
 ROOT = Path(__file__).parents[2]
 OTHERS = (
     *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "replay"),
-    *("report", "soup", "verify", "vllm-serve", "watch"),
+    *("report", "resume", "soup", "verify", "vllm-serve", "watch"),
 )
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 

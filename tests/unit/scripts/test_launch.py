@@ -62,7 +62,9 @@ def test_processes_get_the_first_gpus_that_the_server_leaves(
     assert option(program, "--num_processes") == processes
     assert option(program, "--main_process_port") == "0"
     assert program.environment == {"CUDA_VISIBLE_DEVICES": devices, "PREFRL_NUM_PROCESSES": processes}
-    assert program.command[-5:] == ["-m", "prefrl.scripts.main", "sft", "--seed", "1"]
+    # What started the run is recorded with its processes, also where they were not asked for.
+    words = ["-m", "prefrl.scripts.main", "sft", "--seed", "1", "--num_processes", processes]
+    assert program.command[-len(words) :] == words
 
 
 def test_gpus_go_by_the_names_in_cuda_visible_devices() -> None:
