@@ -69,12 +69,10 @@ import atexit, ctypes, sys, types
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.abort, None, None)  # as a native thread does now and then
 train = types.ModuleType("prefrl.scripts.train")
-train.read = lambda *_: None
+train.read = lambda *_: types.SimpleNamespace(values={{}})
 train.main = lambda *_: atexit.register(print, "exit handler") and {code}
 sys.modules["prefrl.scripts.train"] = train
-from prefrl.scripts import schema_writer
 from prefrl.scripts.main import main
-from prefrl.scripts.schema import SCHEMA_FILE, SchemaParser
 sys.exit(main(["sft"]))
 """
 
