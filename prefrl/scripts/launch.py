@@ -85,7 +85,8 @@ def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_r
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    run = {option["name"]: option.get("default") for option in options_of(words[0])} | given.values
+    defaults = {option["name"]: option.get("default") for option in options_of(words[0])}
+    run = {**defaults, **given.values}
     try:
         training, server = _plan(words, run, options, is_real=not dry_run)
     except ConfigError as error:

@@ -93,7 +93,8 @@ def _split(vllm_args: str) -> list[str]:
 
 def _check_server(words: Sequence[str], gpus: Sequence[str], run: Mapping[str, Any]) -> ServeArguments:
     """Before anything is started, refuse options that the server would refuse or that do not match the run."""
-    (serve,), forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(words)
+    parsed, forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(words)
+    serve: ServeArguments = parsed[0]
     serve_command(serve, forwarded)
     if (serve.host, serve.port) != (_HOST, run[_PORT]):
         raise ConfigError(
