@@ -101,6 +101,7 @@ def _plan(
     words: Sequence[str], run: Mapping[str, Any], options: LaunchArguments, *, is_real: bool
 ) -> tuple[Program, ServerProgram | None]:
     """Training and its server; if it is real, also checks that the server can start on this machine."""
+    _config_file(options.accelerate_config)  # before torch is imported
     if options.vllm is None:
         return plan_training(options, words, run, visible_gpus(os.environ)), None
     of_server = importlib.import_module("prefrl.scripts.launch_server")  # imports transformers

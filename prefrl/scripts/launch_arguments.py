@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -111,6 +113,22 @@ class LaunchArguments(ProcessArguments):
                 "`prefrl vllm-serve` on a separate machine and set vllm_server_host, as examples/grpo_vllm.slurm does."
             )
 
+    def server_python(self, environment: Mapping[str, str]) -> str:
+        """The Python that runs the server.
+
+        Args:
+            environment: Environment variables of this process.
+
+        Raises:
+            ConfigError: It is not a program.
+        """
+        python = self.vllm_python or environment.get("PREFRL_VLLM_PYTHON") or sys.executable
+        if not os.access(python, os.X_OK):
+            raise ConfigError(
+                f"vllm_python={python!r}: is not a program. Give the Python of the environment with vLLM."
+            )
+        return python
+
     def server_gpus(self, visible: Sequence[str]) -> list[str]:
         """The GPUs of the server; none if there is no server, or if it runs on the CPU.
 
@@ -156,6 +174,7 @@ def launch_options(given: Given, environment: Mapping[str, str]) -> LaunchArgume
         options = LaunchArguments(**asked)
         if options.vllm is not None:
             _check_address(options.vllm, given)
+            options.server_python(environment)
     except ConfigError as error:
         raise given.located(error) from None
     return options

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,9 +47,7 @@ def plan_server(
         words += ["--max_lora_rank", str(_lora_rank(run))]
     words += _split(options.vllm_args or "")
     serve = _check_server(words, gpus, run)
-    python = options.vllm_python or environment.get("PREFRL_VLLM_PYTHON") or sys.executable
-    if not os.access(python, os.X_OK):
-        raise ConfigError(f"vllm_python={python!r}: is not a program. Give the Python of the environment with vLLM.")
+    python = options.server_python(environment)
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     command = [python, "-P", "-m", "prefrl.scripts.main", "vllm-serve", *words]
     return ServerProgram(command, devices, port=serve.port, start_timeout=serve.start_timeout)

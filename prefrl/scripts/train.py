@@ -12,7 +12,6 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
-from prefrl.scripts.ending import print_ending
 from prefrl.scripts.launch_arguments import LaunchArguments
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import Given, SchemaParser
@@ -70,7 +69,8 @@ def main(algorithm: Algorithm, given: Given) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
-        print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
+        ending = importlib.import_module("prefrl.scripts.ending")  # imports torch
+        ending.print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
     except KeyboardInterrupt:
         _say_stopped(algorithm.name, trainer)
         raise

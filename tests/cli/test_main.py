@@ -125,6 +125,7 @@ def test_help_and_mistakes_import_nothing_heavy_and_are_short() -> None:
         ["sft", "--seed", "x"],
         ["grpo", "--dtype", "int8"],
         ["grpo", "--model_name_or_path", "m", "--max_staleness", "2", "--dataset_name", "d"],
+        ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r", "--vllm", "yes"],
         ["init", "grop"],
     ]
     for name in REGISTRY:
