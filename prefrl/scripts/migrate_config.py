@@ -259,9 +259,9 @@ class _Run:
             value = self.options.pop(name)
             notes = self.changes if _is_off(value) or name in self.defaults else self.open
             notes.append((1, f"{name}={value!r}: left out, prefrl {command} has no such option"))
-        start = f"prefrl {command}" if processes == 1 else f"prefrl launch {command}"
-        count = "" if processes == 1 else f" --num_processes {processes}"
-        head = [f"# {start} --config FILE{count}"]
+        if processes > 1:
+            self.options["num_processes"] = processes
+        head = [f"# prefrl {command} --config FILE"]
         if self.options.get("use_vllm"):
             model = self.options.get("model_name_or_path", "MODEL")
             head.append(f"# prefrl vllm-serve --model {model} {' '.join(self.server)}".rstrip())

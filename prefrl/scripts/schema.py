@@ -104,6 +104,8 @@ class SchemaParser(OptionParser):
         places = {name: place for name, place in self.places.items() if name not in of_command_line}
         names = [name for name in values if name in of_command_line | places.keys()]
         options = {name: values[name] for name in names if name not in self._own}
+        if options.get("vllm") is not None and "use_vllm" not in options:
+            options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
         given = Given(options, places, takes_rewards="reward_funcs" in self._options)
         try:
             for name, value in given.values.items():

@@ -12,7 +12,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
-from prefrl.scripts.ending import print_ending
+from prefrl.scripts.launch_arguments import LaunchArguments
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import Given, SchemaParser
 
@@ -69,7 +69,8 @@ def main(algorithm: Algorithm, given: Given) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
-        print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
+        ending = importlib.import_module("prefrl.scripts.ending")  # imports torch
+        ending.print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
     except KeyboardInterrupt:
         _say_stopped(algorithm.name, trainer)
         raise
@@ -96,7 +97,7 @@ def _say_stopped(command: str, trainer: Any) -> None:
     find_last = importlib.import_module("prefrl.run.checkpoints").find_last
     last = find_last(trainer.run_folder.path, run=trainer.run_folder.run).folder
     way = "there is no checkpoint yet" if last is None else f"the last checkpoint is {last}"
-    remedy = "" if last is None else ". To go on, run the same command with --resume_from_checkpoint true"
+    remedy = "" if last is None else f". To go on: prefrl resume {trainer.run_folder.path}"
     text = f"prefrl {command}: stopped in step {trainer.state.global_step + 1}; {way}{remedy}"
     print(text, file=sys.stderr)
 
@@ -113,7 +114,7 @@ def _script(given: Given) -> CommandArguments:
 
 def _config(algorithm: Algorithm, given: Given) -> Any:
     config_class = algorithm.load_config()
-    of_script = {field.name for field in dataclasses.fields(RewardArguments)}
+    of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
     try:

@@ -353,8 +353,9 @@ def parsed(text: str, tmp_path: Path, command: str) -> Any:
 )
 def test_a_verl_run_means_the_same_here(estimator: str, command: str, tmp_path: Path) -> None:
     result = migrate_verl(VERL.format(estimator=estimator, kl=True), is_command=True)
-    assert result.text.startswith(f"# prefrl launch {command} --config FILE --num_processes 2\n")
-    script, config = parsed(result.text, tmp_path, command)
+    assert result.text.startswith(f"# prefrl {command} --config FILE\n")
+    assert "\nnum_processes: 2\n" in result.text
+    script, config, _ = parsed(result.text, tmp_path, command)
     assert (script.dataset_name, script.lora_r, script.use_peft) == ("/data/gsm8k/train.parquet", 8, True)
     assert script.reward_model_name_or_path == "org/reward"
     assert (config.learning_rate, config.truncation_mode, config.max_completion_length) == (3e-6, "keep_end", 128)
@@ -530,7 +531,7 @@ POLICIES = {
 @pytest.mark.parametrize("command", POLICIES)
 def test_a_file_of_cosmos_rl_means_the_same_here(command: str, tmp_path: Path) -> None:
     result = migrate_cosmos_rl(COSMOS + POLICIES[command])
-    script, config = parsed(result.text, tmp_path, command)
+    script, config, _ = parsed(result.text, tmp_path, command)
     assert (script.model_name_or_path, script.dataset_train_split) == ("m", "train+more")
     assert (config.num_train_epochs, config.learning_rate, config.bf16, config.report_to) == (2, 1e-6, True, [])
     assert (config.lr_scheduler_type, config.warmup_steps) == ("constant_with_warmup", 20)

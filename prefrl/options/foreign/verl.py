@@ -23,7 +23,7 @@ from prefrl.options.foreign.row import (
 
 __all__ = ["DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
 
-_LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
+_LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
 _PYTHON = "give the trainer a dataset in Python"
 _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.

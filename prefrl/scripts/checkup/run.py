@@ -22,6 +22,7 @@ from prefrl.scripts.train import datasets_of, lora_of
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
     from prefrl.scripts.arguments import CommandArguments
+    from prefrl.scripts.launch_arguments import LaunchArguments
 
 __all__ = ["check_before", "checkup_of"]
 
@@ -64,8 +65,17 @@ def check_before(
         check_servers(Section("Server"), subject)
 
 
-def checkup_of(algorithm: Algorithm, script: CommandArguments, config: Any) -> Checkup:
-    """Check everything. What cannot be checked after a problem is left out."""
+def checkup_of(
+    algorithm: Algorithm, script: CommandArguments, config: Any, launch: LaunchArguments | None = None
+) -> Checkup:
+    """Check everything. What cannot be checked after a problem is left out.
+
+    Args:
+        algorithm: The algorithm.
+        script: Options of model and data.
+        config: Options of the trainer.
+        launch: How the run is started; None: in one process, without a server of its own.
+    """
     checkup = Checkup()
     subject = Subject(algorithm, script, config)
     raw = rows = None
@@ -88,10 +98,17 @@ def checkup_of(algorithm: Algorithm, script: CommandArguments, config: Any) -> C
             try_rewards(section, subject, raw)
         if config.use_vllm:
             with checkup.section("Server") as section:
-                check_servers(section, subject)
+                if launch is not None and launch.vllm is not None:
+                    section.ok(f"the run starts it (vllm={launch.vllm!r})")
+                else:
+                    check_servers(section, subject)
     with checkup.section("Batches") as section:
         batches = Batches.of(subject, None if isinstance(raw, datasets.IterableDataset) else len(raw))
         batches.report(section)
+        if launch is not None and (count := launch.num_processes or 1) > 1:
+            section.warn(
+                f"num_processes={count}: the sizes are those of one process; a step has {count} times as many"
+            )
     if rows is not None:
         with checkup.section("Memory and time") as section:
             check_resources(section, subject, rows, batches)
