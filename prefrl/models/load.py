@@ -231,7 +231,7 @@ def load_tokenizer(
         model: The loaded model.
         processing_class: The tokenizer, if there is one.
         model_init_kwargs: Those that the model was loaded with; revision, token and the like apply to the tokenizer.
-        changes: What to change in the tokenizer, even in the caller's.
+        changes: What to change in the tokenizer, even in the caller's; the model gets embeddings of new tokens.
 
     Raises:
         ConfigError: No tokenizer can be found, it cannot be changed like this, it has neither a padding nor an
@@ -243,7 +243,7 @@ def load_tokenizer(
         tokenizer = _tokenizer_of(model, model_init_kwargs or {})
     elif not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"processing_class={type(tokenizer).__name__}: must be a tokenizer of transformers or None")
-    changes.apply(tokenizer)
+    changes.apply(tokenizer, model)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(

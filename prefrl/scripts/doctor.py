@@ -36,10 +36,9 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
 
     from prefrl.scripts.checkup.run import checkup_of
-    from prefrl.scripts.train import options_of, read
+    from prefrl.scripts.train import read
 
-    script, config = options_of(algorithm, read(algorithm, options))
-    checkup = checkup_of(algorithm, script, config)
+    checkup = checkup_of(algorithm, read(algorithm, options))
     checkup.print(Console(highlight=False))
     return 2 if checkup.count("problem") else 0
 

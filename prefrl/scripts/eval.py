@@ -15,6 +15,7 @@ from rich.console import Console
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_unset, opt
 from prefrl.scripts.positional import PositionalParser
+from prefrl.scripts.reward_entry import RewardEntry, reward_entries
 from prefrl.scripts.samples_file import RESPONSES, load_rows, write_rows
 from prefrl.scripts.sampling import Sample, SamplingArguments, make_sampler
 
@@ -45,8 +46,8 @@ class EvalArguments(SamplingArguments):
         "Column with what is right, for rewards that look for it in the columns answer, solution or ground_truth; "
         "reward_model.ground_truth is an entry of a column. None: the columns as they are.",
     )
-    reward_funcs: list[str] | None = opt(
-        None, "Rewards, as for training: built-in names, module:function, file.py:function, or graders."
+    reward_funcs: list[RewardEntry] | None = opt(
+        None, "Rewards, as for training: built-in names, module.function, file.py:function, or graders."
     )
     reward_model_name_or_path: str | None = opt(None, "A sequence-classification model as one more reward.")
     reward_weights: list[float] | None = opt(None, "A weight for each reward; None: 1 each.")
@@ -60,6 +61,7 @@ class EvalArguments(SamplingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.reward_funcs = reward_entries(self.reward_funcs)
         if self.dataset_name is None:
             raise ConfigError("dataset_name: not given. Set it to prompts, or to prompts with responses.")
         if not self.reward_funcs and self.reward_model_name_or_path is None:

@@ -74,7 +74,9 @@ def kind_of(option: Mapping[str, Any]) -> str:
     """The kind of value that an option takes."""
     if "choices" in option:
         return "{" + ",".join(map(str, option["choices"])) + "}"
-    kind = {"bool": "true|false", "str": "text", "dataset": "JSON"}.get(option["kind"], option["kind"])
+    kind = {"bool": "true|false", "str": "text", "dataset": "JSON", "reward": "text"}.get(
+        option["kind"], option["kind"]
+    )
     return f"{kind} ..." if option.get("is_list") else kind
 
 

@@ -22,7 +22,7 @@ from tests.cli.conftest import write_jsonl
 def checked(name: str, model: Path, *options: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
     """The entries of each section, and the rows that are shown."""
     argv = ["--model_name_or_path", str(model), "--use_cpu", "--output_dir", "out", *options]
-    checkup = checkup_of(REGISTRY[name], *options_of(REGISTRY[name], read(REGISTRY[name], argv)))
+    checkup = checkup_of(REGISTRY[name], read(REGISTRY[name], argv))
     texts = [str(shown) for section in checkup.sections for shown in section.shown]
     return {section.title: list(section.entries) for section in checkup.sections}, texts
 

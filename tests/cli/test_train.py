@@ -163,7 +163,8 @@ def recorded(algorithm: str, argv: list[str]) -> dict[str, Any]:
     row = dataclasses.replace(REGISTRY[algorithm], trainer=f"{__name__}:Recorder")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "check_before", lambda *_: None)
-        assert train.main(row, ["--model_name_or_path", "m", *QUICK, *argv]) == 0
+        given = train.read(row, ["--model_name_or_path", "m", *QUICK, *argv])
+        assert train.main(row, given) == 0
     return Recorder.given
 
 
@@ -255,9 +256,13 @@ def test_a_stream_is_read_in_order_and_needs_a_number_of_steps(workspace: Path) 
 @pytest.mark.parametrize(
     ("part", "error", "message"),
     [
-        ("{path: no.jsonl}", DataError, "datasets.path='no.jsonl': there is no such file"),
-        ("{path: a.jsonl, split: test}", DataError, "datasets.path='a.jsonl' with split='test' cannot be loaded"),
-        ("{path: a.jsonl, columns: [txt]}", DataError, "datasets.path='a.jsonl' with split='train' cannot .*txt"),
+        ("{path: no.jsonl}", DataError, r"datasets\[0\].path='no.jsonl': there is no such file"),
+        (
+            "{path: a.jsonl, split: test}",
+            DataError,
+            r"datasets\[0\].path='a.jsonl' with split='test' cannot be loaded",
+        ),
+        ("{path: a.jsonl, columns: [txt]}", DataError, r"yaml:\d+: datasets\[0\].columns: .* no column 'txt'"),
         ("{path: a.jsonl, data_files: b.jsonl}", ConfigError, "is a file: remove data_files and data_dir"),
         ("{path: a.jsonl, columns: [text], weight: 1}", ConfigError, "some have a weight and others do not"),
         ("{path: a.jsonl}", DataError, "'extra'"),
