@@ -48,29 +48,27 @@ class RowShape:
         Raises:
             DataError: A column is missing, or a value cannot become text or messages.
         """
-        names = column_names(dataset)
-        for name in self.renamed.values():
-            _check_known(f"{within}columns", name, names)
+        names, makes_prompt = column_names(dataset), self.prompt_template is not None
+        for new, old in self.renamed.items():
+            if not (makes_prompt and new == old == _PROMPT):
+                _check_known(f"{within}columns", old, names)
         fields = self._fields(names, within)
         dataset = _renamed(dataset, self.renamed, names)
-        if self.prompt_template is not None:
+        if makes_prompt:
             dataset = dataset.map(
                 _fill_prompt, with_indices=True, fn_kwargs={"template": self.prompt_template, "fields": fields}
             )
         dataset = self._as_messages(dataset, within)
         if self.kept is None:
             return dataset
-        kept = [*self.kept, *([_PROMPT] if self.prompt_template is not None and _PROMPT not in self.kept else [])]
-        for name in kept:
-            _check_known(f"{within}columns", name, column_names(dataset))
-        return dataset.select_columns(kept)
+        return dataset.select_columns(list(dict.fromkeys([*self.kept, *([_PROMPT] if makes_prompt else [])])))
 
     def _fields(self, names: Sequence[str], within: str) -> dict[str, str]:
         """The names in the template, and the columns that they mean after renaming."""
         if self.prompt_template is None:
             return {}
         new_names = {old: new for new, old in self.renamed.items()}
-        after = {new_names.get(name, name) for name in names} | self.renamed.keys()
+        after = {new_names.get(name, name) for name in names}
         fields = {str(field) for _, field, _, _ in string.Formatter().parse(self.prompt_template) if field is not None}
         for field in sorted(fields):
             where = f"{within}prompt_template={self.prompt_template!r}"
@@ -82,8 +80,7 @@ class RowShape:
         answers_chat = self.prompt_template is not None and any(isinstance(first.get(name), list) for name in _SAID)
         if not (self.conversational or self.system_prompt is not None or answers_chat):
             return dataset
-        starts = next(([name] for name in (_PROMPT, *_CONVERSATIONS) if name in first), [])
-        starts = starts or [name for name in _SAID if isinstance(first.get(name), list)]
+        starts = _starts(first, has_template=self.prompt_template is not None)
         if first and not starts:
             asked = "conversational=True" if self.system_prompt is None else f"system_prompt={self.system_prompt!r}"
             raise DataError(
@@ -92,6 +89,14 @@ class RowShape:
             )
         about = {"starts": starts, "system_prompt": self.system_prompt}
         return dataset.map(_converse, fn_kwargs=about)
+
+
+def _starts(row: Mapping[str, Any], *, has_template: bool) -> list[str]:
+    """The columns in which conversations begin."""
+    sides = [name for name in _SAID if isinstance(row.get(name), list)]
+    repeats = "chosen" in sides and isinstance(row.get(_PROMPT), str) and not has_template
+    found = [name for name in (_PROMPT, *_CONVERSATIONS) if name in row]
+    return found[:1] if found and not repeats else sides  # a text beside whole conversations is not read
 
 
 def _check_known(where: str, name: str, names: Sequence[str]) -> None:

@@ -70,7 +70,9 @@ def main(algorithm: Algorithm, given: Given) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
-        print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
+        # prefrl eval reads columns as they are.
+        dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
+        print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
     except KeyboardInterrupt:
         _say_stopped(algorithm.name, trainer)
         raise

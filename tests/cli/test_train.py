@@ -211,6 +211,14 @@ def write_mixture(folder: Path, *parts: str, **options: str) -> list[str]:
     return ["--config", "mix.yaml"]
 
 
+def test_columns_are_mapped_for_training_and_evaluation(workspace: Path) -> None:
+    argv = ["--dataset_name", "prompts.jsonl", "--columns", '{"completion": "answer"}']
+    argv += ["--prompt_template", "{prompt}?"]
+    given = recorded("sft", [*argv, "--eval_strategy", "steps", "--dataset_test_split", "train[1:]"])
+    assert given["train_dataset"][0] == {"prompt": "1+1=?", "completion": "2"}
+    assert given["eval_dataset"].to_list() == [{"prompt": "What is 20 + 3??", "completion": "23"}]
+
+
 def test_a_mixture_without_weights_is_all_rows(workspace: Path) -> None:
     argv = write_mixture(workspace, "{path: a.jsonl, split: 'train[:3]', columns: [text]}", "{path: b.jsonl}")
     texts = recorded("sft", argv)["train_dataset"]["text"][:]

@@ -31,8 +31,10 @@ def test_a_column_is_renamed_in_place_of_one_of_its_new_name(as_stream: bool) ->
 
 
 def test_a_list_of_columns_also_says_which_ones_to_keep() -> None:
-    options = {"renamed": {"completion": "answer"}, "kept": ["completion"], "prompt_template": "{question}"}
-    assert shaped(ROWS[:1], **options) == [{"completion": "2", "prompt": "1+1?"}]
+    renamed: dict[str, str] = {"completion": "answer"}
+    for more in ({}, {"prompt": "prompt"}):  # what a template makes is kept, named or not
+        options = {"renamed": {**renamed, **more}, "kept": ["completion", *more], "prompt_template": "{question}"}
+        assert shaped(ROWS[:1], **options) == [{"completion": "2", "prompt": "1+1?"}]
 
 
 @pytest.mark.parametrize("as_stream", [False, True])
@@ -59,10 +61,12 @@ def test_a_system_prompt_precedes_both_sides_of_an_implicit_prompt() -> None:
     sides = {
         side: [{"from": "human", "value": "hi"}, {"from": "gpt", "value": side}] for side in ("chosen", "rejected")
     }
-    (row,) = shaped([sides], system_prompt="Add.")
-    for side in ("chosen", "rejected"):
-        assert [message["role"] for message in row[side]] == ["system", "user", "assistant"]
-        assert row[side][2]["content"] == side
+    for rows in ([sides], [{"prompt": "hi", **sides}]):  # a text that repeats the start is not read
+        (row,) = shaped(rows, system_prompt="Add.")
+        for side in ("chosen", "rejected"):
+            assert [message["role"] for message in row[side]] == ["system", "user", "assistant"]
+            assert row[side][2]["content"] == side
+        assert row.get("prompt") in (None, "hi")
 
 
 def test_texts_become_messages_where_they_are_asked_to_or_the_answers_are_messages() -> None:
@@ -83,7 +87,7 @@ def test_texts_become_messages_where_they_are_asked_to_or_the_answers_are_messag
             {"renamed": {"prompt": "qestion"}},
             "columns: the dataset has no column 'qestion'. Did you mean 'questi",
         ),
-        (ROWS, {"kept": ["anser"]}, "columns: the dataset has no column 'anser'. Did you mean 'answer'"),
+        (ROWS, {"renamed": {"anser": "anser"}, "kept": ["anser"]}, "columns: the dataset has no column 'anser'."),
         (ROWS, {"prompt_template": "{quest}"}, "prompt_template='{quest}': the dataset has no column 'quest'"),
         (CHATS, {"prompt_template": "{messages}"}, "row 0, column 'messages' is a list: prompt_template="),
         ([{"text": "a"}], {"system_prompt": "s"}, "system_prompt='s': a conversation begins in the column prompt or"),
