@@ -18,7 +18,7 @@ from prefrl.options.suggest import nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["TokenizerChanges"]
+__all__ = ["TokenizerChanges", "check_special_tokens"]
 
 _MULTIPLE = 64  # of which the number of embeddings is one, as matrix products on GPUs like it
 
@@ -83,6 +83,26 @@ class TokenizerChanges:
                 model.resize_token_embeddings(
                     len(tokenizer), pad_to_multiple_of=_MULTIPLE, mean_resizing=not is_outline
                 )
+
+
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> None:
+    """Refuse tokens that pad, begin or end a text and have no embedding.
+
+    Args:
+        tokenizer: The tokenizer.
+        count: Tokens that the model has embeddings for.
+
+    Raises:
+        ConfigError: One has none.
+    """
+    for name in ("pad_token", "bos_token", "eos_token"):
+        token_id = getattr(tokenizer, f"{name}_id")
+        if token_id is not None and token_id >= count:
+            raise ConfigError(
+                f"{name}={getattr(tokenizer, name)!r} has the id {token_id}, but the model has embeddings for only "
+                f"{count} tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that has an "
+                "embedding, or call model.resize_token_embeddings(len(tokenizer))."
+            )
 
 
 def _format(path: str) -> ChatFormat:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from prefrl.errors import ConfigError
 from prefrl.options.suggest import nearest
@@ -89,7 +89,7 @@ def _made(name: str, parameters: dict[str, Any], text: str) -> RewardFunction:
     if not callable(function):
         raise ConfigError(f"reward_funcs={text!r}: is a {type(function).__name__}; a reward is a function")
     if inspect.isclass(function):
-        return _called(function, parameters, text)
+        return _called(cast("Callable[..., RewardFunction]", function), parameters, text)
     known = [parameter for parameter in inspect.signature(function).parameters if parameter not in _GIVEN]
     for parameter in parameters:
         if parameter not in known:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
-from prefrl.scripts.dataset_config import SHAPING, DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.dataset_columns import SHAPING
+from prefrl.scripts.dataset_config import DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.model_config import ModelConfig
 from prefrl.scripts.reward_entry import RewardEntry, reward_entries
 

@@ -7,13 +7,48 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import opt, parse_json
 
 if TYPE_CHECKING:
     from prefrl.data.reshape import RowShape
 
-__all__ = ["ColumnNames", "check_columns", "shape_of"]
+__all__ = ["SHAPING", "ColumnArguments", "ColumnNames", "check_columns", "shape_of"]
 
+# The options of `ColumnArguments`, which are keys of a part of a mixture, too.
+SHAPING = ("columns", "prompt_template", "system_prompt", "conversational")
 _EXAMPLE = "Write {prompt: question}, the new name and then the dataset's own"
+
+
+@dataclass(kw_only=True)
+class ColumnArguments:
+    """What to make of the columns of a single dataset.
+
+    Raises:
+        ConfigError: An option cannot be read.
+    """
+
+    columns: dict[str, str] | str | None = opt(
+        None,
+        "Columns to rename: {prompt: question} makes the dataset's question the prompt. The others stay as they are, "
+        "and rewards can read them. JSON on the command line.",
+    )
+    prompt_template: str | None = opt(
+        None,
+        "Text of the prompt, with the dataset's columns in braces: 'Question: {question} Answer:'. Braces that are "
+        "text are doubled. In conversations it is the user's message.",
+    )
+    system_prompt: str | None = opt(
+        None,
+        "System message of each conversation that does not begin with one. Prompts and answers that are texts become "
+        "messages.",
+    )
+    conversational: bool = opt(
+        False, "Make messages of the user and the assistant of prompts and answers that are texts."
+    )
+
+    def __post_init__(self) -> None:
+        parse_json(self, "columns")
+        check_columns(self)
 
 
 @dataclass(frozen=True)

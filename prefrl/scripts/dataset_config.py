@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Gt
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.options.fields import check_fields, opt, parse_json
+from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
-from prefrl.scripts.dataset_columns import check_columns, shape_of
+from prefrl.scripts.dataset_columns import ColumnArguments, check_columns, shape_of
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from prefrl.data.formats import AnyDataset
 
 __all__ = [
-    *("SHAPING", "DatasetConfig", "DatasetMixtureConfig", "ScriptArguments"),
+    *("FILES", "DatasetConfig", "DatasetMixtureConfig", "ScriptArguments"),
     *("get_dataset", "load_part", "load_parts"),
 ]
 
-# Options of one dataset that are keys of a part of a mixture, too.
-SHAPING = ("columns", "prompt_template", "system_prompt", "conversational")
 
 _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     ".json": ("json", {}),
@@ -38,41 +36,23 @@ _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Endings of the files that are read, with the format of each in `datasets` and its arguments.
 _FORMATS = {**_TEXTS, **{f"{ending}.gz": form for ending, form in _TEXTS.items()}, ".parquet": ("parquet", {})}
-_FILES = "a .parquet, .csv, .tsv, .txt, .json or .jsonl file; all but the first may end in .gz"
+FILES = "a .parquet, .csv, .tsv, .txt, .json or .jsonl file; all but the first may end in .gz"
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(ColumnArguments):
     """Options of a single dataset.
 
     Raises:
         ConfigError: `ignore_bias_buffers` is set, or an option of columns cannot be read.
     """
 
-    dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {_FILES}. Set this or datasets.")
+    dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}. Set this or datasets.")
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_revision: str | None = opt(None, "Branch, tag or commit of a dataset on the Hub.")
     dataset_train_split: str = opt("train", "Split to train on; slices such as train[:90%] work.")
     dataset_test_split: str = opt("test", "Split to evaluate on; read only if eval_strategy is not no.")
     dataset_streaming: bool = opt(False, "Read datasets as streams during training. Needs max_steps.")
-    columns: dict[str, str] | str | None = opt(
-        None,
-        "Columns to rename: {prompt: question} makes the dataset's question the prompt. The others stay as they are, "
-        "and rewards can read them. JSON on the command line.",
-    )
-    prompt_template: str | None = opt(
-        None,
-        "Text of the prompt, with the dataset's columns in braces: 'Question: {question} Answer:'. Braces that are "
-        "text are doubled. In conversations it is the user's message.",
-    )
-    system_prompt: str | None = opt(
-        None,
-        "System message of each conversation that does not begin with one. Prompts and answers that are texts become "
-        "messages.",
-    )
-    conversational: bool = opt(
-        False, "Make messages of the user and the assistant of prompts and answers that are texts."
-    )
     ignore_bias_buffers: bool = opt(False, "Must stay False: ddp_broadcast_buffers=False is the option for this.")
 
     def __post_init__(self) -> None:
@@ -81,8 +61,7 @@ class ScriptArguments:
                 "ignore_bias_buffers=True: is not there. Set ddp_broadcast_buffers=False, with which DDP sends no "
                 "buffers."
             )
-        parse_json(self, "columns")
-        check_columns(self)
+        super().__post_init__()
 
 
 @dataclass
@@ -257,7 +236,7 @@ def _source(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
     if file_format is None and not path.is_file():
         return part.path, {"data_dir": part.data_dir, "data_files": part.data_files}
     if file_format is None:
-        raise DataError(f"{where}: this file cannot be read. A dataset is a name on the Hub, a folder, or {_FILES}")
+        raise DataError(f"{where}: this file cannot be read. A dataset is a name on the Hub, a folder, or {FILES}")
     if not path.is_file():
         raise DataError(f"{where}: there is no such file")
     if (part.data_files, part.data_dir) != (None, None):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
-from prefrl.scripts.dataset_config import SHAPING, DatasetConfig, get_dataset, load_part, load_parts
-from prefrl.scripts.ending import print_ending
+from prefrl.scripts.dataset_columns import SHAPING
+from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import Given, SchemaParser
 
@@ -70,9 +70,11 @@ def main(algorithm: Algorithm, given: Given) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
-        # prefrl eval reads columns as they are.
+        # With options of columns, the command that evaluates would be too long for the panel.
         dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
-        print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
+        importlib.import_module("prefrl.scripts.ending").print_ending(
+            trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None)
+        )
     except KeyboardInterrupt:
         _say_stopped(algorithm.name, trainer)
         raise

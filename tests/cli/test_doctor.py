@@ -47,14 +47,14 @@ def test_a_run_in_order_has_no_problem_and_the_mask_of_its_rows_is_shown(
 def test_mapped_columns_are_what_the_rows_show_and_a_mistake_has_its_line(
     workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_jsonl(workspace / "raw.jsonl", [{"question": "1+1?", "answer": "#### 2"}])
+    write_jsonl(workspace / "raw.jsonl", [{"question": "1+1?", "answer": "####2"}])
     text = (
         f"# prefrl sft run.yaml\nmodel_name_or_path: {model_folder}\ndataset_name: raw.jsonl\nuse_cpu: true\n"
-        "columns:\n  completion: answer\nprompt_template: 'Q: {question} A:'\nsystem_prompt: Add.\n"
+        "columns:\n  completion: answer\nprompt_template: 'Q:{question}A:'\nsystem_prompt: Add.\n"
     )
     (workspace / "run.yaml").write_text(text, encoding="utf-8")
     _, shown = checked("sft", model_folder, "--config", "run.yaml")
-    assert "<|system|>Add.<|end|><|user|>Q: 1+1? A:<|end|><|assistant|>[+#### 2<|end|>+]" in "".join(shown)
+    assert "<|system|>Add.<|end|><|user|>Q:1+1?A:<|end|><|assistant|>[+####2<|end|>+]" in "".join(shown)
     (workspace / "run.yaml").write_text(text.replace(": answer", ": anser"), encoding="utf-8")
     assert main(["doctor", "run.yaml"]) == 2
     expected = "run.yaml:5: columns: the dataset has no column 'anser'. Did you mean 'answer'?"

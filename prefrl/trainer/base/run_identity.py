@@ -31,7 +31,7 @@ _OF_HUGGINGFACE = frozenset({
 _LENGTH = frozenset({"max_steps", "num_train_epochs"})
 # Rows of a dataset that are hashed.
 _SAMPLED_ROWS = 64
-# Keys of a model's config that do not describe its architecture. HuggingFace's loop replaces the ids by the tokenizer's.
+# Keys of a model's config that do not describe its architecture. The ids become the tokenizer's when training begins.
 _NOT_ARCHITECTURE = (
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),

@@ -39,7 +39,7 @@ def test_a_function_of_a_file_is_a_reward(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere.py:f", "./nowhere:f", ".:f"])
 def test_a_file_that_is_not_there_is_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be imported.*module:function or folder/file.py:function"):
+    with pytest.raises(ConfigError, match=r"cannot be imported.*module\.function or folder/file\.py:function"):
         reward_by_name(name)
 
 
