@@ -59,7 +59,10 @@ class Given:
         try:
             yield
         except PrefrlError as error:
-            raise self.located(error) from error.__cause__
+            located = self.located(error)
+            if located is error:
+                raise
+            raise located from error
 
 
 @cache
