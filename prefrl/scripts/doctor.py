@@ -38,11 +38,10 @@ def main(argv: Sequence[str]) -> int:
 
     from prefrl.scripts.checkup.run import checkup_of
     from prefrl.scripts.launch_arguments import launch_options
-    from prefrl.scripts.train import options_of, read
+    from prefrl.scripts.train import read
 
     given = read(algorithm, options)
-    script, config = options_of(algorithm, given)
-    checkup = checkup_of(algorithm, script, config, launch_options(given, os.environ))
+    checkup = checkup_of(algorithm, given, launch_options(given, os.environ))
     checkup.print(Console(highlight=False))
     return 2 if checkup.count("problem") else 0
 

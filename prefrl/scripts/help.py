@@ -14,8 +14,14 @@ _Options = Sequence[Mapping[str, Any]]
 _WIDTH = 118
 # The options that most runs set, in the order in which one thinks of them.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Model": ("model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_target_modules"),
-    "Data": ("dataset_name", "datasets", "dataset_train_split", "chat_template_path", "max_length"),
+    "Model": (
+        *("model_name_or_path", "dtype", "attn_implementation", "trust_remote_code"),
+        *("use_peft", "lora_r", "lora_target_modules"),
+    ),
+    "Data": (
+        *("dataset_name", "datasets", "dataset_train_split", "columns", "prompt_template", "system_prompt"),
+        *("conversational", "chat_template_path", "eos_token", "max_length"),
+    ),
     "Rewards": ("reward_funcs", "reward_weights", "reward_model_name_or_path"),
     "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
     "Generation": (
@@ -80,7 +86,9 @@ def kind_of(option: Mapping[str, Any]) -> str:
     """The kind of value that an option takes."""
     if "choices" in option:
         return "{" + ",".join(map(str, option["choices"])) + "}"
-    kind = {"bool": "true|false", "str": "text", "dataset": "JSON"}.get(option["kind"], option["kind"])
+    kind = {"bool": "true|false", "str": "text", "dataset": "JSON", "reward": "text"}.get(
+        option["kind"], option["kind"]
+    )
     return f"{kind} ..." if option.get("is_list") else kind
 
 

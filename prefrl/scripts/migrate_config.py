@@ -96,6 +96,9 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
         module = run.options["reward_funcs"][0].partition(":")[0]
         run.options["reward_funcs"] = [f"{module}:{run.value('custom_reward_function.name', 'compute_score')}"]
     _files_of_verl(run)
+    if "columns" in run.options and "datasets" in run.options:
+        columns = run.options.pop("columns")
+        run.options["datasets"] = [{**part, "columns": columns} for part in run.options["datasets"]]
     _kl_of_verl(run)
     _loss_of_verl(run)
     processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)

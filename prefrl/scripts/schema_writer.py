@@ -25,7 +25,13 @@ from prefrl.trainer.grpo_presets import PRESETS
 
 __all__ = ["parser_of", "schema_text"]
 
-_KINDS = {"int": "int", "float": "float", "string_to_bool": "bool", "DatasetConfig": "dataset"}
+_KINDS = {
+    "int": "int",
+    "float": "float",
+    "string_to_bool": "bool",
+    "DatasetConfig": "dataset",
+    "RewardEntry": "reward",
+}
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
+from prefrl.scripts.dataset_columns import SHAPING
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
 from prefrl.scripts.launch_arguments import LaunchArguments
 from prefrl.scripts.model_config import get_peft_config, quantization_config
@@ -51,12 +52,13 @@ def main(algorithm: Algorithm, given: Given) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    script, config = options_of(algorithm, given)
-    extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
-    train_dataset, eval_dataset = datasets_of(script, config)
-    importlib.import_module("prefrl.scripts.checkup.run").check_before(
-        algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
-    )
+    with given.locating():
+        script, config = options_of(algorithm, given)
+        extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
+        train_dataset, eval_dataset = datasets_of(script, config)
+        importlib.import_module("prefrl.scripts.checkup.run").check_before(
+            algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
+        )
     trainer = algorithm.load_trainer()(
         model=script.model_name_or_path,
         args=config,
@@ -69,8 +71,10 @@ def main(algorithm: Algorithm, given: Given) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
+        # With options of columns, the command that evaluates would be too long for the panel.
+        dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
         ending = importlib.import_module("prefrl.scripts.ending")  # imports torch
-        ending.print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
+        ending.print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
     except KeyboardInterrupt:
         _say_stopped(algorithm.name, trainer)
         raise
@@ -200,8 +204,9 @@ def datasets_of(script: CommandArguments, config: Any) -> tuple[Any, Any]:
 
 def _load_single(script: CommandArguments, option: str) -> Any:
     assert script.dataset_name is not None
+    shaping: dict[str, Any] = {name: getattr(script, name) for name in SHAPING}
     split, revision = getattr(script, option), script.dataset_revision
-    part = DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=split, revision=revision)
+    part = DatasetConfig(script.dataset_name, script.dataset_config, split=split, revision=revision, **shaping)
     return load_part(part, streaming=script.dataset_streaming, path_option="dataset_name", split_option=option)
 
 

@@ -418,18 +418,19 @@ def test_yaml_of_verl_and_what_it_leaves_open(tmp_path: Path) -> None:
     )
     result = migrate_verl(text, is_command=False)
     (tmp_path / "data.jsonl").touch()
-    config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")[1]
+    script, config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")
     assert (config.loss_type, config.loss_kwargs, config.delta) == ("clip_cov", {"lb": 0.5}, None)
-    assert [line for line, _ in result.open] == [7, 10, 17]
+    assert [line for line, _ in result.open] == [7, 10]
     assert yaml.safe_load(result.text)["reward_funcs"] == ["my/rewards.py:score"]
-    assert "# Open: line 17: data.prompt_key: the column must be called 'prompt'" in result.text
+    assert script.columns == {"prompt": "question"}
 
 
 def test_files_of_verl_are_splits_of_a_dataset(tmp_path: Path) -> None:
     for name, prompts in (("a", ["1"]), ("b", ["2", "3"]), ("c", ["4", "5", "6"])):
-        Dataset.from_dict({"prompt": prompts}).to_parquet(tmp_path / f"{name}.parquet")
+        Dataset.from_dict({"question": prompts}).to_parquet(tmp_path / f"{name}.parquet")
     a, b, c = (f"{tmp_path}/{name}.parquet" for name in "abc")
-    result = migrate_verl(f"data:\n  train_files: [{a}, {b}]\n  val_files: {c}\n", is_command=False)
+    text = f"data:\n  train_files: [{a}, {b}]\n  val_files: {c}\n  prompt_key: question\n"
+    result = migrate_verl(text, is_command=False)
     (entry,) = yaml.safe_load(result.text)["datasets"]
     found = {split: load_part(DatasetConfig(**entry, split=split), streaming=False) for split in ("train", "test")}
     assert [rows["prompt"][:] for rows in found.values()] == [["1", "2", "3"], ["4", "5", "6"]]

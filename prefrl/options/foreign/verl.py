@@ -437,6 +437,9 @@ VERL: dict[str, Row] = {
         "reward_funcs",
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
+    "custom_reward_function.reward_kwargs": not_there(
+        "parameters behind the function: reward_funcs: [{name: file.py:compute_score, tolerance: 0.1}]"
+    ),
     "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),
     "global_profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
     "ray_kwargs": not_needed("there is no Ray"),

@@ -17,12 +17,13 @@ from prefrl.scripts.checkup.rewards import try_rewards
 from prefrl.scripts.checkup.rows import UNLIMITED, check_columns, check_rows, first_rows, show_rows
 from prefrl.scripts.checkup.server import check_servers
 from prefrl.scripts.checkup.subject import Subject
-from prefrl.scripts.train import datasets_of, lora_of
+from prefrl.scripts.train import datasets_of, lora_of, options_of
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
     from prefrl.scripts.arguments import CommandArguments
     from prefrl.scripts.launch_arguments import LaunchArguments
+    from prefrl.scripts.schema import Given
 
 __all__ = ["check_before", "checkup_of"]
 
@@ -65,18 +66,20 @@ def check_before(
         check_servers(Section("Server"), subject)
 
 
-def checkup_of(
-    algorithm: Algorithm, script: CommandArguments, config: Any, launch: LaunchArguments | None = None
-) -> Checkup:
+def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | None = None) -> Checkup:
     """Check everything. What cannot be checked after a problem is left out.
 
     Args:
         algorithm: The algorithm.
-        script: Options of model and data.
-        config: Options of the trainer.
+        given: Its options.
         launch: How the run is started; None: in one process, without a server of its own.
+
+    Raises:
+        ConfigError: Options exclude each other.
     """
-    checkup = Checkup()
+    with given.locating():
+        script, config = options_of(algorithm, given)
+    checkup = Checkup(located=given.located)
     subject = Subject(algorithm, script, config)
     raw = rows = None
     with checkup.section("Data"):
