@@ -28,7 +28,7 @@ from prefrl.errors import CheckpointError, ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.freezing import freeze_parameters
 from prefrl.models.seeding import seeded
-from prefrl.models.tokenizer_changes import TokenizerChanges
+from prefrl.models.tokenizer_changes import TokenizerChanges, check_special_tokens
 from prefrl.models.vision_classifier import add_classifier, check_has_body
 from prefrl.options.remote_code import unpinned_code
 
@@ -233,7 +233,7 @@ def load_tokenizer(
         model: The loaded model.
         processing_class: The tokenizer, if there is one.
         model_init_kwargs: Those that the model was loaded with; revision, token and the like apply to the tokenizer.
-        changes: What to change in the tokenizer, even in the caller's.
+        changes: What to change in the tokenizer, even in the caller's; the model gets embeddings of new tokens.
 
     Raises:
         ConfigError: No tokenizer can be found, it cannot be changed like this, it has neither a padding nor an
@@ -245,7 +245,7 @@ def load_tokenizer(
         tokenizer = _tokenizer_of(model, model_init_kwargs or {})
     elif not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"processing_class={type(tokenizer).__name__}: must be a tokenizer of transformers or None")
-    changes.apply(tokenizer)
+    changes.apply(tokenizer, model)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(
@@ -253,7 +253,7 @@ def load_tokenizer(
             )
         tokenizer.pad_token = tokenizer.eos_token
     if len(tokenizer) > (count := num_embeddings(model)):
-        _check_special_tokens(tokenizer, count)
+        check_special_tokens(tokenizer, count)
         if is_main():
             others = tokenizer.convert_ids_to_tokens(list(range(count, min(count + 3, len(tokenizer)))))
             logger.warning(
@@ -267,17 +267,6 @@ def load_tokenizer(
 def num_embeddings(model: PreTrainedModel) -> int:
     """How many token ids the model has embeddings for."""
     return int(shape_of(model.get_input_embeddings().weight)[0])
-
-
-def _check_special_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> None:
-    for name in ("pad_token", "bos_token", "eos_token"):
-        token_id = getattr(tokenizer, f"{name}_id")
-        if token_id is not None and token_id >= count:
-            raise ConfigError(
-                f"{name}={getattr(tokenizer, name)!r} has the id {token_id}, but the model has embeddings for only "
-                f"{count} tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that has an "
-                "embedding, or call model.resize_token_embeddings(len(tokenizer))."
-            )
 
 
 def load_renamed(model: PreTrainedModel, folder: Path) -> None:

@@ -23,6 +23,7 @@ from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import collected_metrics, log_collected
+from prefrl.rollout.tables import Tables
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.auto_sizes import LongBatch
 from prefrl.trainer.base.references import loaded_reference
@@ -187,6 +188,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             args, self.objective, self.scorer, lambda batch: self.cut(batch, args.rows_per_micro_batch), hidden_size
         )
         place = (distributed.rank(), distributed.world_size())
+        self._tables = Tables(args.report_to)
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
         self.health = SignalHealth(args)
         self._fresh_logprobs: list[Tensor] = []
@@ -449,7 +451,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.history.show_samples(samples_of(collected.rollouts))
         if self.args.log_completions:
             limit, unique = self.args.num_completions_to_print, self.args.log_unique_prompts
-            log_collected(collected, step=step, limit=limit, unique=unique, trackers=self.args.report_to)
+            log_collected(collected, step=step, limit=limit, unique=unique, tables=self._tables)
 
     def decisive(self) -> dict[str, Any]:
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
