@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
@@ -133,13 +133,6 @@ class ResumableTrainer(OptimizedTrainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Tokens are counted in `BaseTrainer.get_batch_samples`."""
-
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> NoReturn:
-        """HuggingFace's method, which would return the logits of all tokens. Not supported: always raises."""
-        raise ConfigError(
-            "predict() is not supported: rows of different lengths are not padded, and no logits are kept. For "
-            f"metrics use evaluate(dataset, metric_key_prefix={metric_key_prefix!r}), for completions model.generate."
-        )
 
     @contextmanager
     def _resumable_without_memory(self) -> Iterator[None]:
