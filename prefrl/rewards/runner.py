@@ -292,8 +292,8 @@ def _tokenizers(
     if not isinstance(given, list | tuple):
         if given is not None and sum(is_model) > 1:
             raise ConfigError(
-                f"reward_processing_classes: one tokenizer for {sum(is_model)} models, whose tokens may differ; give a "
-                f"list of {len(is_model)}, one for each reward. None is a model's own tokenizer, and for functions"
+                f"reward_processing_classes: one tokenizer for {sum(is_model)} models, whose tokens may differ; give "
+                f"a list of {len(is_model)}, one for each reward. None is a model's own tokenizer, and for functions"
             )
         return [given if model else None for model in is_model]
     if len(given) != len(is_model):

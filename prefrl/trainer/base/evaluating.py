@@ -89,7 +89,8 @@ class EvaluatingTrainer(SizedTrainer):
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """The loader of an evaluation."""
-        return self.get_eval_dataloader(test_dataset)
+        loader: DataLoader[Any] = self.get_eval_dataloader(test_dataset)
+        return loader
 
     def check_training_set(self) -> None:
         """Reject `evaluate_training_set` where the training set cannot be evaluated.

@@ -1,4 +1,4 @@
-"""What an evaluation gives `compute_metrics`, and `predict` returns: the predictions of all rows, and what is known about them."""
+"""What `compute_metrics` gets and `predict` returns: the predictions of all rows, and what is known about them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, HubError, OutOfMemoryError, RewardError
+from prefrl.errors import HubError, OutOfMemoryError, RewardError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.load import load_renamed
 from prefrl.printable import reason_of
