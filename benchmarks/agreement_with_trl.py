@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from prefrl.registry import REGISTRY
-from tests.golden.cases import AGREEMENT_CASES, AgreementCase, inputs_of, prefrl_values
+from tests.golden.cases import AGREEMENT_CASES, AgreementCase, Inputs, inputs_of, prefrl_values
 
 TOLERANCE = 1e-4
 
 
-def trl_values(case: AgreementCase) -> dict[str, float]:
-    """The loss, gradient norm and metrics of TRL's first step."""
+def trl_values(case: AgreementCase, inputs: Inputs | None = None) -> dict[str, float]:
+    """The loss, gradient norm and metrics of TRL's first step, from those inputs or the case's own."""
     import trl
 
     if case.trainer in ("orpo", "cpo"):
@@ -38,7 +38,7 @@ def trl_values(case: AgreementCase) -> dict[str, float]:
     config_name, trainer_name = (REGISTRY[case.trainer].config, REGISTRY[case.trainer].trainer)
     config_class = getattr(module, config_name.partition(":")[2])
     trainer_class = getattr(module, trainer_name.partition(":")[2])
-    inputs = inputs_of(case)
+    inputs = inputs or inputs_of(case)
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
             output_dir=folder,

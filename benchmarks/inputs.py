@@ -26,7 +26,9 @@ from benchmarks.workloads import ModelSizes, Workload
 __all__ = [
     "END",
     "PAD",
+    "Completions",
     "TokenCounter",
+    "add_noise",
     "build_model",
     "build_policy",
     "build_processor",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 END, PAD, IMAGE = 0, 1, 2
+Completions = dict[tuple[int, ...], list[list[int]]]  # of each prompt
 NUM_SPECIAL = 2  # the image token is a word in workloads without images
 POLICY_SEED, REFERENCE_SEED = 0, 1
 PATCH = 14
@@ -50,7 +53,26 @@ def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False) ->
     """A model with random weights that depend only on sizes and seed."""
     torch.manual_seed(seed)
     auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    if sizes.checkpoint:
+        return _trained_model(auto_class, sizes.checkpoint, is_policy=seed == POLICY_SEED)
     return auto_class.from_config(_text_config(sizes), dtype=torch.float32)
+
+
+def _trained_model(auto_class: Any, folder: str, *, is_policy: bool) -> PreTrainedModel:
+    """The model of a checkpoint, with the tokenizer's end and padding; a reference differs from it by some noise."""
+    model = auto_class.from_pretrained(folder, dtype=torch.float32, pad_token_id=PAD, eos_token_id=END, num_labels=1)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
+    return model if is_policy else add_noise(model)
+
+
+def add_noise(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with each matrix changed by 1 % of its size, so that no log-ratio is zero."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight += 0.01 * weight.std() * torch.randn_like(weight)
+    return model  # type: ignore[no-any-return]
 
 
 def build_policy(workload: Workload, *, seed: int) -> PreTrainedModel:
@@ -132,7 +154,7 @@ def prompts_of(workload: Workload) -> list[list[int]]:
     return [_tokens(workload, workload.prompt_length, generator) for _ in range(workload.num_prompts)]
 
 
-def completions_of(workload: Workload) -> dict[tuple[int, ...], list[list[int]]]:
+def completions_of(workload: Workload) -> Completions:
     """For each prompt, [G] lists of token ids with the workload's lengths, which end with the end token."""
     generator = torch.Generator().manual_seed(3)
     return {

@@ -10,6 +10,7 @@ import torch
 from benchmarks.inputs import (
     POLICY_SEED,
     REFERENCE_SEED,
+    Completions,
     build_policy,
     build_processor,
     completions_of,
@@ -17,7 +18,6 @@ from benchmarks.inputs import (
     rows_of,
 )
 from benchmarks.job import Job, Setup, job_of, offline_arguments
-from benchmarks.workloads import Workload
 from prefrl.generation.base import OnDemand, Pending, SamplingParams, WeightSource
 from prefrl.generation.local import generator as local
 from prefrl.generation.local.sampling import uniform_numbers
@@ -65,7 +65,7 @@ def _build_grpo(setup: Setup) -> Job:
     # The reference was built from the weights that the model had before.
     model.load_state_dict(build_policy(workload, seed=POLICY_SEED).state_dict())
     if workload.task == "grpo_loss":
-        trainer.generator = ScriptedGenerator(workload)
+        trainer.generator = ScriptedGenerator(completions_of(workload), workload.prompt_length)
         return job_of(setup, trainer)
     force_lengths(workload.lengths)
     if workload.task == "grpo":
@@ -85,11 +85,11 @@ def _generation_job(setup: Setup, trainer: Any) -> Job:
 
 
 class ScriptedGenerator:
-    """A `prefrl.generation.base.Generator` that returns the workload's completions."""
+    """A `prefrl.generation.base.Generator` that returns the completions of the last `length` tokens of each prompt."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._completions = completions_of(workload)
-        self._length = workload.prompt_length  # of the text, which is the end of a prompt
+    def __init__(self, completions: Completions, length: int) -> None:
+        self._completions = completions
+        self._length = length
 
     def generate(
         self,

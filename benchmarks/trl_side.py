@@ -16,6 +16,7 @@ from benchmarks.inputs import (
     PAD,
     POLICY_SEED,
     REFERENCE_SEED,
+    Completions,
     build_policy,
     build_processor,
     completions_of,
@@ -66,7 +67,7 @@ def _build_grpo(setup: Setup, own: dict[str, Any]) -> Job:
     )
     model.load_state_dict(build_policy(workload, seed=POLICY_SEED).state_dict())
     if workload.task == "grpo_loss":
-        model.generate = ScriptedGenerate(workload)
+        model.generate = ScriptedGenerate(completions_of(workload), workload.prompt_length)
         return job_of(setup, trainer)
     model.generate = ForcedGenerate(model.generate, workload)
     if workload.task == "grpo":
@@ -92,17 +93,18 @@ def _generation_job(setup: Setup, trainer: Any) -> Job:
 
 
 class ScriptedGenerate:
-    """Replaces `model.generate`: returns each prompt followed by the workload's completions."""
+    """Replaces `model.generate`: returns each prompt followed by the completions of its last `length` tokens."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._completions = completions_of(workload)
-        self._length = workload.prompt_length  # of the text, which is the end of a prompt
-        self._width = max(workload.lengths)
+    def __init__(self, completions: Completions, length: int, *, pad: int = PAD) -> None:
+        self._completions = completions
+        self._length = length
+        self._pad = pad
 
     def __call__(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         samples = {prompt: itertools.cycle(group) for prompt, group in self._completions.items()}
         rows = [next(samples[tuple(prompt[-self._length :])]) for prompt in input_ids.tolist()]
-        padded = [row + [PAD] * (self._width - len(row)) for row in rows]
+        width = max(map(len, rows))
+        padded = [row + [self._pad] * (width - len(row)) for row in rows]
         return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
 
 

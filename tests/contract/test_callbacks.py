@@ -12,9 +12,16 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from rich.console import Console
-from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+)
 
-from prefrl import BEMACallback, ConfigError, LogCompletionsCallback, RichProgressCallback
+from prefrl import BEMACallback, ConfigError, LogCompletionsCallback, RewardError, RichProgressCallback
+from prefrl.run.metrics_file import read_metrics
 from tests.assets import tiny_model
 from tests.contract.cases import dataset_of, make_trainer
 
@@ -112,12 +119,49 @@ def test_progress_is_shown_with_the_latest_metrics(tmp_path: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80)
     callback = RichProgressCallback(console)
-    make_trainer("sft", tmp_path, max_steps=2, callbacks=[callback]).train()
+    trainer = make_trainer("sft", tmp_path, max_steps=2, callbacks=[callback])
+    trainer.train()
     text = screen.getvalue()
     assert "Training" in text
     assert "100%" in text
-    assert "mean_token_accuracy" in text
+    assert "accuracy" in text
+    assert "s/step" in text
+    shown = [type(c) for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback | PrinterCallback)]
+    assert shown == [RichProgressCallback]
     assert text.rstrip().endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_the_live_view_gives_the_terminal_back_after_an_error(tmp_path: Path) -> None:
+    def fails(completions: Any, **_: Any) -> list[float]:
+        raise ValueError("reward")
+
+    screen = io.StringIO()
+    callback = RichProgressCallback(Console(file=screen, force_terminal=True, width=80))
+    trainer = make_trainer("grpo", tmp_path, reward=fails, callbacks=[callback])
+    with pytest.raises(RewardError):
+        trainer.train()
+    assert screen.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_without_a_terminal_a_run_prints_its_facts_and_a_line_for_each_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer("grpo", tmp_path, max_steps=4, logging_steps=3, disable_tqdm=False)
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert "2 prompts x 4 completions of at most" in printed
+    assert "all of them trained" in printed
+    lines = [line.split() for line in printed.splitlines() if line.startswith("step ")]
+    assert [line[1] for line in lines] == ["1/4", "3/4"]  # the first step, whatever logging_steps is
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [line[3] for line in lines] == [f"{entry['reward']:.4g}" for entry in logged]
+    rows = read_metrics(tmp_path)
+    assert [(row["step"], row["reward"]) for row in rows[:2]] == [(e["step"], e["reward"]) for e in logged]
+    assert rows[-1]["step"] == 4
+    assert "train_runtime" in rows[-1]
+    assert trainer.history.best.reward >= trainer.history.worst.reward
+    trainer.remove_callback(PrinterCallback)  # as without prefrl
+    assert not any(isinstance(c, PrinterCallback) for c in trainer.callback_handler.callbacks)
 
 
 class Tracker(ModuleType):

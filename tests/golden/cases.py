@@ -50,9 +50,9 @@ def inputs_of(case: AgreementCase) -> Inputs:
     )
 
 
-def prefrl_values(case: AgreementCase) -> dict[str, float]:
-    """Loss, gradient norm and metrics of the first step."""
-    inputs = inputs_of(case)
+def prefrl_values(case: AgreementCase, inputs: Inputs | None = None) -> dict[str, float]:
+    """Loss, gradient norm and metrics of the first step, from those inputs or the case's own."""
+    inputs = inputs or inputs_of(case)
     row = REGISTRY[case.trainer]
     with tempfile.TemporaryDirectory() as folder:
         args = row.load_config()(

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.server_info import INFO_PATH, ServerInfo, vocabulary_fingerprint
+from prefrl.generation.vllm.waiting import Waiting
 from prefrl.http import HttpError, Refused
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ async def handshake(http: Http, url: str, requirements: Requirements, *, timeout
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    pause = _FIRST_PAUSE
+    pause, waiting = _FIRST_PAUSE, Waiting(url, timeout)
     while True:
         try:
             await http.send("GET", f"{url}/health", timeout=min(PROBE_SECONDS, deadline - loop.time()))
@@ -137,6 +138,7 @@ async def handshake(http: Http, url: str, requirements: Requirements, *, timeout
         if loop.time() + pause >= deadline:
             reason = f"did not answer within {timeout:g} s (vllm_server_timeout). Last error: {last}"
             raise requirements.error(url, reason) from last
+        waiting.tell(timeout - (deadline - loop.time()))
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -108,6 +108,7 @@ class BaseConfig(
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
         "logging_steps",
+        "logging_first_step",
         "logging_nan_inf_filter",
         "remove_unused_columns",
         "no_remove_unused_columns",
@@ -132,6 +133,7 @@ class BaseConfig(
     )
 
     logging_steps: float = opt(10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.")
+    logging_first_step: bool = opt(True, "Log the first optimizer step, too.")
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.")
     remove_unused_columns: bool = opt(False, "Must stay False: rewards may read any column of the dataset.")
     no_remove_unused_columns: bool = opt(
@@ -284,6 +286,14 @@ class BaseConfig(
                 raise ConfigError(
                     f"report_to={name!r}: unknown tracker. {nearest(str(name), INTEGRATION_TO_CALLBACK)}"
                 )
+
+    def check_trackers_installed(self) -> None:
+        """Refuse trackers whose packages are missing. Trainers ask for it: a config may be read on another machine.
+
+        Raises:
+            ConfigError: See above.
+        """
+        for name in self.report_to:
             if name in _TRACKERS and name not in get_available_reporting_integrations():
                 raise ConfigError(
                     f"report_to={name!r}: its package is not installed. Run `pip install {_TRACKERS[name]}`, or set "
@@ -307,6 +317,12 @@ class BaseConfig(
     def rows_per_micro_batch(self) -> int:
         """Rows that a micro-batch of one process starts from: dataset rows, or completions."""
         return int(self.per_device_train_batch_size)
+
+    @property
+    def rows_in_words(self) -> str:
+        """The rows of an optimizer step, for people."""
+        rows, steps = self.rows_per_micro_batch, int(self.gradient_accumulation_steps)
+        return f"{rows * steps * int(self.world_size):,} rows: {rows} x {steps} on each of {self.world_size} processes"
 
     @property
     def steps_of_a_generation(self) -> int:

@@ -129,6 +129,12 @@ class StepAccount:
         while self._waiting and self._waiting[0].marks[-1][0].query():
             self._add(self._waiting.pop(0))
 
+    @property
+    def current(self) -> str | None:
+        """The phase that the step is in; None outside of steps and of named phases."""
+        phases = self._phases if self._step is not None else []
+        return phases[-1] if phases and phases[-1] != "other" else None
+
     @contextmanager
     def phase(self, name: str | None) -> Iterator[None]:
         """Count the time inside as this phase, not as the enclosing one; None: nothing inside belongs to the step.

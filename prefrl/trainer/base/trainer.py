@@ -28,6 +28,7 @@ from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset
 from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.epoch_intervals import EpochIntervals
+from prefrl.trainer.base.facts import facts_of
 from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import TRAINING, explained, size_of
@@ -42,6 +43,8 @@ from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.sync_reference import SyncReference
+from prefrl.trainer.progress.history import History
+from prefrl.trainer.progress.views import add_views, closed_at_end
 from prefrl.types import IdleBatch, LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -98,6 +101,7 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
         check_writable(Path(args.output_dir))
+        args.check_trackers_installed()
         distributed.check_devices(args.n_gpu)
         distributed.tell_deepspeed()
         name = type(self).__name__
@@ -138,10 +142,18 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)
         self.model.add_model_tags(["prefrl", self.algorithm])
-        self.add_callback(EndOfOptimizerPhase(self.account))
-        self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
+        self._add_callbacks()
         if args.log_flops:
             self._count_flops()
+
+    def _add_callbacks(self) -> None:
+        self.history = History(self._facts, lambda: self.account.current)
+        add_views(self.callback_handler, self.history, run=lambda: self.run_folder.run)
+        self.add_callback(EndOfOptimizerPhase(self.account))
+        self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
+
+    def _facts(self) -> Mapping[str, str]:
+        return facts_of(self.args, self.policy, self.state, self.train_dataset, algorithm=self.algorithm)
 
     def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:
         kwargs = cast("dict[str, Any] | None", self.args.model_init_kwargs)
@@ -212,7 +224,8 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """HuggingFace's hook. It has just applied Liger again, to the whole process: our choice must come last."""
         add_kernels(self.args, self.policy)
-        return super()._inner_training_loop(*args, **kwargs)
+        with closed_at_end(self.callback_handler):
+            return super()._inner_training_loop(*args, **kwargs)
 
     def _add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
         """Create the reference that the options ask for, and move it during training if they say so."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-__all__ = ["TrialMemory"]
+__all__ = ["TrialMemory", "free_memory"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PEAK_RESET = Path("/proc/self/clear_refs")
@@ -31,7 +31,7 @@ class TrialMemory:
     def __init__(self, device: torch.device, *, share: float, trained: int, has_buckets: bool) -> None:
         self._device = device
         self._trained = trained
-        self._limit = max(share * _free(device) - (_MOMENTS + has_buckets) * trained, 1.0)
+        self._limit = max(share * free_memory(device) - (_MOMENTS + has_buckets) * trained, 1.0)
         self._start = _used(device)
 
     @property
@@ -45,7 +45,7 @@ class TrialMemory:
         return _GRADIENTS * self._trained / self._limit
 
 
-def _free(device: torch.device) -> float:
+def free_memory(device: torch.device) -> float:
     """Bytes that this process can still allocate."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

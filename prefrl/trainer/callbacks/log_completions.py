@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.printable import printable, reason_of
+from prefrl.rollout.tables import send_table
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
@@ -35,9 +35,9 @@ _MAX_TOKENS = 256  # of a completion, unless the generation config says how many
 class LogCompletionsCallback(TrainerCallback):
     """Samples completions of prompts of `trainer.eval_dataset` with the weights as they are.
 
-    They are printed as a table. With Weights & Biases or Comet in `report_to`, they are also logged there as the table
-    `completions`, together with those of earlier steps. In data for supervised fine-tuning, the prompt is what comes
-    before the first trained token.
+    They are printed as a table. With Weights & Biases, Trackio, MLflow or Comet in `report_to`, they are also logged
+    there as the table `completions`, together with those of earlier steps. In data for supervised fine-tuning, the
+    prompt is what comes before the first trained token.
 
     Args:
         trainer: The trainer, to which the callback is then added: `trainer.add_callback(callback)`.
@@ -120,13 +120,8 @@ class LogCompletionsCallback(TrainerCallback):
         ]
 
     def _track(self, _: Sequence[tuple[int, str, str]]) -> None:
-        # HuggingFace has imported the trackers in report_to.
-        if "wandb" in self.trainer.args.report_to:
-            wandb = sys.modules["wandb"]
-            wandb.log({"completions": wandb.Table(columns=[*_COLUMNS], data=self.table)})
-        if "comet_ml" in self.trainer.args.report_to:
-            experiment = sys.modules["comet_ml"].get_running_experiment()
-            experiment.log_table("completions.csv", tabular_data=self.table, headers=[*_COLUMNS])
+        step = self.trainer.state.global_step
+        send_table(self.trainer.args.report_to, "completions", _COLUMNS, self.table, step=step)
 
 
 def _prompt_ids(row: Mapping[str, Any]) -> list[int]:

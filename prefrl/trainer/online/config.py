@@ -163,7 +163,9 @@ class OnlineConfig(
     )
     num_iterations: Annotated[int, Ge(1)] = opt(1, "Number of passes over each generation batch.")
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
-    log_completions: bool = opt(False, "Print each generation batch as a table.")
+    log_completions: bool = opt(
+        False, "Print each generation batch as a table, and send it to those trackers in report_to that have tables."
+    )
     journal_keep: Annotated[int, Ge(0)] = opt(
         100,
         "Scored generation batches that are kept in the folder completions, besides those that a resumed run needs "
@@ -310,6 +312,16 @@ class OnlineConfig(
     def completions_of_generation(self) -> int:
         """Completions of a generation batch, over all processes."""
         return self.completions_per_rank * int(self.world_size)
+
+    @property
+    def rows_in_words(self) -> str:
+        """See `BaseConfig.rows_in_words`."""
+        completions = self.completions_of_generation
+        shared = "" if self.steps_of_a_generation == 1 else f", for {self.steps_of_a_generation} steps"
+        return (
+            f"{completions // self.num_generations:,} prompts x {self.num_generations} completions of at most "
+            f"{self.max_completion_length} tokens{shared}"
+        )
 
     def _validate_groups(self) -> None:
         world_size, total, size = int(self.world_size), self.completions_of_generation, self.num_generations

@@ -161,7 +161,8 @@ def test_scripted_completions_follow_their_prompts_in_any_order() -> None:
     workload = tiny("grpo_loss", num_prompts=2)
     first, second = prompts_of(workload)
     completions = completions_of(workload)
-    output = ScriptedGenerate(workload)(torch.tensor([second] * 4 + [first] * 4))
+    generate = ScriptedGenerate(completions, workload.prompt_length)
+    output = generate(torch.tensor([second] * 4 + [first] * 4))
     for prompt, rows in ((second, output[:4]), (first, output[4:])):
         for completion, row in zip(completions[tuple(prompt)], rows.tolist(), strict=True):
             assert row[: len(prompt) + len(completion)] == prompt + completion

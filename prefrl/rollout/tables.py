@@ -1,0 +1,56 @@
+"""Sends tables to those trackers in `report_to` that have tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+__all__ = ["send_table"]
+
+
+def send_table(
+    trackers: Iterable[str], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+) -> None:
+    """Log a table to Weights & Biases, Trackio, MLflow and Comet, whichever of them are named.
+
+    Args:
+        trackers: Names as in `report_to`. HuggingFace has imported these packages and begun their runs.
+        name: Of the table.
+        columns: Names of the columns.
+        rows: A value for each column.
+        step: The optimizer step of the table, part of the name where a tracker keeps one table for each name.
+
+    Raises:
+        Exception: Whatever a tracker raises.
+    """
+    for tracker in trackers:
+        if tracker in _SENDERS:
+            _SENDERS[tracker](sys.modules[tracker], name, list(columns), [list(row) for row in rows], step)
+
+
+def _to_wandb(wandb: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    wandb.log({name: wandb.Table(columns=columns, data=rows)})
+
+
+def _to_trackio(trackio: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    import pandas  # which Trackio needs
+
+    trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
+
+
+def _to_mlflow(mlflow: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    data = {column: [row[i] for row in rows] for i, column in enumerate(columns)}
+    mlflow.log_table(data, artifact_file=f"{name}_{step:05d}.json")
+
+
+def _to_comet(comet: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    comet.get_running_experiment().log_table(f"{name}.csv", tabular_data=rows, headers=columns)
+
+
+_SENDERS: dict[str, Callable[[Any, str, list[str], list[list[Any]], int], None]] = {
+    "wandb": _to_wandb,
+    "trackio": _to_trackio,
+    "mlflow": _to_mlflow,
+    "comet_ml": _to_comet,
+}

@@ -1,0 +1,194 @@
+"""Turns the logs of a run into rows, which the views show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from prefrl.rollout.summary import as_text
+
+if TYPE_CHECKING:
+    from prefrl.types import Rollout
+
+__all__ = ["History", "Row", "Sample", "duration", "number", "samples_of", "sparkline"]
+
+# What is shown of a log, in this order: its name in the log and its title.
+_TITLES = {
+    "reward": "reward",
+    "loss": "loss",
+    "mean_token_accuracy": "accuracy",
+    "accuracy": "accuracy",
+    "rewards/accuracies": "accuracy",
+    "margin": "margin",
+    "rewards/margins": "margin",
+    "completions/mean_length": "length",
+    "kl": "KL",
+    "entropy": "entropy",
+}
+_EVALUATION = "eval_"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One log.
+
+    Args:
+        step: Optimizer steps that were done.
+        values: By title, in the order in which they are shown.
+        rewards: Mean of each reward function, if there are several.
+        phases: Seconds of a step by phase.
+        step_s: Seconds of a step; None: not known.
+    """
+
+    step: int
+    values: dict[str, float]
+    rewards: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    step_s: float | None = None
+
+    @classmethod
+    def of(cls, step: int, logs: Mapping[str, Any]) -> Row:
+        """The row of a log of training steps."""
+        numbers = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
+        names = [name for name in _TITLES if name in numbers]
+        if "reward" in names and "loss" in names:
+            names.remove("loss")  # of a policy gradient: it says nothing about progress, and is often exactly 0
+        values: dict[str, float] = {}
+        for name in names:
+            values.setdefault(_TITLES[name], numbers[name])
+        return cls(
+            step,
+            values,
+            _reward_parts(numbers),
+            {_between(name, "time/", "_s"): s for name, s in numbers.items() if name.startswith("time/")},
+            numbers.get("step_time"),
+        )
+
+    @classmethod
+    def of_evaluation(cls, step: int, logs: Mapping[str, Any]) -> Row:
+        """The row of an evaluation's log; with several datasets, titles begin with their names."""
+        values: dict[str, float] = {}
+        for name, value in logs.items():
+            plain = name.removeprefix(_EVALUATION)
+            known = max((key for key in _TITLES if plain == key or plain.endswith(f"_{key}")), key=len, default=None)
+            if known is not None and name != plain and isinstance(value, int | float):
+                values[plain.removesuffix(known).replace("_", " ") + _TITLES[known]] = float(value)
+        return cls(step, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion with its prompt and total reward."""
+
+    prompt: str
+    completion: str
+    reward: float
+
+
+def samples_of(rollouts: Iterable[Rollout]) -> Iterator[Sample]:
+    """The completions of rollouts."""
+    return (Sample(as_text(rollout.prompt), as_text(rollout.text), rollout.reward) for rollout in rollouts)
+
+
+@dataclass
+class History:
+    """The rows of a run so far, and what else its views show.
+
+    Args:
+        facts: What to say about the run before its first step, by name.
+        phase: What the run is doing now; None: nothing that has a name.
+        clock: Returns seconds.
+    """
+
+    facts: Callable[[], Mapping[str, str]] = dict
+    phase: Callable[[], str | None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+    rows: list[Row] = field(default_factory=list)
+    evaluations: list[Row] = field(default_factory=list)
+    best: Sample | None = None
+    worst: Sample | None = None
+    total: int = 0  # optimizer steps of the run
+    _first_step: int = 0
+    _start: float = 0.0
+
+    def begin(self, *, step: int, total: int) -> None:
+        """Start a run, at a step that is above 0 if it was resumed."""
+        self.rows, self.evaluations, self.best, self.worst = [], [], None, None
+        self.total, self._first_step, self._start = total, step, self.clock()
+
+    def add(self, step: int, logs: Mapping[str, Any]) -> Row | None:
+        """Add a log. Returns its row; None: the log is neither of training steps nor of an evaluation."""
+        if "loss" in logs:
+            self.rows.append(Row.of(step, logs))
+            return self.rows[-1]
+        if any(name.startswith(_EVALUATION) for name in logs):
+            self.evaluations.append(Row.of_evaluation(step, logs))
+            return self.evaluations[-1]
+        return None
+
+    def show_samples(self, samples: Iterable[Sample]) -> None:
+        """Replace the best and the worst completion by those of a newer generation batch."""
+        scored = [sample for sample in samples if sample.reward == sample.reward]
+        if scored:
+            self.best = max(scored, key=lambda sample: sample.reward)
+            self.worst = min(scored, key=lambda sample: sample.reward)
+
+    def series(self, title: str) -> list[float]:
+        """The values of a title or of a reward function, oldest first; rows without it are left out."""
+        found = (row.values.get(title, row.rewards.get(title)) for row in self.rows)
+        return [value for value in found if value is not None]
+
+    @property
+    def titles(self) -> list[str]:
+        """The titles of all rows so far, in order."""
+        return list(dict.fromkeys(title for row in self.rows for title in row.values))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run started."""
+        return self.clock() - self._start
+
+    def seconds_left(self, step: int) -> float | None:
+        """Seconds until the end of the run, at its mean speed so far; None: not known yet."""
+        done = step - self._first_step
+        return self.seconds / done * (self.total - step) if done > 0 else None
+
+
+def number(value: float | None) -> str:
+    """A number for a table: four digits; `-` if there is none."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as `42 s`, `3 min 5 s` or `2 h 10 min`; `-` if they are not known."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def _reward_parts(numbers: Mapping[str, float]) -> dict[str, float]:
+    parts = {
+        _between(name, "rewards/", "/mean"): value
+        for name, value in numbers.items()
+        if name.startswith("rewards/") and name.endswith("/mean")
+    }
+    return parts if len(parts) > 1 else {}
+
+
+def _between(name: str, prefix: str, suffix: str) -> str:
+    return name.removeprefix(prefix).removesuffix(suffix)
+
+
+def sparkline(values: Sequence[float], *, width: int = 32) -> str:
+    """Block characters whose heights are the last values, between the lowest and the highest of them."""
+    shown = [value for value in values if value == value][-width:]
+    if not shown:
+        return ""
+    low, span = min(shown), max(shown) - min(shown)
+    return "".join(chr(0x2581 + (round(7 * (value - low) / span) if span else 0)) for value in shown)
