@@ -73,9 +73,9 @@ def _offline(
             processing_class=inputs.tokenizer(),
         )
         before = trainer.evaluate()
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         trainer.train()
-        seconds = time.perf_counter() - started
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
         after = trainer.evaluate()
     changes = {name: (before[f"eval_{name}"], after[f"eval_{name}"]) for name in metrics}
-    return {"name": algorithm, "metrics": changes, "steps": STEPS, "seconds": seconds}
+    return {"name": algorithm, "metrics": changes, "steps": STEPS, "seconds": seconds, "cpu_seconds": cpu_seconds}
