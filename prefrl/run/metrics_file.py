@@ -46,7 +46,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if rows and row["run"] != rows[-1]["run"]:
+        if rows and row.get("run") != rows[-1].get("run"):
             rows = []
         is_repeated = "loss" in row or (rows and row["step"] < rows[-1]["step"])
         while is_repeated and rows and rows[-1]["step"] >= row["step"]:
