@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-__all__ = ["warn_of_shared_rows"]
+__all__ = ["num_duplicates", "warn_of_shared_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,17 @@ def warn_of_shared_rows(training: Any, evaluation: Any, *, columns: Sequence[str
                 "" if name is None else f"[{name!r}]",
                 shared[0],
             )
+
+
+def num_duplicates(dataset: datasets.Dataset, *, columns: Sequence[str]) -> int:
+    """How many rows of a prepared dataset have the tokens and images of an earlier one.
+
+    Args:
+        dataset: Prepared.
+        columns: Those of ids; the dataset may lack some.
+    """
+    hashes = [tokens for _, tokens in _sequences(dataset, columns)]
+    return len(hashes) - len(set(hashes))
 
 
 def _sequences(dataset: datasets.Dataset, columns: Sequence[str]) -> Iterator[tuple[int, int]]:

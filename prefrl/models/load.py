@@ -37,7 +37,12 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 __all__ = [
+    "CAUSAL",
+    "REWARD",
+    "Kind",
     "arguments_for_other",
+    "auto_class_of",
+    "load_error",
     "load_model",
     "load_processing_class",
     "load_renamed",
@@ -45,6 +50,7 @@ __all__ = [
     "load_tokenizer",
     "num_embeddings",
     "reads_images",
+    "repository_arguments",
 ]
 
 logger = logging.getLogger(__name__)
@@ -68,7 +74,7 @@ _UNKNOWN_CONFIG = "Unrecognized configuration class"
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """A kind of model, in the terms of transformers and peft."""
 
     auto_class: Any
@@ -78,13 +84,13 @@ class _Kind:
 
 
 # float32, because small optimizer updates of bfloat16 weights are lost in rounding.
-_CAUSAL = _Kind(
+CAUSAL = Kind(
     AutoModelForCausalLM,
     "CAUSAL_LM",
     {"dtype": torch.float32},
     "The sizes in its config are not those of its weights.",
 )
-_REWARD = _Kind(
+REWARD = Kind(
     AutoModelForSequenceClassification,
     "SEQ_CLS",
     {"dtype": torch.float32, "num_labels": 1},
@@ -121,8 +127,8 @@ def load_model(
         ConfigError: The model cannot be loaded, an argument has no effect, or nothing is left to train.
         ImportError: `peft_config` is given and peft is not installed, or bitsandbytes is missing.
     """
-    loaded = _loaded(_CAUSAL, model, model_init_kwargs, quantization_config, seed)
-    return _trainable(_CAUSAL, loaded, peft_config, freeze, seed)
+    loaded = _loaded(CAUSAL, model, model_init_kwargs, quantization_config, seed)
+    return _trainable(CAUSAL, loaded, peft_config, freeze, seed)
 
 
 def load_reward_model(
@@ -154,9 +160,9 @@ def load_reward_model(
         ConfigError: As for `load_model`, or the model is not a sequence classifier or has several outputs.
         ImportError: As for `load_model`.
     """
-    loaded = _loaded(_REWARD, model, model_init_kwargs, quantization_config, seed)
+    loaded = _loaded(REWARD, model, model_init_kwargs, quantization_config, seed)
     _check_one_output(loaded)
-    return _trainable(_REWARD, loaded, peft_config, freeze, seed)
+    return _trainable(REWARD, loaded, peft_config, freeze, seed)
 
 
 def load_processing_class(
@@ -184,7 +190,7 @@ def load_processing_class(
         if not name:
             raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its processor.")
         try:
-            processing_class = AutoProcessor.from_pretrained(name, **_tokenizer_arguments(model_init_kwargs))
+            processing_class = AutoProcessor.from_pretrained(name, **repository_arguments(model_init_kwargs))
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
                 f"processing_class=None: no processor can be loaded from {name!r}: {error}. Give the model's "
@@ -303,7 +309,7 @@ def arguments_for_other(
 
 
 def _loaded(
-    kind: _Kind,
+    kind: Kind,
     model: str | os.PathLike[str] | nn.Module,
     model_init_kwargs: Mapping[str, Any] | None,
     quantization_config: BitsAndBytesConfig | None,
@@ -363,25 +369,32 @@ def _check_dtype(arguments: Mapping[str, Any]) -> None:
 
 
 def _from_pretrained(
-    kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any], seed: int | None
+    kind: Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any], seed: int | None
 ) -> PreTrainedModel:
     _check_dtype(arguments)
     try:
         with seeded(seed):
-            auto_class = _auto_class(kind, name, arguments)
+            auto_class = auto_class_of(kind, name, arguments)
             return auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
     except (OSError, ValueError, RuntimeError) as error:
-        if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
-            raise _unknown_class(kind, name, arguments) from error
-        hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
-        raise ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}") from error
+        raise load_error(kind, name, arguments, error) from error
 
 
-def _auto_class(kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Any:
+def load_error(
+    kind: Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any], error: Exception
+) -> ConfigError:
+    """What to tell about an error of transformers."""
+    if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
+        return _unknown_class(kind, name, arguments)
+    hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
+    return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
+
+
+def auto_class_of(kind: Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Any:
     """The class that loads a model: for a policy that has a vision tower, one that keeps the tower."""
-    if kind is not _CAUSAL:
+    if kind is not CAUSAL:
         return kind.auto_class
-    given = {**_tokenizer_arguments(arguments), **{key: arguments[key] for key in ("subfolder",) if key in arguments}}
+    given = {**repository_arguments(arguments), **{key: arguments[key] for key in ("subfolder",) if key in arguments}}
     try:
         config = AutoConfig.from_pretrained(name, **given)
     except (OSError, ValueError):  # a folder with an adapter alone, or an error that loading the model reports
@@ -390,7 +403,7 @@ def _auto_class(kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[st
     return AutoModelForImageTextToText if has_images and type(config) in _VISION_CONFIGS else kind.auto_class
 
 
-def _unknown_class(kind: _Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> ConfigError:
+def _unknown_class(kind: Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> ConfigError:
     config = AutoConfig.from_pretrained(name, **{key: arguments[key] for key in _REPOSITORY if key in arguments})
     if config.is_encoder_decoder:
         return _encoder_error(" or ".join(config.architectures or [config.model_type]))
@@ -416,7 +429,7 @@ def _check_one_output(model: PreTrainedModel) -> None:
 
 
 def _trainable(
-    kind: _Kind, model: PreTrainedModel, peft_config: PeftConfig | None, freeze: Sequence[str], seed: int | None
+    kind: Kind, model: PreTrainedModel, peft_config: PeftConfig | None, freeze: Sequence[str], seed: int | None
 ) -> PreTrainedModel:
     if model._hf_peft_config_loaded:
         raise ConfigError(
@@ -441,7 +454,7 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **_tokenizer_arguments(arguments))
+        tokenizer = AutoTokenizer.from_pretrained(name, **repository_arguments(arguments))
     except (OSError, ValueError) as error:
         raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
     # For some architectures AutoTokenizer returns an empty tokenizer if there are no tokenizer files.
@@ -453,7 +466,8 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     return tokenizer
 
 
-def _tokenizer_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+def repository_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those that say where a repository is and which revision of it; they hold for its tokenizer, too."""
     return {key: value for key, value in (arguments or {}).items() if key in _REPOSITORY}
 
 

@@ -21,13 +21,22 @@ __all__ = ["main"]
 # Descriptions of the other commands. With underscores, the name is that of the module with `main(argv) -> exit code`.
 _OTHERS = {
     "init": "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml",
-    "migrate": "rewrite scripts and configs of TRL, verl and cosmos-rl",
+    "doctor": "look at a run before it begins: data, rewards, server, batches, memory, time",
     "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
-    "replay": "compute a past step of a run again, for debugging",
+    "watch": "show a run in the browser while it trains",
+    "report": "write one HTML file about a run, or about two",
+    "look": "show completions of a run: its best, its worst",
+    "chat": "talk to a model in the terminal",
+    "generate": "sample completions of a prompt or of a dataset",
+    "eval": "score a model, or responses in a file: means, pass@k, maj@k, best@k by data source",
+    "merge": "merge an adapter into its base model",
     "soup": "average checkpoints",
+    "replay": "compute a past step of a run again, for debugging",
     "verify": "compute exactly what your own loss, advantage or KL estimate does on average",
     "vllm-serve": "serve a model for trainers, with vLLM in its own environment",
+    "migrate": "rewrite scripts and configs of TRL, verl and cosmos-rl",
+    "env": "print the versions and devices of this machine, for bug reports",
 }
 
 

@@ -12,13 +12,14 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
+from prefrl.scripts.ending import print_ending
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import Given, SchemaParser
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
 
-__all__ = ["main", "read"]
+__all__ = ["datasets_of", "lora_of", "main", "options_of", "read"]
 
 
 def read(algorithm: Algorithm, argv: Sequence[str]) -> Given:
@@ -50,29 +51,44 @@ def main(algorithm: Algorithm, given: Given) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    script, config = _script(given), _config(algorithm, given)
-    _check_stream(script, config)
-    _check_switches(config)
-    _add_model_options(script, config)
+    script, config = options_of(algorithm, given)
     extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
-    train_dataset, eval_dataset = _datasets(script, config)
+    train_dataset, eval_dataset = datasets_of(script, config)
+    importlib.import_module("prefrl.scripts.checkup.run").check_before(
+        algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
+    )
     trainer = algorithm.load_trainer()(
         model=script.model_name_or_path,
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        peft_config=_lora(script),
+        peft_config=lora_of(script),
         **extra,
     )
+    trainer.dataset_name = script.dataset_name
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
+        print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
     except KeyboardInterrupt:
         _say_stopped(algorithm.name, trainer)
         raise
     finally:
         trainer.end()  # a process that exits while its process group is open may be aborted
     return 0
+
+
+def options_of(algorithm: Algorithm, given: Given) -> tuple[CommandArguments, Any]:
+    """The options of model, data and rewards, and those of the trainer, as the trainer takes them.
+
+    Raises:
+        ConfigError: Options exclude each other, or one has no effect.
+    """
+    script, config = _script(given), _config(algorithm, given)
+    _check_stream(script, config)
+    _check_switches(config)
+    _add_model_options(script, config)
+    return script, config
 
 
 def _say_stopped(command: str, trainer: Any) -> None:
@@ -153,7 +169,12 @@ def _merge(config: Any, option: str, argument: str, value: Any) -> None:
     config.model_init_kwargs = {**given, argument: value}
 
 
-def _lora(script: CommandArguments) -> Any:
+def lora_of(script: CommandArguments) -> Any:
+    """The adapter to train; None: there is none.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
     try:
         adapter = get_peft_config(script)
     except ImportError as error:
@@ -163,7 +184,7 @@ def _lora(script: CommandArguments) -> Any:
     return adapter
 
 
-def _datasets(script: CommandArguments, config: Any) -> tuple[Any, Any]:
+def datasets_of(script: CommandArguments, config: Any) -> tuple[Any, Any]:
     """The datasets to train on and to evaluate on; for a mixture, the test split of each part by name."""
     evaluates = config.eval_strategy != "no"
     if script.dataset_name is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.trainer.reward_config import RewardConfig
 
-__all__ = ["RewardTrainer"]
+__all__ = ["RewardTrainer", "tokenized_pairs"]
 
 
 class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
@@ -67,14 +67,7 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Tokenize."""
-        return prepare_reward_dataset(
-            dataset,
-            processing_class,
-            max_length=self.args.max_length,
-            invalid_rows=self.args.invalid_rows,
-            chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
-            num_proc=self.args.dataset_num_proc,
-        )
+        return tokenized_pairs(dataset, processing_class, self.args)
 
     def lay_out(self, rows: list[dict[str, Any]]) -> MarginBatch:
         """See `data.collate.reward_batch`."""
@@ -118,3 +111,15 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
             "margin": Mean(difference.sum(), len(rows)),
         }
         return LossOutput(total=total, metrics=metrics, predictions=rewards)
+
+
+def tokenized_pairs(dataset: Any, processing_class: ProcessingClass, args: RewardConfig) -> Any:
+    """See `data.preference.prepare_reward_dataset`."""
+    return prepare_reward_dataset(
+        dataset,
+        processing_class,
+        max_length=args.max_length,
+        invalid_rows=args.invalid_rows,
+        chat_template_kwargs=cast("dict[str, Any] | None", args.chat_template_kwargs),
+        num_proc=args.dataset_num_proc,
+    )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.losses.scores import WantName
 
-__all__ = ["SFTTrainer"]
+__all__ = ["SFTTrainer", "tokenized_texts"]
 
 
 class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
@@ -68,16 +68,10 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Tokenize, mask, truncate and pack."""
-        is_tokenized = has_columns(dataset, ("input_ids",))
-        if is_tokenized and self.formatting_func is not None:
+        if has_columns(dataset, ("input_ids",)) and self.formatting_func is not None:
             raise ConfigError(
                 "formatting_func with a dataset of token ids (it has a column 'input_ids'): there is no text to "
                 "format. Remove one of them."
-            )
-        if self.args.skips_preparation and not is_tokenized:
-            raise DataError(
-                'dataset_kwargs={"skip_prepare_dataset": True}: rows must be token ids, but the dataset has no column '
-                f"'input_ids', only {column_names(dataset)}. Leave the option out, and text is tokenized."
             )
         if training and self.args.shuffle_dataset:
             dataset = dataset.shuffle(seed=self.args.seed)
@@ -85,18 +79,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
             format_row = self.formatting_func
             field = self.args.dataset_text_field
             dataset = dataset.map(lambda row: {field: format_row(row)}, remove_columns=column_names(dataset))
-        dataset = prepare_sft_dataset(
-            dataset,
-            processing_class,
-            max_length=None if self.args.skips_preparation else self.args.max_length,
-            truncation=TRUNCATION_SIDES[self.args.truncation_mode],
-            completion_only_loss=self.args.completion_only_loss,
-            assistant_only_loss=self.args.assistant_only_loss,
-            text_field=self.args.dataset_text_field,
-            invalid_rows=self.args.invalid_rows,
-            chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
-            num_proc=self.args.dataset_num_proc,
-        )
+        dataset = tokenized_texts(dataset, processing_class, self.args)
         is_packed = self.args.packing if training or self.args.eval_packing is None else self.args.eval_packing
         if is_packed:
             assert self.args.max_length is not None  # see SFTConfig.validate
@@ -127,3 +110,24 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
             "mean_token_accuracy": Mean((scores.correct * weights).sum(), count),
         }
         return LossOutput(total=total, metrics=metrics, predictions=scores.wanted.get("predicted"))
+
+
+def tokenized_texts(dataset: Any, processing_class: ProcessingClass, args: SFTConfig) -> Any:
+    """Rows before they are packed; see `data.tokenize.prepare_sft_dataset`."""
+    if args.skips_preparation and not has_columns(dataset, ("input_ids",)):
+        raise DataError(
+            'dataset_kwargs={"skip_prepare_dataset": True}: rows must be token ids, but the dataset has no column '
+            f"'input_ids', only {column_names(dataset)}. Leave the option out, and text is tokenized."
+        )
+    return prepare_sft_dataset(
+        dataset,
+        processing_class,
+        max_length=None if args.skips_preparation else args.max_length,
+        truncation=TRUNCATION_SIDES[args.truncation_mode],
+        completion_only_loss=args.completion_only_loss,
+        assistant_only_loss=args.assistant_only_loss,
+        text_field=args.dataset_text_field,
+        invalid_rows=args.invalid_rows,
+        chat_template_kwargs=cast("dict[str, Any] | None", args.chat_template_kwargs),
+        num_proc=args.dataset_num_proc,
+    )

@@ -22,7 +22,7 @@ from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.launch import LaunchArguments
 from prefrl.scripts.main import main
 from prefrl.scripts.parser import CommandParser
-from prefrl.scripts.train import parser_of
+from prefrl.scripts.schema import SchemaParser
 from tests.cli.conftest import write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +136,7 @@ def test_launches_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     parser = CommandParser("launch", (LaunchArguments,), "", takes_config=False)
     (options,), forwarded = parser.parse_known(words[1:])
     options.check_machines()
-    assert parser_of(REGISTRY[words[0]]).values(forwarded)["model_name_or_path"] == MODEL
+    assert SchemaParser(words[0]).values(forwarded)["model_name_or_path"] == MODEL
 
 
 EXAMPLE_CONFIGS = sorted((ROOT / "examples").glob("*.yaml"))

@@ -21,7 +21,10 @@ from prefrl.scripts.schema import SCHEMA_FILE, SchemaParser
 from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("demo", "init", "launch", "migrate", "replay", "soup", "verify", "vllm-serve")
+OTHERS = (
+    *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "replay"),
+    *("report", "soup", "verify", "vllm-serve", "watch"),
+)
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
 
@@ -49,6 +52,16 @@ def test_help_loads_nothing_heavy_and_names_every_command() -> None:
         *REGISTRY,
         *OTHERS,
     }
+
+
+def test_the_page_about_a_run_is_made_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    code = (
+        "import sys\nfrom prefrl.scripts.main import main\nimport prefrl.scripts.watch\n"
+        f"main(['report', {str(tmp_path)!r}])\nprint([m for m in {HEAVY} if m in sys.modules])"
+    )
+    assert python(code).splitlines()[-1] == "[]"
+    assert (tmp_path / "report.html").is_file()
 
 
 TRAINING = """

@@ -19,7 +19,7 @@ from prefrl.scripts.main import main
 from prefrl.scripts.migrate_config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
 from prefrl.scripts.migrate_python import migrate_script
 from prefrl.scripts.migrate_shell import migrate_commands
-from prefrl.scripts.train import parser_of
+from prefrl.scripts.schema_writer import parser_of
 
 SCRIPT = '''\
 # /// script

@@ -21,6 +21,7 @@ from prefrl.registry import REGISTRY
 from prefrl.rewards import numeric_reward
 from prefrl.run.seal import manifest_of, seal
 from prefrl.scripts import train
+from prefrl.scripts.checkup import run
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl
 
@@ -34,7 +35,9 @@ def history(folder: Path) -> list[dict[str, float]]:
     return [dict(entry) for entry in state["log_history"]]
 
 
-def test_sft_trains_and_saves_a_model_that_loads(workspace: Path, model_folder: Path) -> None:
+def test_sft_trains_and_saves_a_model_that_loads(
+    workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["sft", "--model_name_or_path", str(model_folder), "--dataset_name", "texts.jsonl", *QUICK]
     assert main([*argv, "--save_steps", "2"]) == 0
     model = AutoModelForCausalLM.from_pretrained("out")
@@ -44,6 +47,9 @@ def test_sft_trains_and_saves_a_model_that_loads(workspace: Path, model_folder: 
     losses = [entry["loss"] for entry in history(workspace / "out/checkpoint-2") if "loss" in entry]
     assert len(losses) == 2
     assert losses[1] < losses[0]
+    printed = capsys.readouterr().out
+    assert f"last {losses[1]:.4g}, best {losses[1]:.4g} at step 2" in printed
+    assert "prefrl chat out" in printed
 
 
 def test_a_model_that_cannot_be_pushed_is_saved_and_the_command_says_how_to_push_it(
@@ -114,6 +120,9 @@ class Recorder:
     def __init__(self, **arguments: Any) -> None:
         Recorder.given = arguments
 
+    def is_world_process_zero(self) -> bool:
+        return False
+
     def train(self, resume_from_checkpoint: str | bool | None) -> None:
         Recorder.given["resume"] = resume_from_checkpoint
 
@@ -125,8 +134,7 @@ class Recorder:
 
 
 def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None:
-    row = dataclasses.replace(REGISTRY["grpo"], trainer=f"{__name__}:Recorder")
-    argv = ["--model_name_or_path", "m", "--model_revision", "v2", "--dataset_name", "prompts.jsonl", *QUICK]
+    argv = ["--model_revision", "v2", "--dataset_name", "prompts.jsonl"]
     argv += ["--model_init_kwargs", '{"dtype": "bfloat16"}', "--resume_from_checkpoint", "out/checkpoint-7"]
     rewards = [
         "--reward_funcs",
@@ -136,8 +144,7 @@ def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None
         "--reward_model_name_or_path",
         "judge",
     ]
-    assert train.main(row, [*argv, *rewards]) == 0
-    given = Recorder.given
+    given = recorded("grpo", [*argv, *rewards])
     assert given["ended"]
     assert given["model"] == "m"
     assert given["args"].model_init_kwargs == {"dtype": "bfloat16", "revision": "v2"}
@@ -152,9 +159,11 @@ def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None
 
 
 def recorded(algorithm: str, argv: list[str]) -> dict[str, Any]:
-    """What the trainer was given."""
+    """What the trainer was given. The model is not there, so it is not looked at."""
     row = dataclasses.replace(REGISTRY[algorithm], trainer=f"{__name__}:Recorder")
-    assert train.main(row, ["--model_name_or_path", "m", *QUICK, *argv]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "check_before", lambda *_: None)
+        assert train.main(row, ["--model_name_or_path", "m", *QUICK, *argv]) == 0
     return Recorder.given
 
 

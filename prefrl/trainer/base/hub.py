@@ -34,7 +34,10 @@ _MODEL = [
     *("added_tokens.json", "vocab*", "merges.txt"),
 ]
 # What of an output_dir is not: checkpoints, prompts and completions, and what only this run needs.
-_NOT_MODEL = ["_*", ".*", "checkpoint-*", "completions/*", "profile/*", "nan-step-*", "run.json", "*.log"]
+_NOT_MODEL = [
+    *("_*", ".*", "checkpoint-*", "completions/*", "evaluations/*", "profile/*", "nan-step-*", "*.log"),
+    *("run.json", "starts.jsonl", "report.html"),
+]
 _MODEL_PLACE = ""  # the root of the repository
 _LATER = (408, 429)  # HTTP status codes of a server that asks for another try
 

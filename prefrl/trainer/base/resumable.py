@@ -27,7 +27,7 @@ from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.changed_options import GroupOptions
 from prefrl.trainer.base.hub import Hub, tell_not_created
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
-from prefrl.trainer.base.model_card import write_model_card
+from prefrl.trainer.base.model_card import RunFacts, write_model_card
 from prefrl.trainer.base.optimized import OptimizedTrainer
 from prefrl.trainer.base.partial_state import best_beside, check_parts, load_schedule, save_schedule
 from prefrl.trainer.base.saving import RunFolder
@@ -63,6 +63,7 @@ class ResumableTrainer(OptimizedTrainer):
 
     algorithm: str  # name in the registry
     args: BaseConfig
+    dataset_name: str | None = None  # for the model card
     hub_model_id: str | None  # the repository's full name, once it is known to exist
     plan: StepPlan
 
@@ -445,7 +446,9 @@ class ResumableTrainer(OptimizedTrainer):
 
     def _write_card(self, folder: Path, **named: Any) -> None:
         base, history = str(self.policy.config.name_or_path), self.state.log_history
-        write_model_card(folder, algorithm=self.algorithm, base_model=base, log_history=history, **named)
+        named["dataset_name"] = named.get("dataset_name") or self.dataset_name
+        facts = RunFacts.of(self.args, self.decisive())
+        write_model_card(folder, algorithm=self.algorithm, base_model=base, log_history=history, facts=facts, **named)
 
     def push_to_hub(
         self,

@@ -29,6 +29,7 @@ from prefrl.run.identity import Identity, check_same_run, new_run_id, read_ident
 from prefrl.run.lock import only_writer, writer_token
 from prefrl.run.place import Place, fetch, is_url
 from prefrl.run.seal import problem_of
+from prefrl.run.starts import record_start
 from prefrl.run.uploads import Uploads
 from prefrl.trainer.base.checkpoint_options import UploadParams
 
@@ -141,6 +142,7 @@ class RunFolder:
         if not given:
             self._tell_of_others()
         write_identity(self.path, replace(now, run=run))
+        record_start(self.path, run)
         return Start(run, checkpoint, tuple(changed))
 
     def _checkpoint(self, given: str | bool | os.PathLike[str] | None) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import datasets
 import torch
@@ -15,13 +15,16 @@ from torch.utils.data import DataLoader
 from prefrl import distributed
 from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
 from prefrl.data.stream import EmptyItems, StreamLoader, StreamRows
+from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.rollout.collect import Collected, Request, add_greedy, ask, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
 from prefrl.rollout.prefetch import PrefetchQueue
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
+from prefrl.trainer.base.config import TRUNCATION_SIDES
 
 if TYPE_CHECKING:
+    from prefrl.data.images import ProcessingClass
     from prefrl.rollout.collect import Collector
     from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
@@ -34,7 +37,24 @@ __all__ = [
     "numbered_rows",
     "prompt_loader",
     "prompts_per_generation",
+    "tokenized_prompts",
 ]
+
+
+def tokenized_prompts(
+    dataset: Any, processing_class: ProcessingClass, args: PolicyGradientConfig, *, tools: Any = None
+) -> Any:
+    """See `data.tokenize.prepare_prompt_dataset`."""
+    return prepare_prompt_dataset(
+        dataset,
+        processing_class,
+        max_prompt_length=args.max_prompt_length,
+        truncation=TRUNCATION_SIDES[args.truncation_mode],
+        filter_overlong=args.filter_overlong_prompts,
+        chat_template_kwargs=cast("dict[str, Any] | None", args.chat_template_kwargs),
+        tools=tools,
+        num_proc=args.dataset_num_proc,
+    )
 
 
 def prompts_per_generation(args: PolicyGradientConfig) -> int:

@@ -14,7 +14,6 @@ import torch
 
 from prefrl import distributed
 from prefrl.data.formats import column_names
-from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
@@ -26,7 +25,6 @@ from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import collected_metrics, log_collected
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.auto_sizes import LongBatch
-from prefrl.trainer.base.config import TRUNCATION_SIDES
 from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
@@ -47,6 +45,7 @@ from prefrl.trainer.online.prompts import (
     numbered_rows,
     prompt_loader,
     prompts_per_generation,
+    tokenized_prompts,
 )
 from prefrl.trainer.progress.history import samples_of
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
@@ -213,16 +212,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Check that the rewards find their columns, and add `prompt_ids`."""
         self.rewards.check_columns(column_names(dataset))
-        return prepare_prompt_dataset(
-            dataset,
-            processing_class,
-            max_prompt_length=self.args.max_prompt_length,
-            truncation=TRUNCATION_SIDES[self.args.truncation_mode],
-            filter_overlong=self.args.filter_overlong_prompts,
-            chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
-            tools=self.episodes.schemas,
-            num_proc=self.args.dataset_num_proc,
-        )
+        return tokenized_prompts(dataset, processing_class, self.args, tools=self.episodes.schemas)
 
     def collate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The dataset rows, unchanged."""

@@ -198,3 +198,14 @@ def test_what_the_hub_refuses_is_an_error_at_once(tmp_path: Path) -> None:
 def test_a_server_that_is_busy_has_not_refused(status: int, is_final: bool) -> None:
     response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
     assert is_refusal(HfHubHTTPError("the Hub's words", response=response)) == is_final
+
+
+def test_completions_and_records_of_the_run_are_not_pushed_with_the_model(hub: StandIn, tmp_path: Path) -> None:
+    trainer = make_trainer("sft", tmp_path, max_steps=1, **PUSHING)
+    for name in ("completions/a.parquet", "evaluations/a.parquet", "run.json", "starts.jsonl", "report.html"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    trainer.save_model()
+    (sent,) = hub.sent.values()
+    assert "model.safetensors" in sent
+    assert not [name for name in sent if Path(name).suffix in (".parquet", ".jsonl", ".html") or name == "run.json"]

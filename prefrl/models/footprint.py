@@ -1,0 +1,232 @@
+"""How much memory a training needs, from shapes alone: nothing is computed and no weight is read.
+
+With n weights of w bytes, n_t of them trained, and a step of micro-batches of N tokens,
+
+    weights      n w
+    gradients    n_t w
+    optimizer    n_t times the bytes of the optimizer's state
+    activations  what autograd keeps of a forward pass over N tokens, and the workspace of the head
+    cache        keys and values of the completions that are sampled at once
+
+Activations are counted by running a model of one and of two layers with fake tensors: what autograd keeps is linear in
+the number of layers. Attention is counted as a kernel that keeps queries, keys, values and output, but no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_utils import AttentionInterface
+
+from prefrl.losses import logprobs
+from prefrl.models.adapters import add_adapter
+from prefrl.models.outline import outline_with_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from peft import PeftConfig
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+__all__ = ["Activations", "Footprint", "Weights", "activations_of", "cache_bytes", "head_bytes", "weights_of"]
+
+_ATTENTION = "prefrl_outline"
+_SCORE_BYTES = 4  # of a logit or probability in the head
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of weights, and their bytes."""
+
+    count: int
+    num_trained: int
+    total: int  # bytes
+    trained: int  # bytes
+    head: int  # bytes of the trained weights of the largest matrix at the end, whose gradient comes first
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that autograd keeps of a forward pass."""
+
+    layer: int  # of each layer
+    rest: int  # of embeddings and the last norm
+    hidden: int  # the input of a layer
+    backward: int  # gradients of the two widest activations of a layer, while it is differentiated
+    num_layers: int
+
+    def peak(self, head: int, *, checkpointed: bool) -> int:
+        """Bytes at most, with the head's workspace, which is freed before a layer is differentiated."""
+        if checkpointed:
+            return self.rest + self.num_layers * self.hidden + max(self.layer + self.backward, head)
+        return self.rest + self.num_layers * self.layer + max(self.backward, head)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one process that nothing is partitioned on."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    cache: int
+    first_gradients: int  # those that are there before activations are freed
+
+    @property
+    def step(self) -> int:
+        """Bytes that a step needs at most besides what stays from step to step."""
+        training = max(self.activations + self.first_gradients, self.gradients)
+        return max(training, self.cache)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at most: in training, or while completions are sampled."""
+        return self.weights + self.optimizer + self.reference + self.step
+
+
+def weights_of(model: PreTrainedModel) -> Weights:
+    """The weights of a model; it may be an outline, and have an adapter."""
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    head: Any = model.get_output_embeddings()
+    has_head = head is not None and head.weight.requires_grad
+    return Weights(
+        count=sum(parameter.numel() for parameter in parameters),
+        num_trained=sum(parameter.numel() for parameter in trained),
+        total=sum(map(_bytes, parameters)),
+        trained=sum(map(_bytes, trained)),
+        head=_bytes(head.weight) if has_head else 0,
+    )
+
+
+def activations_of(
+    model: PreTrainedModel,
+    num_tokens: int,
+    *,
+    peft_config: PeftConfig | None = None,
+    autocast: torch.dtype | None = None,
+) -> Activations:
+    """What autograd keeps of one forward pass through all layers.
+
+    Args:
+        model: The outline of the model, without an adapter.
+        num_tokens: Tokens of the micro-batch.
+        peft_config: The adapter that is trained; None: all weights are.
+        autocast: The dtype of mixed precision; None: it is off.
+
+    Raises:
+        Exception: Some models cannot be run without data; the error is theirs.
+    """
+    config = model.config.get_text_config()
+    one, two = (
+        _kept_bytes(model, layers, num_tokens, peft_config=peft_config, autocast=autocast) for layers in (1, 2)
+    )
+    size = num_tokens * model.dtype.itemsize
+    widest = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return Activations(
+        layer=two - one,
+        rest=2 * one - two,
+        hidden=size * config.hidden_size,
+        backward=2 * size * widest,
+        num_layers=config.num_hidden_layers,
+    )
+
+
+def head_bytes(model: PreTrainedModel, num_scored: int, *, device: torch.device) -> int:
+    """Bytes of the chunked head: probabilities or two chunks of logits, and the inputs twice."""
+    config = model.config.get_text_config()
+    kept = num_scored * config.vocab_size * _SCORE_BYTES
+    chunk = min(logprobs.default_chunk_size(device), num_scored) * config.vocab_size * _SCORE_BYTES
+    inputs = 2 * num_scored * config.hidden_size * _SCORE_BYTES
+    return int(inputs + (kept if kept <= logprobs.KEPT_BYTES else 2 * chunk))
+
+
+def cache_bytes(model: PreTrainedModel, *, num_rows: int, num_tokens: int) -> int:
+    """Bytes of the keys and values of rows that are sampled at once.
+
+    Args:
+        model: The outline of the model.
+        num_rows: Rows.
+        num_tokens: Tokens of each.
+    """
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = config.num_hidden_layers
+    return int(2 * layers * heads * size * num_rows * num_tokens * model.dtype.itemsize)
+
+
+def _kept_bytes(
+    outline: PreTrainedModel,
+    num_layers: int,
+    num_tokens: int,
+    *,
+    peft_config: PeftConfig | None,
+    autocast: torch.dtype | None,
+) -> int:
+    # peft cannot move fake tensors, and autocast does not see the meta device: adapters are cast as a whole instead.
+    has_adapter = peft_config is not None
+    with torch.device("meta") if has_adapter else FakeTensorMode():
+        model: Any = outline_with_layers(outline, num_layers)
+        if peft_config is not None:
+            add_adapter(model, peft_config, task_type="CAUSAL_LM", seed=None)  # changes the model in place
+            model.to(autocast or outline.dtype)
+        model.train()
+        model.config._attn_implementation = _ATTENTION
+        ids = torch.zeros(1, num_tokens, dtype=torch.long)
+        mixed = nullcontext() if autocast is None or has_adapter else torch.autocast("cpu", autocast)
+        with _counting(model) as kept, mixed:
+            model.base_model(input_ids=ids, use_cache=False)
+        return sum(kept().values())
+
+
+@contextmanager
+def _counting(model: nn.Module) -> Iterator[Callable[[], dict[int, int]]]:
+    """Gives the bytes of each storage that autograd has kept, weights left out."""
+    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    alive: dict[int, Tensor] = {}  # so that no two storages have one address
+
+    def pack(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage()._cdata
+        if place not in own:
+            alive.setdefault(place, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: {place: tensor.untyped_storage().nbytes() for place, tensor in alive.items()}
+
+
+class _Attend(torch.autograd.Function):
+    """Keeps what a fused attention kernel keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pragma: no cover - only forward passes are counted
+        raise NotImplementedError
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    output: Tensor = _Attend.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,70 @@
+"""The arithmetic of batches: what a step learns from, and how many steps there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prefrl.trainer.online.prompts import prompts_per_generation
+
+if TYPE_CHECKING:
+    from prefrl.scripts.checkup.findings import Section
+    from prefrl.scripts.checkup.subject import Subject
+
+__all__ = ["Batches"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Sizes over all processes.
+
+    Args:
+        lines: The arithmetic in words.
+        rows_per_step: Rows of the dataset, or completions, of an optimizer step.
+        rows_per_micro_batch: Of one process.
+        num_steps: Optimizer steps of the run; None: not known, as the dataset is a stream.
+    """
+
+    lines: tuple[str, ...]
+    rows_per_step: int
+    rows_per_micro_batch: int
+    num_steps: int | None
+
+    @classmethod
+    def of(cls, subject: Subject, num_rows: int | None) -> Batches:
+        """From the options and the number of dataset rows; None: a stream."""
+        config = subject.config
+        per_device = config.rows_per_micro_batch
+        if not isinstance(per_device, int):  # auto
+            return cls(("sizes that are auto are found when the run begins",), 1, 1, None)
+        accumulation, processes = int(config.gradient_accumulation_steps), int(config.world_size)
+        rows = per_device * accumulation * processes
+        noun = "completions" if subject.is_online else "rows"
+        product = f"{per_device} {noun} in a micro-batch * {accumulation} micro-batches * {processes} processes"
+        lines = [f"{product} = {rows} {noun} a step"]
+        steps_per_epoch = None if num_rows is None else -(-num_rows // rows)
+        if subject.is_online:
+            prompts = prompts_per_generation(config)
+            lines.append(
+                f"{prompts} prompts * {config.num_generations} completions = {config.completions_of_generation} "
+                f"completions a generation batch, for {config.steps_of_a_generation} steps"
+            )
+            if num_rows is not None:
+                steps_per_epoch = num_rows // prompts * config.steps_of_a_generation
+        num_steps = _num_steps(config, steps_per_epoch)
+        if num_steps is not None and steps_per_epoch:
+            lines.append(f"{steps_per_epoch:,} steps an epoch, {num_steps:,} steps in all")
+        return cls(tuple(lines), rows, per_device, num_steps)
+
+    def report(self, section: Section) -> None:
+        """Say it."""
+        for line in self.lines:
+            section.ok(line)
+        if self.num_steps == 0:
+            section.problem("there is no step: the dataset is smaller than one generation batch")
+
+
+def _num_steps(config: Any, steps_per_epoch: int | None) -> int | None:
+    if config.max_steps > 0:
+        return int(config.max_steps)
+    return None if steps_per_epoch is None else int(steps_per_epoch * config.num_train_epochs)

@@ -1,0 +1,121 @@
+"""What a check found, and how it is printed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import datasets
+
+from prefrl.errors import PrefrlError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__all__ = ["Checkup", "Section", "logged_into"]
+
+Level = Literal["ok", "note", "warning", "problem"]
+_SIGNS: dict[Level, str] = {
+    "ok": "[green]ok[/]",
+    "note": "[dim]note[/]",
+    "warning": "[yellow]warning[/]",
+    "problem": "[bold red]problem[/]",
+}
+
+
+@dataclass
+class Section:
+    """The findings about one thing, such as the data."""
+
+    title: str
+    entries: list[tuple[Level, str]] = field(default_factory=list)
+    shown: list[RenderableType] = field(default_factory=list)  # below the entries
+
+    def ok(self, text: str) -> None:
+        """Something is as it should be."""
+        self.entries.append(("ok", text))
+
+    def note(self, text: str) -> None:
+        """Something that could not be checked, or is good to know."""
+        self.entries.append(("note", text))
+
+    def warn(self, text: str) -> None:
+        """The run would go on, but perhaps not as intended."""
+        if ("warning", text) not in self.entries:
+            self.entries.append(("warning", text))
+
+    def problem(self, text: str) -> None:
+        """The run would fail."""
+        self.entries.append(("problem", text))
+
+
+@dataclass
+class Checkup:
+    """All sections."""
+
+    sections: list[Section] = field(default_factory=list)
+
+    @contextmanager
+    def section(self, title: str) -> Iterator[Section]:
+        """A section to fill. An error that prefrl raises inside is a problem of it, and what it logs a warning."""
+        section = Section(title)
+        self.sections.append(section)
+        try:
+            with logged_into(section):
+                yield section
+        except (PrefrlError, ImportError) as error:
+            section.problem(str(error))
+
+    def count(self, level: Level) -> int:
+        """Number of findings of a level."""
+        return sum(entry[0] == level for section in self.sections for entry in section.entries)
+
+    def print(self, console: Console) -> None:
+        """Print all sections, and the number of problems and warnings."""
+        from rich.markup import escape
+        from rich.padding import Padding
+
+        for section in self.sections:
+            console.print(f"\n[bold]{section.title}[/]")
+            for level, text in section.entries:
+                console.print(f"  {_SIGNS[level]}  {escape(text)}", highlight=False, soft_wrap=not console.is_terminal)
+            for shown in section.shown:
+                console.print(Padding(shown, (0, 0, 0, 2)))
+        problems, warnings = self.count("problem"), self.count("warning")
+        console.print(f"\n{_counted(problems, 'problem')}, {_counted(warnings, 'warning')}")
+
+
+@contextmanager
+def logged_into(section: Section) -> Iterator[None]:
+    """Turns what prefrl logs into warnings of a section, and shows no progress bars of datasets."""
+    handler, logger = _IntoSection(section), logging.getLogger("prefrl")
+    propagates, logger.propagate = logger.propagate, False
+    shows_bars = not datasets.are_progress_bars_disabled()
+    logger.addHandler(handler)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+        if shows_bars:
+            datasets.enable_progress_bars()
+
+
+class _IntoSection(logging.Handler):
+    """Turns what is logged into warnings of a section."""
+
+    def __init__(self, section: Section) -> None:
+        super().__init__(logging.WARNING)
+        self._section = section
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a record."""
+        self._section.warn(record.getMessage())
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,207 @@
+"""Memory by part, and the least time of a step, from shapes and the speed of this machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import torch
+from rich.table import Table
+
+from prefrl.models.adapters import add_adapter
+from prefrl.models.footprint import Footprint, activations_of, cache_bytes, head_bytes, weights_of
+from prefrl.models.outline import outline_of
+from prefrl.scripts.checkup.rows import row_lengths
+from prefrl.scripts.train import lora_of
+from prefrl.trainer.base.reference_options import ReferenceOptions
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedModel
+
+    from prefrl.scripts.checkup.batches import Batches
+    from prefrl.scripts.checkup.findings import Section
+    from prefrl.scripts.checkup.subject import Subject
+
+__all__ = ["check_resources", "footprint_of"]
+
+_MIB, _GIB = 2**20, 2**30
+# Numbers of the optimizer's state for each trained weight, in the weights' dtype; others are taken for Adam.
+_STATES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "muon": 1, "rmsprop": 1}
+_ADAM = 2
+_SECONDS = 0.1  # for which a speed is measured
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Tokens of a micro-batch that is larger than most."""
+
+    num_rows: int
+    num_fed: int
+    num_scored: int
+
+
+def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, batches: Batches) -> None:
+    """Show memory by part and time by phase, and warn if the memory is not there."""
+    batch = _micro_batch(subject, rows, batches)
+    try:
+        footprint = footprint_of(subject, num_fed=batch.num_fed, num_scored=batch.num_scored, num_rows=batch.num_rows)
+    except Exception as error:  # a model's own code that needs data, such as the routing of experts
+        name = type(subject.model).__name__
+        section.note(f"memory was not estimated: {name} cannot be run on shapes alone ({type(error).__name__})")
+    else:
+        _show_memory(section, subject, footprint)
+    section.note(f"a large micro-batch has {batch.num_rows} rows and {batch.num_fed:,} tokens")
+    _show_time(section, subject, batch, batches)
+
+
+def _show_memory(section: Section, subject: Subject, footprint: Footprint) -> None:
+    table = Table("memory of one process", "", box=None, header_style="dim")
+    for name in ("weights", "gradients", "optimizer", "reference", "activations", "cache"):
+        table.add_row(name, _size(getattr(footprint, name)))
+    table.add_row("peak, libraries not counted", _size(footprint.peak), style="bold")
+    section.shown.append(table)
+    free, place = _free(subject.config.device)
+    text = f"{_size(footprint.peak)} are needed, {_size(free)} are free {place}"
+    (section.ok if footprint.peak < free else section.warn)(text)
+    if subject.algorithm.name == "ppo":
+        section.note("the critic is not counted; it needs as much as the policy")
+
+
+def footprint_of(subject: Subject, *, num_fed: int, num_scored: int, num_rows: int) -> Footprint:
+    """Memory of one process that shares nothing.
+
+    Args:
+        subject: The run.
+        num_fed: Tokens of a micro-batch that go through the model.
+        num_scored: Those of them whose log-probs are computed; 0 for a reward model.
+        num_rows: Rows of a micro-batch.
+    """
+    config, model, adapter = subject.config, subject.model, lora_of(subject.script)
+    weights = weights_of(_with_adapter(subject) if adapter is not None else model)
+    autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    kept = activations_of(model, num_fed, peft_config=adapter, autocast=autocast)
+    head = head_bytes(model, num_scored, device=config.device)
+    states = _STATES.get(str(getattr(config.optim, "value", config.optim)), _ADAM)
+    optimizer = weights.trained * states
+    if "8bit" in str(config.optim):
+        optimizer = weights.num_trained * states
+    keeps_copy = isinstance(config, ReferenceOptions) and config.beta > 0 and adapter is None
+    keeps_copy = keeps_copy and not getattr(config, "precompute_ref_log_probs", False)
+    is_cut = config.gradient_accumulation_steps > 1 or config.max_tokens_per_micro_batch is not None
+    return Footprint(
+        weights=_stored(subject, weights.total),
+        gradients=weights.trained,
+        optimizer=optimizer,
+        reference=weights.total if keeps_copy else 0,
+        activations=kept.peak(head, checkpointed=bool(config.activation_checkpointing)),
+        cache=_cache(subject, num_rows),
+        first_gradients=weights.trained if is_cut else weights.head,
+    )
+
+
+def _with_adapter(subject: Subject) -> PreTrainedModel:
+    outline = outline_of(subject.script.model_name_or_path, model_init_kwargs=subject.config.model_init_kwargs)
+    with torch.device("meta"):
+        return add_adapter(outline, lora_of(subject.script), task_type="CAUSAL_LM", seed=None)
+
+
+def _stored(subject: Subject, total: int) -> int:
+    """Bytes of the weights as they are stored: quantized, all but embeddings and head have few bits."""
+    bits = 4 if subject.script.load_in_4bit else 8 if subject.script.load_in_8bit else None
+    if bits is None:
+        return total
+    embedding = subject.model.get_input_embeddings().weight
+    outside = embedding.numel() * embedding.element_size()
+    return int(outside + (total - outside) * bits / (8 * embedding.element_size()))
+
+
+def _cache(subject: Subject, num_rows: int) -> int:
+    config = subject.config
+    if not subject.is_online or config.use_vllm:
+        return 0
+    length = (config.max_prompt_length or 0) + config.longest_completion
+    return cache_bytes(subject.model, num_rows=num_rows * config.micro_batches_per_generation, num_tokens=length)
+
+
+def _micro_batch(subject: Subject, rows: datasets.Dataset, batches: Batches) -> _MicroBatch:
+    """Its rows' lengths are the mean and two standard deviations of a sum of so many."""
+    config, count = subject.config, batches.rows_per_micro_batch
+    lengths = row_lengths(rows)
+    prompts = lengths.get("prompt_ids", np.zeros(len(rows), dtype=np.int64))
+    responses = sum(lengths[name] for name in lengths if name != "prompt_ids")
+    if subject.is_online:
+        num_prompts = -(-count // config.num_generations)
+        scored = count * config.longest_completion
+        fed = scored + _large_sum(prompts, num_prompts)
+    elif getattr(config, "packing", False):
+        fed = scored = count * int(config.max_length)
+    else:
+        scored = _large_sum(responses, count)
+        fed = _large_sum(prompts + responses, count)
+    budget = config.max_tokens_per_micro_batch
+    if isinstance(budget, int) and fed > budget:
+        count, scored, fed = max(count * budget // fed, 1), scored * budget // fed, budget
+    return _MicroBatch(count, fed, scored if subject.model.can_generate() else 0)
+
+
+def _large_sum(lengths: Any, count: int) -> int:
+    most = count * float(lengths.max())
+    return int(min(count * lengths.mean() + 2 * count**0.5 * lengths.std(), most))
+
+
+def _free(device: torch.device) -> tuple[int, str]:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]), f"on {torch.cuda.get_device_name(device)}"
+    return int(psutil.virtual_memory().available), "on this machine"
+
+
+def _show_time(section: Section, subject: Subject, batch: _MicroBatch, batches: Batches) -> None:
+    """The matrix products of a step at this machine's speed, which is the least that it takes."""
+    config, model = subject.config, subject.model
+    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else model.dtype
+    speed = _products_per_second(config.device, dtype)
+    embedding = model.get_input_embeddings().weight.numel()
+    body = weights_of(model).count - embedding * (1 if model.config.tie_word_embeddings else 2)
+    steps = int(config.gradient_accumulation_steps)
+    forward = 2 * (body * batch.num_fed + embedding * batch.num_scored) * steps
+    passes = 3 + (isinstance(config, ReferenceOptions) and config.beta > 0) + bool(config.activation_checkpointing)
+    seconds = passes * forward / speed
+    parts = f"training {_time(seconds)}"
+    if subject.is_online and not config.use_vllm:
+        rows = batch.num_rows * config.micro_batches_per_generation
+        sampling = config.longest_completion * 2 * rows * (body + embedding) / speed / config.steps_of_a_generation
+        seconds += sampling
+        parts += f", sampling {_time(sampling)} with completions of the largest length"
+    total = "" if batches.num_steps is None else f"; {_time(seconds * batches.num_steps)} for all steps"
+    section.note(
+        f"a step takes {_time(seconds)} or more ({parts}){total}: its matrix products alone, at the "
+        f"{speed / 1e9:,.0f} GFLOP/s that this machine reaches now"
+    )
+
+
+def _products_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a product of matrices."""
+    size = 4096 if device.type == "cuda" else 512
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    matrix @ matrix
+    started, count = time.perf_counter(), 0
+    while time.perf_counter() < started + _SECONDS:
+        matrix @ matrix
+        count += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return float(2 * size**3 * count / (time.perf_counter() - started))
+
+
+def _size(count: float) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

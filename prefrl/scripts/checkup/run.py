@@ -1,0 +1,98 @@
+"""All checks of a run that do not need its weights: those of `prefrl doctor`, and the short ones before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+
+from prefrl.data.formats import column_names
+from prefrl.rewards.runner import RewardRunner
+from prefrl.scripts.checkup.batches import Batches
+from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
+from prefrl.scripts.checkup.resources import check_resources
+from prefrl.scripts.checkup.rewards import try_rewards
+from prefrl.scripts.checkup.rows import UNLIMITED, check_columns, check_rows, first_rows, show_rows
+from prefrl.scripts.checkup.server import check_servers
+from prefrl.scripts.checkup.subject import Subject
+from prefrl.scripts.train import datasets_of, lora_of
+
+if TYPE_CHECKING:
+    from prefrl.registry import Algorithm
+    from prefrl.scripts.arguments import CommandArguments
+
+__all__ = ["check_before", "checkup_of"]
+
+_FEW_ROWS = 8  # that are tokenized before a run
+
+
+def check_before(
+    algorithm: Algorithm,
+    script: CommandArguments,
+    config: Any,
+    dataset: Any,
+    eval_dataset: Any,
+    rewards: Sequence[Any],
+) -> None:
+    """Find mistakes in tokenizer, columns, first rows and servers before the model is loaded.
+
+    Args:
+        algorithm: The algorithm.
+        script: Options of model and data.
+        config: Options of the trainer.
+        dataset: To train on.
+        eval_dataset: To evaluate on; of several, the first is read.
+        rewards: Functions, and names of models, which are not loaded.
+
+    Raises:
+        ConfigError: An option does not fit the model or the data.
+        DataError: The columns are not those that the trainer reads, or none of the first rows can be used.
+        GenerationError: A server that answers serves another model.
+    """
+    if Path(script.model_name_or_path, "adapter_config.json").is_file():
+        return  # the trainer says what to do with an adapter
+    subject = Subject(algorithm, script, config)
+    if functions := [reward for reward in rewards if callable(reward)]:
+        RewardRunner(functions).check_columns(column_names(dataset))
+    for rows in (first_rows(dataset, _FEW_ROWS), first_rows(eval_dataset, _FEW_ROWS)):
+        if rows is not None and len(rows):
+            with logged_into(Section("Rows")):  # the trainer warns of the whole dataset
+                subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+    if subject.is_online and config.use_vllm:
+        check_servers(Section("Server"), subject)
+
+
+def checkup_of(algorithm: Algorithm, script: CommandArguments, config: Any) -> Checkup:
+    """Check everything. What cannot be checked after a problem is left out."""
+    checkup = Checkup()
+    subject = Subject(algorithm, script, config)
+    raw = rows = None
+    with checkup.section("Data"):
+        raw, evaluated = datasets_of(script, config)
+        check_columns(checkup.sections[-1], raw)
+    with checkup.section("Model and tokenizer") as section:
+        count = sum(parameter.numel() for parameter in subject.model.parameters())
+        section.ok(f"{type(subject.model).__name__} with {count:,} weights")
+        section.ok(f"{type(subject.tokenizer).__name__} with {len(subject.tokenizer):,} tokens")
+        if (adapter := lora_of(script)) is not None:
+            section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
+    if raw is None or checkup.count("problem"):
+        return checkup
+    with checkup.section("Rows") as section:
+        rows = check_rows(section, subject, raw, evaluated)
+        show_rows(section, subject, rows)
+    if subject.is_online:
+        with checkup.section("Rewards") as section:
+            try_rewards(section, subject, raw)
+        if config.use_vllm:
+            with checkup.section("Server") as section:
+                check_servers(section, subject)
+    with checkup.section("Batches") as section:
+        batches = Batches.of(subject, None if isinstance(raw, datasets.IterableDataset) else len(raw))
+        batches.report(section)
+    if rows is not None:
+        with checkup.section("Memory and time") as section:
+            check_resources(section, subject, rows, batches)
+    return checkup

@@ -1,0 +1,127 @@
+"""What a run consists of before its model is loaded: options, outline of the model, tokenizer, data, rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from prefrl.data.images import tokenizer_of, with_named_images
+from prefrl.models.load import load_processing_class, num_embeddings
+from prefrl.models.outline import outline_of
+from prefrl.models.positions import position_limit
+from prefrl.scripts.arguments import RewardArguments
+from prefrl.trainer.bco_config import BCOConfig
+from prefrl.trainer.kto_config import KTOConfig
+from prefrl.trainer.offline.preference import PAIRS, prepare_unpaired
+from prefrl.trainer.online.config import OnlineConfig
+from prefrl.trainer.online.prompts import tokenized_prompts
+from prefrl.trainer.reward_config import RewardConfig
+from prefrl.trainer.reward_trainer import tokenized_pairs
+from prefrl.trainer.sft_config import SFTConfig
+from prefrl.trainer.sft_trainer import tokenized_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.data.images import ProcessingClass
+    from prefrl.registry import Algorithm
+    from prefrl.scripts.arguments import CommandArguments
+
+__all__ = ["Subject"]
+
+
+@dataclass
+class Subject:
+    """A training that has not begun.
+
+    Args:
+        algorithm: The algorithm.
+        script: Options of model, data and rewards.
+        config: Options of the trainer.
+    """
+
+    algorithm: Algorithm
+    script: CommandArguments
+    config: Any
+
+    @property
+    def is_online(self) -> bool:
+        """Whether it samples completions and scores them."""
+        return isinstance(self.config, OnlineConfig)
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model without its weights.
+
+        Raises:
+            ConfigError: It cannot be loaded.
+        """
+        return outline_of(
+            self.script.model_name_or_path,
+            model_init_kwargs=self.config.model_init_kwargs,
+            is_classifier=isinstance(self.config, RewardConfig),
+        )
+
+    @cached_property
+    def processing_class(self) -> ProcessingClass:
+        """The tokenizer, or the processor of a model that reads images.
+
+        Raises:
+            ConfigError: There is none, or it does not fit the model.
+        """
+        arguments = self.config.model_init_kwargs
+        changes = self.config.tokenizer_changes
+        loaded = load_processing_class(self.model, model_init_kwargs=arguments, changes=changes)
+        self.config.fit_context(position_limit(self.model))
+        return loaded
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, also of a processor."""
+        return tokenizer_of(self.processing_class)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Token ids that the model has embeddings for."""
+        return num_embeddings(self.model)
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Rewards as the options name them."""
+        return list(self.script.reward_funcs or []) if isinstance(self.script, RewardArguments) else []
+
+    def tokenized(self, dataset: Any, **changes: Any) -> Any:
+        """The dataset with token ids, as the trainer prepares it before it packs rows.
+
+        Args:
+            dataset: Raw rows.
+            changes: Other values of options.
+
+        Raises:
+            ConfigError: An option does not fit the dataset.
+            DataError: Rows cannot be used.
+        """
+        config, processing_class = _changed(self.config, changes), self.processing_class
+        dataset = with_named_images(dataset, config.image_key)
+        if isinstance(config, OnlineConfig):
+            return tokenized_prompts(dataset, processing_class, config)
+        if isinstance(config, SFTConfig):
+            return tokenized_texts(dataset, processing_class, config)
+        if isinstance(config, RewardConfig):
+            return tokenized_pairs(dataset, processing_class, config)
+        if isinstance(config, KTOConfig | BCOConfig):
+            return prepare_unpaired(dataset, processing_class, config, with_mismatched=False)
+        return PAIRS.prepare(dataset, processing_class, config)
+
+
+def _changed(config: Any, changes: dict[str, Any]) -> Any:
+    """A copy of a config with other values, which is not validated again."""
+    changed = object.__new__(type(config))
+    vars(changed).update(vars(config) | {name: v for name, v in changes.items() if name in _names(config)})
+    return changed
+
+
+def _names(config: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}

@@ -1,0 +1,154 @@
+"""`prefrl doctor` and `prefrl env`, and what a training looks at before it loads the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl.errors import ConfigError, DataError
+from prefrl.models import load
+from prefrl.registry import REGISTRY
+from prefrl.scripts import doctor
+from prefrl.scripts.checkup.resources import footprint_of
+from prefrl.scripts.checkup.run import checkup_of
+from prefrl.scripts.checkup.subject import Subject
+from prefrl.scripts.main import main
+from prefrl.scripts.train import options_of, read
+from tests.cli.conftest import write_jsonl
+
+
+def checked(name: str, model: Path, *options: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
+    """The entries of each section, and the rows that are shown."""
+    argv = ["--model_name_or_path", str(model), "--use_cpu", "--output_dir", "out", *options]
+    checkup = checkup_of(REGISTRY[name], *options_of(REGISTRY[name], read(REGISTRY[name], argv)))
+    texts = [str(shown) for section in checkup.sections for shown in section.shown]
+    return {section.title: list(section.entries) for section in checkup.sections}, texts
+
+
+def test_a_run_in_order_has_no_problem_and_the_mask_of_its_rows_is_shown(
+    workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "two"}]
+    write_jsonl(workspace / "turns.jsonl", [{"messages": turns}])
+    (workspace / "run.yaml").write_text(
+        f"# prefrl sft run.yaml\nmodel_name_or_path: {model_folder}\ndataset_name: turns.jsonl\nuse_cpu: true\n"
+        "assistant_only_loss: true\n",
+        encoding="utf-8",
+    )
+    assert main(["doctor", "run.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "<|assistant|>[+two<|end|>+]" in printed
+    assert "[+1+1" not in printed
+    assert "0 problems, 0 warnings" in printed
+
+
+def test_pairs_with_equal_sides_duplicates_overlap_and_truncation_are_found(
+    workspace: Path, model_folder: Path
+) -> None:
+    row = {"prompt": "1+1=", "chosen": "2, of course", "rejected": "3"}
+    rows = [row, row, {**row, "chosen": "3"}]
+    write_jsonl(workspace / "train.jsonl", rows)
+    write_jsonl(workspace / "test.jsonl", [row])
+    data = '{"path": "json", "data_files": {"train": "train.jsonl", "test": "test.jsonl"}}'
+    found, _ = checked("dpo", model_folder, "--datasets", data, "--eval_strategy", "epoch", "--max_length", "8")
+    texts = "\n".join(f"{level}: {text}" for entries in found.values() for level, text in entries)
+    assert "warning: 1 of 3 pairs have chosen = rejected; the first is row 2" in texts
+    assert "problem: 1 of 3 rows cannot be used: row 2: " in texts
+    assert "warning: 1 of 2 rows repeat an earlier row" in texts
+    assert "warning: 2 of 2 rows have more than max_length=8 tokens" in texts
+    assert "warning: 1 of 1 rows of eval_dataset are also in train_dataset" in texts
+
+
+def test_rewards_are_tried_with_the_answers_of_the_rows(workspace: Path, model_folder: Path) -> None:
+    options = ["--dataset_name", "prompts.jsonl", "--per_device_train_batch_size", "4", "--num_generations", "4"]
+    found, _ = checked("grpo", model_folder, *options, "--reward_funcs", "numeric_reward", "my_rewards:short")
+    assert found["Rewards"][0][1].startswith("numeric_reward, short: ")
+    assert not [entry for entry in found["Rewards"] if entry[0] != "ok"]
+    assert ("ok", "4 completions in a micro-batch * 1 micro-batches * 1 processes = 4 completions a step") in found[
+        "Batches"
+    ]
+    (workspace / "my_rewards.py").write_text(
+        "def flat(completions, **_):\n    return [0.5] * len(completions)\n", encoding="utf-8"
+    )
+    found, _ = checked("grpo", model_folder, *options, "--reward_funcs", "my_rewards.py:flat")
+    assert "warning" in [level for level, _ in found["Rewards"]]
+
+
+def test_an_adapter_needs_less_memory_for_gradients_and_optimizer(workspace: Path, model_folder: Path) -> None:
+    parts = {}
+    for name, options in {"all": [], "adapter": ["--use_peft", "--lora_r", "2"]}.items():
+        argv = ["--model_name_or_path", str(model_folder), "--use_cpu", "--dataset_name", "pairs.jsonl", *options]
+        subject = Subject(
+            REGISTRY["dpo"], *options_of(REGISTRY["dpo"], read(REGISTRY["dpo"], [*argv, "--output_dir", "out"]))
+        )
+        parts[name] = footprint_of(subject, num_fed=20, num_scored=10, num_rows=2)
+    everything, adapter = parts["all"], parts["adapter"]
+    assert everything.gradients == everything.weights
+    assert everything.optimizer == 2 * everything.gradients
+    assert 0 < adapter.gradients < everything.gradients / 4
+    assert adapter.optimizer == 2 * adapter.gradients
+    assert (everything.reference, adapter.reference) == (everything.weights, 0)
+    assert adapter.activations > 0
+
+
+def test_a_reward_that_fails_is_a_problem(workspace: Path, model_folder: Path) -> None:
+    (workspace / "my_rewards.py").write_text("def f(completions, **_):\n    return [0.5]\n", encoding="utf-8")
+    options = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "my_rewards.py:f", "--num_generations", "2"]
+    found, _ = checked("grpo", model_folder, *options)
+    assert found["Rewards"][-1][0] == "problem"
+    assert "returned 1 values for 2 completions" in found["Rewards"][-1][1]
+
+
+def test_a_server_that_does_not_answer_is_named_with_the_command_that_starts_it(
+    workspace: Path, model_folder: Path
+) -> None:
+    url = "http://127.0.0.1:9"  # the discard port, where nothing listens
+    options = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "numeric_reward", "--num_generations", "2"]
+    found, _ = checked("grpo", model_folder, *options, "--use_vllm", "--vllm_server_base_url", url)
+    ((level, text),) = found["Server"]
+    assert level == "warning"
+    assert text.startswith(f"{url} does not answer. ")
+    assert f"prefrl vllm-serve --model {model_folder} --port 9" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dpo", ["--dataset_name", "texts.jsonl"], "chosen"),
+        ("grpo", ["--dataset_name", "prompts.jsonl", "--reward_funcs", "my_rewards.py:needy"], "solution"),
+    ],
+)
+def test_a_missing_column_is_found_before_the_model_is_loaded(
+    name: str,
+    options: list[str],
+    message: str,
+    workspace: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (workspace / "my_rewards.py").write_text("def needy(completions, solution):\n    return []\n", encoding="utf-8")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(load, "_from_pretrained", refuse)
+    argv = [name, "--model_name_or_path", str(model_folder), "--use_cpu", "--output_dir", "out", *options]
+    with pytest.raises((ConfigError, DataError), match=message):
+        main(["--debug", *argv])
+
+
+def test_doctor_says_what_it_needs_to_know_the_algorithm(workspace: Path) -> None:
+    (workspace / "run.yaml").write_text("dataset_name: x.jsonl\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="no algorithm is given"):
+        doctor.main(["run.yaml"])
+    with pytest.raises(ConfigError, match="Did you mean 'grpo'"):
+        doctor.main(["grpoo", "run.yaml"])
+
+
+def test_env_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    assert "- torch: 2." in printed
+    assert "- CPU: " in printed

@@ -1,0 +1,298 @@
+"""The page about a run: what is on it, what is escaped, how it is served."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+import math
+import re
+import stat
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl.errors import ConfigError
+from prefrl.rollout.collect import Collected
+from prefrl.rollout.journal import Entry, write_entry
+from prefrl.run.identity import Identity, write_identity
+from prefrl.run.starts import record_start
+from prefrl.scripts.main import main
+from prefrl.scripts.report_completions import histograms_of, side_by_side
+from prefrl.scripts.report_events import events_of
+from prefrl.scripts.report_html import page
+from prefrl.scripts.report_run import in_order, read_run, thinned
+from prefrl.scripts.watch import LivePage, serve
+from prefrl.types import Completion, Rollout, Turn
+from tests.patience import PATIENCE
+
+HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e"
+
+
+def rollout(group: int, text: str, reward: float, *, prompt: str = "1+1=") -> Rollout:
+    return Rollout(
+        [Turn([1, 2], Completion([5], "stop", [-0.1], [True], [0]))],
+        {"prompt": prompt, "prompt_ids": [1, 2]},
+        group,
+        prompt=prompt,
+        text=text,
+        rewards={"right": reward},
+        reward=reward,
+        advantage=0.0,
+        greedy_reward=math.nan,
+    )
+
+
+def write_batch(folder: Path, step: int, rollouts: list[Rollout], *, place: str = "completions/completions") -> None:
+    write_entry(Entry("r", step, step, [Collected(rollouts, {}, {})]), folder / f"{place}_{step:05d}.parquet")
+
+
+def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def run_folder(folder: Path, **decisive: Any) -> Path:
+    folder.mkdir(parents=True)
+    write_identity(folder, Identity("r", {"algorithm": "grpo", "seed": 7, **decisive}, "some/model"))
+    times = {"step_time": 4.0, "time/generation_s": 3.0, "time/backward_s": 1.0}
+    write_metrics(folder, [{"step": i, "loss": 1.0, "reward": i / 4, "epoch": 0.1, **times} for i in range(1, 4)])
+    write_batch(folder, 0, [rollout(0, "3", 0.0), rollout(0, "4", 0.0)])
+    write_batch(folder, 2, [rollout(0, "5", 0.25), rollout(0, HOSTILE, 1.0)])
+    return folder
+
+
+class Parsed(HTMLParser):
+    """The elements of a page with their attributes, and the texts of each kind, up to the first element in them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.texts.setdefault(tag, []).append("")
+        self._open = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = None
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.texts[self._open][-1] += data
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.texts["script"][0])
+
+
+def test_what_a_model_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "<b>run</b>", note="<img src=y>")
+    write_batch(folder, 3, [rollout(0, HOSTILE, 0.0, prompt=f"prompt {HOSTILE}")])
+    parsed = Parsed(page([folder]))
+    assert [dict(attributes) for tag, attributes in parsed.elements if tag == "script"] == [
+        {"type": "application/json", "id": "data"},
+        {},
+    ]
+    assert "img" not in parsed.texts
+    assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
+    shown = HOSTILE.replace("\u202e", "\\u202e")
+    assert parsed.texts["pre"] == [f"prompt {shown}", shown, shown]  # best and worst of one
+    assert parsed.data["names"] == ["b>"]  # the folder's name ends behind its last slash
+    assert "<img src=y>" in parsed.texts["td"]
+
+
+def test_the_page_loads_nothing_and_runs_only_its_own_script(tmp_path: Path) -> None:
+    parsed = Parsed(page([run_folder(tmp_path / "run")]))
+    addresses = [a[name] for _, a in parsed.elements for name in ("src", "href", "srcset", "action") if name in a]
+    assert addresses == ["data:,"]
+    (policy,) = [str(a["content"]) for tag, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    digest = base64.b64encode(hashlib.sha256(parsed.texts["script"][1].encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in policy
+    assert "url(" not in parsed.texts["style"][0]
+    assert "@import" not in parsed.texts["style"][0]
+
+
+def test_curves_times_options_and_command_are_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_folder(tmp_path / "run")
+    monkeypatch.setattr("sys.orig_argv", ["/x/python", "/x/prefrl", "grpo", "--hub_token", "hf_secret", "--beta=0.1"])
+    record_start(folder, "r")
+    record_start(folder, "of another run")
+    parsed = Parsed(page([folder]))
+    assert parsed.data["curves"]["reward"] == [[[1, 0.25], [2, 0.5], [3, 0.75]]]
+    assert "epoch" not in parsed.data["curves"]
+    text = page([folder])
+    assert re.search(r"generation 3 s <span class=\"quiet\">75 %", text)
+    assert "<td>seed</td><td>7</td>" in text
+    assert parsed.texts["pre"][-1] == "prefrl grpo --hub_token '***' --beta=0.1"
+    assert "<td>torch</td>" in text
+    assert "hf_secret" not in (folder / "starts.jsonl").read_text()
+
+
+def test_a_comparison_shows_differing_options_and_the_same_prompts(tmp_path: Path) -> None:
+    a, b = run_folder(tmp_path / "a", beta=0.0), run_folder(tmp_path / "b", beta=0.04, only_here=1)
+    write_batch(
+        b, 3, [rollout(5, "first of its group", 0.5), rollout(5, "second", 1.0), rollout(6, "x", 0, prompt="?")]
+    )
+    text = page([a, b])
+    differing = text[text.index('id="options"') : text.index('id="all-options"')]
+    assert re.findall(r"<td>(\w+)</td><td>(.*?)</td><td>(.*?)</td>", differing) == [("beta", "0.0", "0.04")]
+    (table,) = side_by_side([a, b], ["a", "b"])
+    ((left, right),) = table.pairs
+    assert (left.completion, left.step, right.completion, right.step) == ("5", 3, "first of its group", 4)
+
+
+def test_one_run_shows_first_and_last_evaluation_and_best_and_worst(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    long = "x" * 2000
+    for step, texts in ((0, ("a", "b")), (3, ("c", "d"))):
+        rows = [rollout(i, text, 0.0, prompt=long + str(i)) for i, text in enumerate(texts)]
+        write_batch(folder, step, rows, place="evaluations/eval")
+    evaluation, batch = side_by_side([folder], ["run"])
+    assert [(x.completion, y.completion, x.step, y.step) for x, y in evaluation.pairs] == [
+        ("a", "c", 0, 3),
+        ("b", "d", 0, 3),
+    ]
+    assert evaluation.pairs[1][0].prompt.endswith("x1")
+    ((best, worst),) = batch.pairs
+    assert (best.reward, worst.reward, worst.completion, worst.step) == (1.0, 0.25, "5", 3)
+
+
+def test_histograms_of_a_reward_have_the_same_bins(tmp_path: Path) -> None:
+    ((first, last),) = histograms_of(run_folder(tmp_path / "run"))
+    assert (first.step, last.step, first.low, last.high) == (1, 3, 0.0, 1.0)
+    assert [i for i, count in enumerate(first.counts) for _ in range(count)] == [0, 0]
+    assert [i for i, count in enumerate(last.counts) for _ in range(count)] == [5, 19]
+
+
+def test_what_an_interrupted_attempt_logged_is_dropped() -> None:
+    rows = [{"step": step, "attempt": attempt} for step, attempt in ((1, 1), (2, 1), (3, 1), (2, 2), (2, 3), (3, 2))]
+    assert in_order([{"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 2.0}, {"step": 1, "loss": 3.0}]) == [
+        {"step": 1, "loss": 3.0}
+    ]
+    kept = [(row["step"], row["attempt"]) for row in in_order([*rows, {"loss": 1.0}])]
+    assert kept == [(1, 1), (2, 1), (2, 2), (2, 3), (3, 2)]
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 1000])
+def test_a_thinned_curve_keeps_its_last_point_and_its_level(count: int) -> None:
+    points = [(step, 2.0 * step) for step in range(1, count + 1)]
+    few = thinned(points, 5)
+    assert len(few) <= 5
+    assert few[-1] == points[-1]
+    assert few == sorted(few)
+    assert points[0][1] <= few[0][1] <= max(points[0][1], 2.0 * count / 3)
+
+
+def test_events_are_ranges_of_steps(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    bad = [False, True, True, False, True]
+    rows = [
+        {
+            "step": i,
+            "health/signal_fraction": float(not b),
+            "guard/skipped_steps": float(i >= 3),
+            "rewards/x/none": 0.0,
+        }
+        for i, b in enumerate(bad)
+    ]
+    write_metrics(folder, [*rows, {"step": 5, "loss": None}])
+    (folder / "nan-step-5").mkdir()
+    found = [(event.first, event.last, event.text.split(",")[0]) for event in events_of(read_run(folder))]
+    assert found == [
+        (1, 2, "No completion had a learning signal."),
+        (3, 3, "Steps were skipped"),
+        (4, 4, "No completion had a learning signal."),
+        (5, 5, "The loss was not finite."),
+        (5, 5, "The state before a step that failed is in nan-step-5."),
+    ]
+
+
+def test_rows_of_an_earlier_run_in_the_folder_are_not_shown(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    write_metrics(folder, [{"run": run, "step": step, "time": 1e9, "kl": 0.5} for run, step in (("a", 1), ("b", 2))])
+    assert Parsed(page([folder])).data["curves"] == {"kl": [[[2, 0.5]]]}
+
+
+def test_without_metrics_of_its_own_a_run_has_those_of_its_last_checkpoint(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    for step in (9, 10):
+        (folder / f"checkpoint-{step}").mkdir()
+        state = {"log_history": [{"step": step, "loss": 1.0}], "max_steps": 20}
+        (folder / f"checkpoint-{step}/trainer_state.json").write_text(json.dumps(state))
+    run = read_run(folder)
+    assert (run.step, run.num_steps) == (10, 20)
+
+
+def test_a_long_comparison_is_small(tmp_path: Path) -> None:
+    folders = [run_folder(tmp_path / name) for name in "ab"]
+    for folder in folders:
+        row = {f"area/long_name_of_metric_{i}": -1.2345678e-05 for i in range(250)}
+        write_metrics(folder, [{"step": 1000 + i, **row} for i in range(700)])
+        write_batch(folder, 9, [rollout(i, HOSTILE * 1000, i, prompt=f"{HOSTILE * 1000}{i // 2}") for i in range(40)])
+    assert len(page(folders).encode()) < 3e6
+
+
+def test_the_command_writes_a_file_for_this_user_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path / "run")
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (folder / "report.html").symlink_to(other)
+    assert main(["report", str(folder)]) == 0
+    written = Path(capsys.readouterr().out.strip())
+    assert written == folder / "report.html"
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600
+    assert other.read_text() == "kept"
+
+
+@pytest.mark.parametrize("command", ["report", "watch"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["."], "has no run.json, metrics.jsonl or checkpoint-N. Give the output_dir of a training."),
+        ([], "the following arguments are required: run"),
+        ([".", "--outptu", "x"], "unknown argument '--outptu'."),
+    ],
+)
+def test_errors_are_one_line(
+    command: str, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main([command, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_the_live_page_is_sent_when_it_is_new_and_only_to_this_machine(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    with serve(LivePage([folder]), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert server.server_address[0] == "127.0.0.1"
+
+        def get(path: str = "/", **headers: str) -> tuple[int, str | None, str]:
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=PATIENCE)
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.headers["ETag"], answer.read().decode()
+
+        status, tag, text = get()
+        assert (status, Parsed(text).data["curves"]["reward"][0][-1]) == (200, [3, 0.75])
+        assert get(**{"If-None-Match": str(tag)})[0] == 304
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4, "reward": 1.0}\n{"step": 5, "rew')
+        status, new_tag, text = get(**{"If-None-Match": str(tag)})
+        assert (status, Parsed(text).data["curves"]["reward"][0][-1]) == (200, [4, 1.0])
+        assert new_tag != tag
+        assert get(Host="evil.example:80")[0] == 403
+        assert get("/run.json")[0] == 404
+        with pytest.raises(ConfigError, match=rf"port={server.server_port}: .* in use"):
+            serve(LivePage([folder]), server.server_port)
+        server.shutdown()

@@ -1,0 +1,35 @@
+"""`prefrl eval` and `prefrl generate` with the API of a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prefrl.scripts import eval, generate
+from tests.vllm.server import Server
+
+pytestmark = pytest.mark.vllm
+
+
+def test_a_server_answers_texts_and_its_model_is_found(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
+    prompts, answered = tmp_path / "prompts.jsonl", tmp_path / "answered.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "data_source": "sums"}\n{"prompt": "2+3=", "data_source": "more"}\n')
+    asking = ["--server", f"{server.url}/v1", "--dataset_name", str(prompts), "--num_generations", "2"]
+    asking += ["--max_completion_length", "4"]
+    assert generate.main([*asking, "--output_file", str(answered)]) == 0
+    rows = [json.loads(line) for line in answered.read_text(encoding="utf-8").splitlines()]
+    assert [len(row["responses"]) for row in rows] == [2, 2]
+    (tmp_path / "rewards.py").write_text("def size(completions, **_): return [len(text) for text in completions]\n")
+    rewards = ["--reward_funcs", f"{tmp_path}/rewards.py:size", "--output_dir"]
+    assert eval.main([*asking, *rewards, str(tmp_path / "server")]) == 0
+    assert eval.main(["--dataset_name", str(answered), *rewards, str(tmp_path / "file")]) == 0
+    of_server, of_file = (
+        json.loads((tmp_path / name / "metrics.json").read_text(encoding="utf-8")) for name in ("server", "file")
+    )
+    assert of_server == of_file  # the same seeds
+    assert list(of_file) == ["all", "more", "sums"]
