@@ -17,7 +17,7 @@ from prefrl.scripts import demo_smollm2
 
 __all__ = ["measure_demo", "measure_dpo", "measure_sft"]
 
-STEPS = 30
+STEPS = 16
 NUM_ROWS = 8  # of a step
 NUM_HELD_OUT = 40
 SEEDS = (0, 1, 2)
