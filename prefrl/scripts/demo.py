@@ -83,6 +83,7 @@ def run(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
     for stage, name in (("base", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO")):
         console.print(f"held-out accuracy {name}: {accuracy[stage]:.3f}")
     console.print(f"{summary['seconds_total']} s, {summary['cpu_seconds']} of CPU; everything is in {output_dir}")
+    console.print(f"To see more of it: prefrl report {output_dir}")
     return summary
 
 

@@ -70,6 +70,7 @@ def run(seed: int, output_dir: Path, console: Console, *, model_folder: Path | N
             f"held-out answers that end with the right number, {name} GRPO: {summary[f'accuracy_{stage}']:.3f}"
         )
     console.print(f"{summary['seconds_total']} s, {summary['cpu_seconds']} of CPU; everything is in {output_dir}")
+    console.print(f"To go on: prefrl chat {output_dir / 'model'}, or prefrl report {output_dir}")
     return summary
 
 
