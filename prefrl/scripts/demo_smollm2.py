@@ -1,4 +1,4 @@
-"""`prefrl demo --model smollm2`: a real model of 135 million weights learns to answer sums with the number alone."""
+"""`prefrl demo --model smollm2`: a real model of 135 million weights learns to add."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 
+from prefrl.trainer.progress.history import duration
+
 if TYPE_CHECKING:
     from prefrl.trainer.base.trainer import BaseTrainer
 
@@ -62,7 +64,7 @@ def ending(
     rows = Table.grid(padding=(0, 2))
     rows.add_row("model", folder)
     seconds = next((entry["train_runtime"] for entry in reversed(log_history) if "train_runtime" in entry), None)
-    took = "" if seconds is None else f" in {_duration(seconds)}"
+    took = "" if seconds is None else f" in {duration(seconds)}"
     rows.add_row(
         "steps", f"{steps:,}{took}" if steps >= max_steps else f"{steps:,} of {max_steps:,}{took}: ended early"
     )
@@ -106,9 +108,3 @@ def _commands(
         f"{line}  # or held-out prompts" if words[0] == "eval" and Path(words[2]).exists() else line
         for words, line in zip(commands, lines, strict=True)
     ]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
