@@ -19,10 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-from transformers.utils import logging as transformers_logging
 
 from prefrl.scripts import demo_smollm2
-from prefrl.scripts.demo_parts import greedy_texts, plot_rewards
+from prefrl.scripts.demo_parts import be_quiet, greedy_texts, plot_rewards
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from prefrl.trainer.sft_config import SFTConfig
@@ -54,7 +53,7 @@ def run(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
     """Run SFT, then GRPO; write summary, curve, metrics and model into `output_dir`; return the summary."""
     started, started_cpu = time.monotonic(), time.process_time()
     torch.set_num_threads(1)  # the matrices are too small for several threads
-    transformers_logging.set_verbosity_error()
+    be_quiet()
     output_dir.mkdir(parents=True, exist_ok=True)
     train, held_out = make_questions(seed)
     tokenizer, model = make_tokenizer(), make_model(seed)
@@ -188,7 +187,7 @@ def grpo(
 
 def greedy_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: Dataset) -> list[str]:
     """The model's most likely answer to each question."""
-    return greedy_texts(model, tokenizer, tokenizer(questions["prompt"]).input_ids, max_tokens=4)
+    return greedy_texts(model, tokenizer, tokenizer(list(questions["prompt"])).input_ids, max_tokens=4)
 
 
 def share_right(answers: list[str], questions: Dataset) -> float:

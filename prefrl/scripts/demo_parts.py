@@ -1,10 +1,13 @@
-"""What the demos share: greedy answers and the reward curve."""
+"""What the demos share: what is not shown, greedy answers, and the reward curve."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from datasets import disable_progress_bars
+from transformers.utils import logging as transformers_logging
 
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
@@ -14,7 +17,14 @@ from prefrl.run.metrics_file import read_metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["greedy_texts", "plot_rewards"]
+__all__ = ["be_quiet", "greedy_texts", "plot_rewards"]
+
+
+def be_quiet() -> None:
+    """Show the run, and not the warnings and bars of the libraries."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bars()
 
 
 def greedy_texts(

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
-from prefrl.scripts.demo_parts import greedy_texts, plot_rewards
+from prefrl.scripts.demo_parts import be_quiet, greedy_texts, plot_rewards
 from prefrl.scripts.smollm2 import cached_smollm2
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
@@ -37,9 +36,7 @@ def run(seed: int, output_dir: Path, console: Console, *, model_folder: Path | N
     `model_folder` holds SmolLM2; None: it is fetched once, see `cached_smollm2`.
     """
     started, started_cpu = time.monotonic(), time.process_time()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    disable_progress_bars()
+    be_quiet()
     output_dir.mkdir(parents=True, exist_ok=True)
     folder = model_folder or cached_smollm2(console.print)
     tokenizer = AutoTokenizer.from_pretrained(folder)
