@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,12 @@ def measure_sft(inputs: Inputs) -> list[dict[str, Any]]:
     return [_offline(inputs, "sft", worked_examples(inputs), ("loss", "mean_token_accuracy"), {"learning_rate": 5e-5})]
 
 
-def measure_demo(inputs: Inputs) -> list[dict[str, Any]]:
+def measure_demo(inputs: Inputs) -> Iterator[dict[str, Any]]:
     """A row for each seed of `prefrl demo --model smollm2`."""
-    rows = []
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(demo_smollm2.run(seed, Path(folder), Console(width=120), model_folder=inputs.model))
+            yield demo_smollm2.run(seed, Path(folder), Console(width=120), model_folder=inputs.model)
         gc.collect()
-    return rows
 
 
 def _offline(

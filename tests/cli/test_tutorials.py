@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from prefrl.scripts.main import main
-from tests.cli.conftest import write_jsonl
 
 TUTORIALS = Path(__file__).parents[2] / "docs/tutorials"
 # The first line of a file names it: `# sums.py`, `# prefrl grpo grpo.yaml`.
@@ -33,15 +32,3 @@ def test_the_grpo_tutorial_trains_and_measures(folder: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert main(["eval", "runs/sums", "held_out.jsonl", *rewards, "--max_completion_length", "4"]) == 0
     assert "pass@1" in capsys.readouterr().out
-
-
-def test_the_tutorials_on_gsm8k_train(folder: Path) -> None:
-    write_jsonl(folder / "train.jsonl", [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(48)])
-    solutions = {"small": {"solution": "5", "is_correct": True}, "large": {"solution": "6", "is_correct": False}}
-    lines = [{"question": f"{i}+1?", "ground_truth": "5", **solutions} for i in range(48)]
-    write_jsonl(folder / "example_model_solutions.jsonl", lines)
-    runpy.run_path("make_sft_rows.py")
-    assert main(["sft", "sft.yaml", *STEP]) == 0
-    runpy.run_path("make_pairs.py")
-    assert main(["dpo", "dpo.yaml", *STEP]) == 0
-    assert (folder / "runs/gsm8k-dpo/model.safetensors").exists()
