@@ -142,7 +142,7 @@ class BaseConfig(
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
     )
-    trust_remote_code: bool = opt(False, "Run code that comes with the model; the same key of model_init_kwargs.")
+    trust_remote_code: bool = opt(False, "Run code that comes with the model, as the key of model_init_kwargs does.")
     disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, including those of adapters.")
     freeze: list[str] | None = opt(
         None, "Regular expressions; parameters whose names contain a match are not trained."
@@ -196,7 +196,7 @@ class BaseConfig(
 
     allow_resume_changes: list[str] | None = opt(
         None,
-        "What may differ from the checkpoint that training resumes from although it decides the updates: names of "
+        "What may differ from the checkpoint that training resumes from, although it changes the updates: names of "
         "options, or model, data, rewards. Without it, a difference is an error that lists the names.",
     )
     save_in_background: bool = opt(
