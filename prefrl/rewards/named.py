@@ -49,9 +49,9 @@ def reward_by_name(name: str) -> RewardFunction:
     """The reward that an entry of `reward_funcs` names.
 
     Args:
-        name: A name of `REWARD_FUNCTIONS`; `module:function` or `folder/file.py:function`; `reasoning_gym:task`; or a
-            grader with its parameters, `string_check(reference='{answer}')`, whose values are texts, numbers, lists,
-            mappings, and for rewards such entries as this one. It is read, never run as Python.
+        name: A name of `REWARD_FUNCTIONS`; `module:function`, `module.function` or `folder/file.py:function`;
+            `reasoning_gym:task`; or a grader with its parameters, `string_check(reference='{answer}')`, whose values
+            are texts, numbers, lists, mappings, and for rewards such entries as this one. It is read, never run.
     Raises:
         ConfigError: There is no such reward, or a parameter is not valid.
     """
@@ -61,7 +61,9 @@ def reward_by_name(name: str) -> RewardFunction:
         return _from_call(name)
     if name.startswith(PREFIX):
         return ReasoningGym(name.removeprefix(PREFIX))
-    if ":" not in name:
+    if name.endswith(".py"):
+        raise ConfigError(f"reward_funcs={name!r}: is a file. Name a function in it: {name}:FUNCTION")
+    if ":" not in name and "." not in name:
         remedy = nearest(name, [*REWARD_FUNCTIONS, *GRADERS])
         if name in GRADERS:
             remedy = f"The grader {name} needs its parameters: {name}(...)"
@@ -73,16 +75,20 @@ def reward_by_name(name: str) -> RewardFunction:
 
 
 def _imported(name: str) -> Any:
-    place, _, function = name.rpartition(":")
+    place, _, function = name.rpartition(":" if ":" in name else ".")
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:
-        return getattr(_file(Path(place)) if place.endswith(".py") else importlib.import_module(place), function)
+        module = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (ImportError, AttributeError, ValueError, OSError, TypeError) as error:
         raise ConfigError(
             f"reward_funcs={name!r}: cannot be imported: {error}. Write module:function or folder/file.py:function"
         ) from error
     finally:
         sys.path.remove("")
+    if not hasattr(module, function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"reward_funcs={name!r}: {place} has no {function!r}. {nearest(function, known)}")
+    return getattr(module, function)
 
 
 def _file(path: Path) -> ModuleType:

@@ -196,7 +196,12 @@ def load_part(
         return dataset if part.columns is None else dataset.select_columns(part.columns)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         where = f"{path_option}={part.path!r} with {split_option}={part.split!r}"
-        raise DataError(f"{where} cannot be loaded: {error}") from error
+        # datasets puts the place and the cause of a damaged file into the error that its own one comes from.
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+        held_out = (
+            f" Name held-out rows, such as {split_option}='train[90%:]'." if "Unknown split" in str(error) else ""
+        )
+        raise DataError(f"{where} cannot be loaded: {reason or error}{held_out}") from error
 
 
 def _first_rows(parts: dict[str, AnyDataset], fractions: dict[str, float]) -> dict[str, AnyDataset]:

@@ -314,7 +314,9 @@ class BaseConfig(
     def rows_in_words(self) -> str:
         """The rows of an optimizer step, for people."""
         rows, steps = self.rows_per_micro_batch, int(self.gradient_accumulation_steps)
-        return f"{rows * steps * int(self.world_size):,} rows: {rows} x {steps} on each of {self.world_size} processes"
+        processes = int(self.world_size)
+        where = f" on each of {processes} processes" if processes > 1 else ""
+        return f"{rows * steps * processes:,} rows" + (f": {rows} x {steps}{where}" if steps * processes > 1 else "")
 
     @property
     def steps_of_a_generation(self) -> int:

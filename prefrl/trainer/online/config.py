@@ -318,8 +318,9 @@ class OnlineConfig(
         """See `BaseConfig.rows_in_words`."""
         completions = self.completions_of_generation
         shared = "" if self.steps_of_a_generation == 1 else f", for {self.steps_of_a_generation} steps"
+        kind = "completion" if self.num_generations == 1 else "completions"
         return (
-            f"{completions // self.num_generations:,} prompts x {self.num_generations} completions of at most "
+            f"{completions // self.num_generations:,} prompts x {self.num_generations} {kind} of at most "
             f"{self.max_completion_length} tokens{shared}"
         )
 

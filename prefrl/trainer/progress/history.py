@@ -174,11 +174,16 @@ def duration(seconds: float | None) -> str:
 
 def _reward_parts(numbers: Mapping[str, float]) -> dict[str, float]:
     parts = {
-        _between(name, "rewards/", "/mean"): value
+        _name_of_part(_between(name, "rewards/", "/mean")): value
         for name, value in numbers.items()
         if name.startswith("rewards/") and name.endswith("/mean")
     }
     return parts if len(parts) > 1 else {}
+
+
+def _name_of_part(name: str) -> str:
+    """The name of a reward function; one that is also the title of a metric, such as `length`, is told from it."""
+    return f"{name} reward" if name in _TITLES.values() else name
 
 
 def _between(name: str, prefix: str, suffix: str) -> str:
