@@ -87,6 +87,7 @@ def next_commands(
         commands.append(["look", folder, "--worst", "5"])
     if (Path(folder) / "adapter_config.json").is_file():
         commands.append(["merge", folder, f"{folder.rstrip('/')}-merged"])
+    commands.append(["report", folder])
     lines = [shlex.join(["prefrl", *words]) for words in commands]
     # A file has no split for evaluation: its rows are those that were trained on.
     return [

@@ -75,6 +75,8 @@ class Row:
             known = max((key for key in _TITLES if plain == key or plain.endswith(f"_{key}")), key=len, default=None)
             if known is not None and name != plain and isinstance(value, int | float):
                 values[plain.removesuffix(known).replace("_", " ") + _TITLES[known]] = float(value)
+        for title in [title for title in values if title.endswith("reward")]:
+            values.pop(f"{title.removesuffix('reward')}loss", None)  # as in training
         return cls(step, values)
 
 

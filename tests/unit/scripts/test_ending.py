@@ -47,7 +47,7 @@ def test_the_commands_have_the_paths_filled_in(tmp_path: Path) -> None:
     (tmp_path / "completions").mkdir()
     (tmp_path / "adapter_config.json").touch()
     lines = commands(tmp_path, "grpo", rewards=["my.py:f", "string_check(reference='7')"])
-    assert [line.split()[1] for line in lines] == ["chat", "generate", "eval", "look", "merge"]
+    assert [line.split()[1] for line in lines] == ["chat", "generate", "eval", "look", "merge", "report"]
     assert all(f" {tmp_path}" in line for line in lines)
     assert any(
         f"prefrl eval {tmp_path} data.jsonl --reward_funcs my.py:f 'string_check(reference='" in x for x in lines
@@ -55,9 +55,9 @@ def test_the_commands_have_the_paths_filled_in(tmp_path: Path) -> None:
 
 
 def test_commands_that_the_run_has_no_use_for_are_left_out(tmp_path: Path) -> None:
-    assert [line.split()[1] for line in commands(tmp_path, "sft")] == ["chat", "generate"]
-    assert not commands(tmp_path, "reward")  # a reward model does not write
+    assert [line.split()[1] for line in commands(tmp_path, "sft")] == ["chat", "generate", "report"]
+    assert commands(tmp_path, "reward") == [f"prefrl report {tmp_path}"]  # a reward model does not write
 
 
 def test_a_model_without_a_chat_template_continues_texts(tmp_path: Path) -> None:
-    assert commands(tmp_path, "sft", is_chat=False) == [f"prefrl generate {tmp_path} 'your prompt' --raw"]
+    assert commands(tmp_path, "sft", is_chat=False)[0] == f"prefrl generate {tmp_path} 'your prompt' --raw"
