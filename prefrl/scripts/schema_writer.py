@@ -27,8 +27,8 @@ __all__ = ["parser_of", "schema_text"]
 _KINDS = {"int": "int", "float": "float", "string_to_bool": "bool", "DatasetConfig": "dataset"}
 # What transformers says of its options where prefrl does something else.
 _HELP = {
-    "resume_from_checkpoint": "Checkpoint to go on from: a folder, a URL, or true for the last whole one in output_dir; "
-    "without any, training starts at step 0.",
+    "resume_from_checkpoint": "Checkpoint to go on from: a folder, a URL, or true for the last whole one in "
+    "output_dir; if it has none, training starts at step 0.",
     "disable_tqdm": "Show one line for each log instead of the live view.",
 }
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}

@@ -23,7 +23,7 @@ from prefrl.options.foreign.row import (
 
 __all__ = ["COSMOS_RL", "DECAYS", "DEFAULTS"]
 
-_LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
+_LAUNCH = "pass --num_processes, --num_machines and an accelerate config to prefrl launch; see docs/distributed.md"
 _REWARDS = {"boxed_math": "accuracy_reward", "format": "think_format_reward", "gsm8k": "numeric_reward"}
 # How the learning rate falls.
 DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}

@@ -23,7 +23,7 @@ from prefrl.options.foreign.row import (
 
 __all__ = ["DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
 
-_LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
+_LAUNCH = "pass --num_processes, --num_machines and an accelerate config to prefrl launch; see docs/distributed.md"
 _PYTHON = "give the trainer a dataset in Python"
 _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.
@@ -326,7 +326,7 @@ _CRITIC: dict[str, Row] = {
     ),
     "grad_clip": renamed("critic_optim_kwargs", "max_grad_norm"),
     "cliprange_value": renamed("cliprange_value"),
-    "model": not_there("set critic='model', and in Python value_model; critic='head' needs no other model"),
+    "model": not_there("set critic='model' (and value_model in Python); critic='head' needs no other model"),
 }
 _REWARD: dict[str, Row] = {
     "enable": not_needed("a reward model is on if it is given"),
@@ -334,7 +334,7 @@ _REWARD: dict[str, Row] = {
     "model.input_tokenizer": not_needed("messages get the chat template of the reward model"),
     "model.trust_remote_code": not_there("load the reward model in Python, and pass the instance to the trainer"),
     "model.external_lib": not_there("import it in a script of your own"),
-    "model.fsdp_config": not_there(f"a reward model is partitioned as the policy is: {_LAUNCH}"),
+    "model.fsdp_config": not_there(f"a reward model is partitioned like the policy; {_LAUNCH}"),
     "micro_batch_size": not_there("prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"),
     "micro_batch_size_per_gpu": not_there(
         "prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"
@@ -422,7 +422,7 @@ VERL: dict[str, Row] = {
     "actor_rollout_ref.hybrid_engine": not_needed("the sampler is a server, or the training process"),
     "actor_rollout_ref.nccl_timeout": renamed("ddp_timeout"),
     **{
-        f"actor_rollout_ref.ref.{name}": not_there(f"the reference is partitioned as the policy is: {_LAUNCH}")
+        f"actor_rollout_ref.ref.{name}": not_there(f"the reference is partitioned like the policy; {_LAUNCH}")
         for name in ("fsdp_config", "megatron", "strategy")
     },
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": not_there(
