@@ -374,8 +374,7 @@ def _from_pretrained(
     _check_dtype(arguments)
     try:
         with seeded(seed):
-            auto_class = auto_class_of(kind, name, arguments)
-            return auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
+            return auto_class_of(kind, name, arguments).from_pretrained(name, **{**kind.arguments, **arguments})
     except (OSError, ValueError, RuntimeError) as error:
         raise load_error(kind, name, arguments, error) from error
 
@@ -387,8 +386,7 @@ def load_error(
     if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
         return _unknown_class(kind, name, arguments)
     hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
-    if not Path(name).exists() and isinstance(error, OSError | ValueError):
-        hint += " Nor is there a folder of this name."
+    hint = hint or " Nor is there a folder of this name." * (isinstance(error, OSError) and not Path(name).exists())
     return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
 
 
