@@ -42,6 +42,7 @@ __all__ = [
     "Kind",
     "arguments_for_other",
     "auto_class_of",
+    "check_dtype",
     "load_error",
     "load_model",
     "load_processing_class",
@@ -358,7 +359,12 @@ def _encoder_error(name: str) -> ConfigError:
     )
 
 
-def _check_dtype(arguments: Mapping[str, Any]) -> None:
+def check_dtype(arguments: Mapping[str, Any]) -> None:
+    """Refuse a `dtype` for `from_pretrained` that torch does not have.
+
+    Raises:
+        ConfigError: See above.
+    """
     for key in ("dtype", "torch_dtype"):
         given = arguments.get(key)
         if isinstance(given, str) and given != "auto" and not isinstance(getattr(torch, given, None), torch.dtype):
@@ -371,7 +377,7 @@ def _check_dtype(arguments: Mapping[str, Any]) -> None:
 def _from_pretrained(
     kind: Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any], seed: int | None
 ) -> PreTrainedModel:
-    _check_dtype(arguments)
+    check_dtype(arguments)
     try:
         with seeded(seed):
             return auto_class_of(kind, name, arguments).from_pretrained(name, **{**kind.arguments, **arguments})

@@ -12,6 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from prefrl.trainer.progress.history import duration
+
 if TYPE_CHECKING:
     from prefrl.trainer.base.trainer import BaseTrainer
 
@@ -50,7 +52,7 @@ def ending(algorithm: str, log_history: Sequence[dict[str, Any]], *, folder: str
     rows = Table.grid(padding=(0, 2))
     rows.add_row("model", folder)
     seconds = next((entry["train_runtime"] for entry in reversed(log_history) if "train_runtime" in entry), None)
-    took = "" if seconds is None else f" in {_duration(seconds)}"
+    took = "" if seconds is None else f" in {duration(seconds)}"
     rows.add_row(
         "steps", f"{steps:,}{took}" if steps >= max_steps else f"{steps:,} of {max_steps:,}{took}: ended early"
     )
@@ -94,9 +96,3 @@ def next_commands(
         f"{line}  # or held-out prompts" if words[0] == "eval" and Path(words[2]).exists() else line
         for words, line in zip(commands, lines, strict=True)
     ]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -163,7 +163,7 @@ def recorded(algorithm: str, argv: list[str]) -> dict[str, Any]:
     row = dataclasses.replace(REGISTRY[algorithm], trainer=f"{__name__}:Recorder")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "check_before", lambda *_: None)
-        assert train.main(row, ["--model_name_or_path", "m", *QUICK, *argv]) == 0
+        assert train.main(row, train.read(row, ["--model_name_or_path", "m", *QUICK, *argv])) == 0
     return Recorder.given
 
 

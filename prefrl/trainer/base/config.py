@@ -286,6 +286,14 @@ class BaseConfig(
                 raise ConfigError(
                     f"report_to={name!r}: unknown tracker. {nearest(str(name), INTEGRATION_TO_CALLBACK)}"
                 )
+
+    def check_trackers_installed(self) -> None:
+        """Refuse trackers whose packages are missing. Trainers ask for it: a config may be read on another machine.
+
+        Raises:
+            ConfigError: See above.
+        """
+        for name in self.report_to:
             if name in _TRACKERS and name not in get_available_reporting_integrations():
                 raise ConfigError(
                     f"report_to={name!r}: its package is not installed. Run `pip install {_TRACKERS[name]}`, or set "
