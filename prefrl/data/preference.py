@@ -14,7 +14,7 @@ from typing import Any
 
 import datasets
 
-from prefrl.data.chat import common_length, join_prompt
+from prefrl.data.chat import EncodedText, common_length, join_prompt
 from prefrl.data.convert import common_prompt, extract_prompt, unpair_preference_dataset
 from prefrl.data.encode import (
     EncodedPair,
@@ -245,6 +245,7 @@ class _PreferenceRow:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         chosen, rejected = self._sides(row)
         start = min(common_length(chosen.token_ids, rejected.token_ids), chosen.start, rejected.start)
+        _check_images(chosen, rejected, start)
         prompt, *completions = _fit(
             chosen.token_ids[:start],
             [chosen.token_ids[start:], rejected.token_ids[start:]],
@@ -296,23 +297,25 @@ class _RewardRow:
     has_margin: bool
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        sides = [self._sequence(row, side) for side in ("chosen", "rejected")]
+        chosen, rejected = (self._sequence(row, side) for side in ("chosen", "rejected"))
+        sides = [chosen.token_ids, rejected.token_ids]
+        _check_images(chosen, rejected, common_length(*sides))
         return _whole_sides(sides, self.max_length) | _margin_column(row, self.has_margin)
 
     def chosen_ids(self, row: Mapping[str, Any]) -> list[int]:
         """The chosen sequence."""
-        return self._sequence(row, "chosen")
+        return self._sequence(row, "chosen").token_ids
 
-    def _sequence(self, row: Mapping[str, Any], side: str) -> list[int]:
+    def _sequence(self, row: Mapping[str, Any], side: str) -> EncodedText:
         if not self.encoder.is_conversational:
             prompt = read_text(row, "prompt") if self.has_prompt else ""
-            return self.encoder.document(prompt + read_text(row, side)).token_ids
+            return self.encoder.document(prompt + read_text(row, side))
         messages = self.encoder.messages(row, side)
         if self.has_prompt:
             messages = join_prompt(self.encoder.messages(row, "prompt"), messages)
         check_answered(messages, side)
         template = self.encoder.template(row)
-        return template.encode(template.render(messages), []).token_ids
+        return template.encode(template.render(messages), [])
 
 
 @dataclass(frozen=True)
@@ -437,6 +440,14 @@ def _fit(
     if truncation == "left":
         return [prompt[-room:], *completions]
     return [prompt, *(completion[:room] for completion in completions)]
+
+
+def _check_images(chosen: EncodedPair | EncodedText, rejected: EncodedPair | EncodedText, num_shared: int) -> None:
+    if max(chosen.image_stop, rejected.image_stop) > num_shared:
+        raise DataError(
+            "columns 'chosen' and 'rejected' differ before the end of their last image, but share the images: these "
+            "stand in what both sides begin with. Put them there, or drop the row"
+        )
 
 
 def _check_different(chosen: list[int], rejected: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,10 +37,11 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
 
     from prefrl.scripts.checkup.run import checkup_of
-    from prefrl.scripts.train import options_of, read
+    from prefrl.scripts.launch_arguments import launch_options
+    from prefrl.scripts.train import read
 
-    script, config = options_of(algorithm, read(algorithm, options))
-    checkup = checkup_of(algorithm, script, config)
+    given = read(algorithm, options)
+    checkup = checkup_of(algorithm, given, launch_options(given, os.environ))
     checkup.print(Console(highlight=False))
     return 2 if checkup.count("problem") else 0
 

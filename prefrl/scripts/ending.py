@@ -33,7 +33,7 @@ def print_ending(trainer: BaseTrainer[Any], *, dataset: str | None, rewards: Seq
 
     Args:
         trainer: After training and saving.
-        dataset: The dataset that was trained on; None: a mixture.
+        dataset: The dataset that was trained on; None: a mixture, or its columns were mapped.
         rewards: Rewards of the command line; None: the algorithm has none.
     """
     if not trainer.is_world_process_zero():

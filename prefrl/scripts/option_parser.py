@@ -59,7 +59,7 @@ class OptionParser(argparse.ArgumentParser):
         self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
         self._own = {action.dest for action in self._actions}
         self._forms: dict[str, Form] = {}
-        self.places: dict[str, str] = {}  # the options of the file: where each stands
+        self.places: dict[str, str] = {}  # the options of the file, and their entries: where each stands
 
     def error(self, message: str) -> typing.NoReturn:
         """Raise an error instead of printing argparse's usage."""
@@ -187,7 +187,7 @@ class OptionParser(argparse.ArgumentParser):
                 note = f"note: {where}: {name} is left out, because the command line switches {off[name]} off"
                 print(note, file=sys.stderr)
                 continue
-            self.places[name] = where
+            self.places |= _places(name, node, path, line)
             try:
                 for parser in parsers:
                     if name in parser._by_name:
@@ -271,6 +271,18 @@ def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
             raise ConfigError(f"{path}:{line}: {name} was set in line {lines[name]} already. Remove one of them.")
         lines[name] = line
     return entries
+
+
+def _places(name: str, node: yaml.Node, path: Path, line: int) -> dict[str, str]:
+    """Where an option of the file stands, and each entry in it, by names such as datasets[1].path."""
+    places = {name: f"{path}:{line}"}
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            places |= _places(f"{name}[{i}]", item, path, item.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            places |= _places(f"{name}.{key.value}", value, path, key.start_mark.line + 1)
+    return places
 
 
 def _has_form(form: Form, node: yaml.Node) -> bool:

@@ -13,6 +13,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.option_parser import EarlyParser, Form, OptionParser
+from prefrl.scripts.reward_entry import RewardEntry
 from prefrl.trainer.base.flat_names import flat_parameters
 from prefrl.trainer.base.size_options import AUTO, AUTOMATIC
 
@@ -207,7 +208,9 @@ def form_of(hint: Any) -> Form:
     return Form(
         is_nullable=type(None) in parts,
         is_mapping=any(typing.get_origin(part) is dict for part in parts),
-        is_mappings=any(typing.get_origin(item) is dict or dataclasses.is_dataclass(item) for item in items),
+        is_mappings=any(
+            typing.get_origin(item) is dict or dataclasses.is_dataclass(item) or item is RewardEntry for item in items
+        ),
     )
 
 

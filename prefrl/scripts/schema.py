@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.fields import check_bounds
 from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
 from prefrl.scripts.dataset_config import DatasetConfig
 from prefrl.scripts.help import all_options, common_options, found_options
 from prefrl.scripts.option_parser import EarlyParser, Form, OptionParser, boolean
+from prefrl.scripts.reward_entry import RewardEntry
 
 __all__ = ["SCHEMA_FILE", "Given", "SchemaParser", "options_of"]
 
@@ -25,6 +28,7 @@ SCHEMA_FILE = Path(__file__).with_name("schema.json")
 _AUTO = "auto"
 _LIMITS = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
 _FORMS = Form._fields
+_E = TypeVar("_E", bound=PrefrlError)
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Given:
 
     Args:
         values: The options that the command line or the file sets.
-        places: Where those of the file stand, as file:line.
+        places: Where those of the file stand, as file:line; also their entries, such as datasets[1].path.
         takes_rewards: Whether the algorithm learns from rewards.
     """
 
@@ -41,10 +45,24 @@ class Given:
     places: Mapping[str, str]
     takes_rewards: bool
 
-    def located(self, error: ConfigError) -> ConfigError:
+    def located(self, error: _E) -> _E:
         """The error with the line of the option that its message begins with, if the file sets it."""
-        where = self.places.get(str(error).partition("=")[0])
-        return error if where is None else ConfigError(f"{where}: {error}")
+        name = re.match(r"[\w.\[\]]*(?=[=:])", str(error))
+        parts = re.findall(r"\w+|\.\w+|\[\d+\]", name[0]) if name else []
+        names = ["".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        where = next((self.places[name] for name in names if name in self.places), None)
+        return error if where is None else type(error)(f"{where}: {error}")
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Inside this context, errors name the line of the option that their messages begin with."""
+        try:
+            yield
+        except PrefrlError as error:
+            located = self.located(error)
+            if located is error:
+                raise
+            raise located from error
 
 
 @cache
@@ -101,9 +119,13 @@ class SchemaParser(OptionParser):
         """
         values = self.read(argv)[0]
         of_command_line = self.given(argv)
-        places = {name: place for name, place in self.places.items() if name not in of_command_line}
+        places = {
+            name: place for name, place in self.places.items() if re.split(r"\W", name)[0] not in of_command_line
+        }
         names = [name for name in values if name in of_command_line | places.keys()]
         options = {name: values[name] for name in names if name not in self._own}
+        if options.get("vllm") is not None and "use_vllm" not in options:
+            options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
         given = Given(options, places, takes_rewards="reward_funcs" in self._options)
         try:
             for name, value in given.values.items():
@@ -152,7 +174,13 @@ class SchemaParser(OptionParser):
 
 
 def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
-    kinds: dict[str, Any] = {"int": int, "float": float, "bool": boolean, "dataset": DatasetConfig}
+    kinds: dict[str, Any] = {
+        "int": int,
+        "float": float,
+        "bool": boolean,
+        "dataset": DatasetConfig,
+        "reward": RewardEntry,
+    }
     convert: Callable[[str], Any] = kinds.get(option["kind"], str)
     if not option.get("is_auto"):
         return convert

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
+from prefrl.scripts.launch_arguments import LaunchArguments, ProcessArguments
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.schema import SCHEMA_FILE
 from prefrl.trainer.base.size_options import AUTOMATIC
@@ -24,7 +25,13 @@ from prefrl.trainer.grpo_presets import PRESETS
 
 __all__ = ["parser_of", "schema_text"]
 
-_KINDS = {"int": "int", "float": "float", "string_to_bool": "bool", "DatasetConfig": "dataset"}
+_KINDS = {
+    "int": "int",
+    "float": "float",
+    "string_to_bool": "bool",
+    "DatasetConfig": "dataset",
+    "RewardEntry": "reward",
+}
 # What transformers says of its options where prefrl does something else.
 _HELP = {
     "resume_from_checkpoint": "Checkpoint to go on from: a folder, a URL, or true for the last whole one in "
@@ -37,9 +44,11 @@ _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 def parser_of(algorithm: Algorithm) -> CommandParser:
     """The parser for the options of `prefrl <algorithm>`, made from the classes themselves."""
     config_class = algorithm.load_config()
-    takes_rewards = "reward_weights" in {field.name for field in dataclasses.fields(config_class)}
-    script_class = RewardArguments if takes_rewards else CommandArguments
-    return CommandParser(algorithm.name, (script_class, config_class), f"Dataset: {algorithm.dataset}.")
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    script_class = RewardArguments if "reward_weights" in fields else CommandArguments
+    launch_class = LaunchArguments if "use_vllm" in fields else ProcessArguments
+    classes = (script_class, config_class, launch_class)
+    return CommandParser(algorithm.name, classes, f"Dataset: {algorithm.dataset}.")
 
 
 def schema_text() -> str:

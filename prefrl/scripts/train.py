@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
+from prefrl.scripts.dataset_columns import SHAPING
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
-from prefrl.scripts.ending import print_ending
+from prefrl.scripts.launch_arguments import LaunchArguments
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import Given, SchemaParser
 
@@ -51,12 +52,13 @@ def main(algorithm: Algorithm, given: Given) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    script, config = options_of(algorithm, given)
-    extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
-    train_dataset, eval_dataset = datasets_of(script, config)
-    importlib.import_module("prefrl.scripts.checkup.run").check_before(
-        algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
-    )
+    with given.locating():
+        script, config = options_of(algorithm, given)
+        extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
+        train_dataset, eval_dataset = datasets_of(script, config)
+        importlib.import_module("prefrl.scripts.checkup.run").check_before(
+            algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
+        )
     trainer = algorithm.load_trainer()(
         model=script.model_name_or_path,
         args=config,
@@ -69,7 +71,10 @@ def main(algorithm: Algorithm, given: Given) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
-        print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
+        # With options of columns, the command that evaluates would be too long for the panel.
+        dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
+        ending = importlib.import_module("prefrl.scripts.ending")  # imports torch
+        ending.print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
     except KeyboardInterrupt:
         _say_stopped(algorithm.name, trainer)
         raise
@@ -96,7 +101,7 @@ def _say_stopped(command: str, trainer: Any) -> None:
     find_last = importlib.import_module("prefrl.run.checkpoints").find_last
     last = find_last(trainer.run_folder.path, run=trainer.run_folder.run).folder
     way = "there is no checkpoint yet" if last is None else f"the last checkpoint is {last}"
-    remedy = "" if last is None else ". To go on, run the same command with --resume_from_checkpoint true"
+    remedy = "" if last is None else f". To go on: prefrl resume {trainer.run_folder.path}"
     text = f"prefrl {command}: stopped in step {trainer.state.global_step + 1}; {way}{remedy}"
     print(text, file=sys.stderr)
 
@@ -113,7 +118,7 @@ def _script(given: Given) -> CommandArguments:
 
 def _config(algorithm: Algorithm, given: Given) -> Any:
     config_class = algorithm.load_config()
-    of_script = {field.name for field in dataclasses.fields(RewardArguments)}
+    of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
     try:
@@ -199,8 +204,9 @@ def datasets_of(script: CommandArguments, config: Any) -> tuple[Any, Any]:
 
 def _load_single(script: CommandArguments, option: str) -> Any:
     assert script.dataset_name is not None
+    shaping: dict[str, Any] = {name: getattr(script, name) for name in SHAPING}
     split, revision = getattr(script, option), script.dataset_revision
-    part = DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=split, revision=revision)
+    part = DatasetConfig(script.dataset_name, script.dataset_config, split=split, revision=revision, **shaping)
     return load_part(part, streaming=script.dataset_streaming, path_option="dataset_name", split_option=option)
 
 

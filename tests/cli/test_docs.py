@@ -18,11 +18,10 @@ import pytest
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.arguments import CommandArguments, RewardArguments
-from prefrl.scripts.launch import LaunchArguments
+from prefrl.scripts.launch_arguments import launch_options
 from prefrl.scripts.main import main
-from prefrl.scripts.parser import CommandParser
-from prefrl.scripts.schema import SchemaParser
+from prefrl.scripts.schema_writer import parser_of
+from prefrl.scripts.train import read
 from tests.cli.conftest import write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -124,19 +123,18 @@ def _command_lines(command: str | None = None) -> list[object]:
 @pytest.mark.parametrize("words", _command_lines())
 def test_command_lines_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config = REGISTRY[words[0]].load_config()
-    arguments = RewardArguments if words[0] == "grpo" else CommandArguments
-    script, _ = CommandParser(words[0], (arguments, config), "").parse([*words[1:], "--use_cpu"])
+    script, _, _ = parser_of(REGISTRY[words[0]]).parse([*words[1:], "--use_cpu"])
     assert script.model_name_or_path == MODEL
 
 
 @pytest.mark.parametrize("words", _command_lines("launch"))
 def test_launches_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    parser = CommandParser("launch", (LaunchArguments,), "", takes_config=False)
-    (options,), forwarded = parser.parse_known(words[1:])
-    options.check_machines()
-    assert SchemaParser(words[0]).values(forwarded)["model_name_or_path"] == MODEL
+    given = read(REGISTRY[words[0]], [word for word in words[1:] if word != "--dry_run"])
+    options = launch_options(given, {})
+    if options is not None:
+        options.check_machines()
+    assert given.values["model_name_or_path"] == MODEL
 
 
 EXAMPLE_CONFIGS = sorted((ROOT / "examples").glob("*.yaml"))

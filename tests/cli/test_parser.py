@@ -228,12 +228,17 @@ def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
         pytest.param(REQUIRED + "test_split_size: 0.1\n", "test_split_size=0.1 has no effect", id="split of one"),
         pytest.param(MIXTURE + "- {path: 3}\n", r"datasets\[0\].path=3: must be a string", id="path"),
         pytest.param(MIXTURE + "- {path: a, columns: b}\n", "columns='b': must be a list of names", id="columns"),
+        pytest.param(
+            MIXTURE + "- {path: a, prompt_template: '{}'}\n", r"\[0\].prompt_template='{}': {} is no", id="template"
+        ),
+        pytest.param(
+            MIXTURE + "- path: a\nsystem_prompt: s\n", "system_prompt='s' has no effect because datasets", id="system"
+        ),
         pytest.param(MIXTURE + "- {path: a, weight: 0}\n", "weight=0: must be a number > 0", id="weight"),
         pytest.param(MIXTURE + "- {path: a, weight: much}\n", "weight='much': must be a number > 0", id="no number"),
         pytest.param(
             MIXTURE + "- path: a\ndataset_train_split: test\n",
-            "dataset_train_split='test' has no effect because datasets is set. Set name, split and revision in "
-            "datasets",
+            "dataset_train_split='test' has no effect because datasets is set. Set it for each dataset",
             id="split",
         ),
         pytest.param(MIXTURE + "- path: a\ndataset_config: en\n", "dataset_config='en' has no effect", id="config"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefrl.options.foreign.row import Row, becomes, not_needed, not_there, renamed
+from prefrl.options.foreign.row import Row, becomes, column, not_needed, not_there, renamed
 
 __all__ = ["LUDWIG"]
 
@@ -46,5 +46,5 @@ LUDWIG: dict[str, Row] = {
     "dpo_label_smoothing": renamed("label_smoothing"),
     "grpo_epsilon": renamed("epsilon"),
     "grpo_num_generations": renamed("num_generations"),
-    "rejected_column": not_there("the column must be called 'rejected': rename it with dataset.rename_column"),
+    "rejected_column": column("rejected"),
 }

@@ -119,7 +119,7 @@ NAMES: dict[str, str] = {
     "PairRMJudge": "prefrl.rewards.get_judge_reward makes a reward of any judge",
     "OpenAIPairwiseJudge": "prefrl.rewards.PairwiseModel asks a model behind an OpenAI-compatible server",
     "setup_chat_format": "clone_chat_template, or the option chat_template_path",
-    "SIMPLE_CHAT_TEMPLATE": "the option chat_template_path reads a template from a file",
+    "SIMPLE_CHAT_TEMPLATE": "the option chat_template_path knows templates by name, and reads one from a file",
     "DataCollatorForCompletionOnlyLM": "the option completion_only_loss or assistant_only_loss",
     "ConstantLengthDataset": "the option packing",
     "SyncRefModelCallback": "the option sync_ref_model",

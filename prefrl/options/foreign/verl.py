@@ -23,7 +23,7 @@ from prefrl.options.foreign.row import (
 
 __all__ = ["DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
 
-_LAUNCH = "pass --num_processes, --num_machines and an accelerate config to prefrl launch; see docs/distributed.md"
+_LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
 _PYTHON = "give the trainer a dataset in Python"
 _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.
@@ -437,6 +437,9 @@ VERL: dict[str, Row] = {
         "reward_funcs",
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
+    "custom_reward_function.reward_kwargs": not_there(
+        "parameters behind the function: reward_funcs: [{name: file.py:compute_score, tolerance: 0.1}]"
+    ),
     "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),
     "global_profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
     "ray_kwargs": not_needed("there is no Ray"),

@@ -117,6 +117,8 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
             quantization_config=quantization_config,
         )
         distributed.check_model(model, trainer=name)
+        self.args = args
+        processing_class = self._loaded_processing_class(model, processing_class)
         self._router_coef = router_coef_of(model, args)
         change_policy(args, model)
         prepare_for_scoring(model)
@@ -124,8 +126,6 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         self.account = StepAccount(args.device)
         self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
         args.fit_context(self._position_limit)
-        self.args = args
-        processing_class = self._loaded_processing_class(model, processing_class)
         super().__init__(
             model=model,
             args=args,

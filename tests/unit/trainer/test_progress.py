@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from prefrl.generation.vllm.waiting import Waiting
-from prefrl.rollout.tables import send_table
+from prefrl.rollout.tables import Tables
 from prefrl.run.metrics_file import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress.banner import quantity
 from prefrl.trainer.progress.history import History, Sample, duration, sparkline
@@ -153,6 +153,20 @@ def test_a_run_that_waits_for_a_server_says_for_how_long() -> None:
     ]
 
 
+def test_a_tracker_that_fails_keeps_no_other_from_its_tables(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())  # log_table: AttributeError
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=lambda **_: "table", log=told.append))
+    tables = Tables(["mlflow", "wandb"])
+    for step in (1, 2):
+        tables.send("completions", ["a"], [[1]], step=step)
+    assert told == [{"completions": "table"}] * 2
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith("mlflow gets no more tables, because it failed: AttributeError")
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "comet_ml"])
 def test_trackers_with_tables_get_the_columns_and_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
@@ -163,7 +177,7 @@ def test_trackers_with_tables_get_the_columns_and_rows(name: str, monkeypatch: p
         get_running_experiment=lambda: tracker,
     )
     monkeypatch.setitem(sys.modules, name, tracker)
-    send_table(["tensorboard", name], "completions", ["a", "b"], [[1, "x"], [2, "y"]], step=3)
+    Tables(["tensorboard", name]).send("completions", ["a", "b"], [[1, "x"], [2, "y"]], step=3)
     (found,) = told
     expected = {
         "wandb": {"columns": ["a", "b"], "data": [[1, "x"], [2, "y"]]},
