@@ -321,7 +321,7 @@ def own_tables(config: type[Any]) -> str:
     own = [table(config, group) for group in groups(config) if group not in audiences()]
     titles = dict.fromkeys(audiences()[group] for group in groups(config) if group in audiences())
     links = [f"- [{title}](options.md#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
-    lead = "The other options are shared by these trainers; a default above replaces the one of a shared table:"
+    lead = "The other options are shared by these trainers; a default above overrides the one in a shared table:"
     return "\n".join([*own, lead, "", *links, ""])
 
 
