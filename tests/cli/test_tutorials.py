@@ -1,4 +1,4 @@
-"""The files of the tutorial on SmolLM2, as a reader saves them: the script writes rows, and a step of the run trains."""
+"""The files of the tutorial on SmolLM2, as a reader saves them: the script writes rows, and a step trains."""
 
 from __future__ import annotations
 
