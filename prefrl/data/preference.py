@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _IDS = datasets.List(datasets.Value("int32"))
 _PREFERENCE = datasets.Features(prompt_ids=_IDS, chosen_ids=_IDS, rejected_ids=_IDS)
 _REWARD = datasets.Features(chosen_ids=_IDS, rejected_ids=_IDS)
+_OLD_REWARD = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}  # names of TRL before 1.0
 _UNPAIRED = datasets.Features(prompt_ids=_IDS, completion_ids=_IDS, label=datasets.Value("bool"))
 
 
@@ -122,7 +123,7 @@ def prepare_reward_dataset(
     """Tokenize pairs of whole sequences, prompt and completion, as a reward model scores them.
 
     Nothing is truncated: a row with a sequence longer than `max_length` cannot be used. A dataset with the columns
-    `chosen_ids` and `rejected_ids` is tokenized already.
+    `chosen_ids` and `rejected_ids`, or `chosen_input_ids` and `rejected_input_ids`, is tokenized already.
 
     Args:
         dataset: Preference format, with or without a column `margin`: by how much the chosen side is better.
@@ -141,6 +142,8 @@ def prepare_reward_dataset(
     has_margin = "margin" in column_names(dataset)
     encode_row: EncodeRow
     images: Mapping[str, Any] = {}
+    if has_columns(dataset, tuple(_OLD_REWARD)) and not has_columns(dataset, tuple(_REWARD)):
+        dataset = dataset.rename_columns(_OLD_REWARD)
     if has_columns(dataset, tuple(_REWARD)):
         encode_row = _TokenizedRewardRow(num_ids_of(tokenizer_of(processing_class)), max_length, has_margin)
         dataset = plain(dataset)

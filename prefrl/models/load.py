@@ -389,6 +389,7 @@ def load_error(
     if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
         return _unknown_class(kind, name, arguments)
     hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
+    hint = hint or " Nor is there a folder of this name." * (isinstance(error, OSError) and not Path(name).exists())
     return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
 
 

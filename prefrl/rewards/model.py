@@ -217,9 +217,15 @@ def _load_model(name: str | os.PathLike[str]) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils import find_adapter_config_file
 
+    from prefrl import rewards  # which imports this module
     from prefrl.models.vision_classifier import add_classifier
 
     source = os.fspath(name)
+    if source in rewards.__all__:
+        raise ConfigError(
+            f"reward_funcs={source!r}: names a function, and a text is the name of a model. Pass the function: "
+            f"from prefrl.rewards import {source}"
+        )
     try:
         adapter = find_adapter_config_file(source)
         if adapter is None:

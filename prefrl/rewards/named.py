@@ -107,11 +107,15 @@ def _imported(name: str) -> Any:
         raise ConfigError(f"reward_funcs={name!r}: is neither a built-in reward nor {_WAYS}. {remedy}")
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:
-        return getattr(_file(Path(place)) if place.endswith(".py") else importlib.import_module(place), function)
+        module = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (ImportError, AttributeError, ValueError, OSError, TypeError) as error:
         raise ConfigError(f"reward_funcs={name!r}: cannot be imported: {error}. Write {_WAYS}") from error
     finally:
         sys.path.remove("")
+    if not hasattr(module, function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"reward_funcs={name!r}: {place} has no {function!r}. {nearest(function, known)}")
+    return getattr(module, function)
 
 
 def _file(path: Path) -> ModuleType:

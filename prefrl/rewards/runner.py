@@ -289,6 +289,11 @@ def _tokenizers(
     if given is not None and not any(is_model):
         raise ConfigError("reward_processing_classes has no effect: none of reward_funcs is a model. Leave it out")
     if not isinstance(given, list | tuple):
+        if given is not None and sum(is_model) > 1:
+            raise ConfigError(
+                f"reward_processing_classes: one tokenizer for {sum(is_model)} models, whose tokens may differ; give "
+                f"a list of {len(is_model)}, one for each reward. None is a model's own tokenizer, and for functions"
+            )
         return [given if model else None for model in is_model]
     if len(given) != len(is_model):
         raise ConfigError(

@@ -221,7 +221,11 @@ def load_part(
             path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
         )
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{where} with {split_option}={part.split!r} cannot be loaded: {error}") from error
+        # datasets puts the place and the cause of a damaged file into the error that its own one comes from.
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+        named = f" Name held-out rows, such as {split_option}='train[90%:]'." if "Unknown split" in str(error) else ""
+        what = f"{where} with {split_option}={part.split!r}"
+        raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from error
     shape = shape_of(part)
     return dataset if shape is None else shape.apply(dataset, within=within)
 

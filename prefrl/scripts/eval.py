@@ -45,7 +45,7 @@ class EvalArguments(SamplingArguments, ColumnArguments):
     data_source_column: str = opt("data_source", "Column that says where a prompt comes from, if there is one.")
     reference_column: str | None = opt(
         None,
-        "Column with what is right, for rewards that look for it in the columns answer, solution or ground_truth; "
+        "Column with the correct answer, for rewards that read it in the columns answer, solution or ground_truth; "
         "reward_model.ground_truth is an entry of a column. None: the columns as they are.",
     )
     reward_funcs: list[RewardEntry] | None = opt(

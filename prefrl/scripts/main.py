@@ -21,8 +21,8 @@ __all__ = ["main"]
 # Descriptions of the other commands. With underscores, the name is that of the module with `main(argv) -> exit code`.
 _OTHERS = {
     "init": "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml",
-    "doctor": "look at a run before it begins: data, rewards, server, batches, memory, time",
-    "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
+    "doctor": "check a run before it starts: data, rewards, server, batches, memory, time",
+    "launch": "run an algorithm on several GPUs or nodes, with a vLLM server if asked for",
     "resume": "go on with a run from its last checkpoint, with the options that it was started with",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
     "watch": "show a run in the browser while it trains",

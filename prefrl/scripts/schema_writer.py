@@ -32,6 +32,12 @@ _KINDS = {
     "DatasetConfig": "dataset",
     "RewardEntry": "reward",
 }
+# What transformers says of its options where prefrl does something else.
+_HELP = {
+    "resume_from_checkpoint": "Checkpoint to go on from: a folder, a URL, or true for the last whole one in "
+    "output_dir; if it has none, training starts at step 0.",
+    "disable_tqdm": "Show one line for each log instead of the live view.",
+}
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
 
@@ -84,7 +90,7 @@ def _entry(
     entry = {
         "name": name,
         "kind": _KINDS.get(str(getattr(action.type, "__name__", "str")), "str"),
-        "help": "" if is_hidden else (action.help or "").replace("%%", "%"),
+        "help": "" if is_hidden else _HELP.get(name, (action.help or "").replace("%%", "%")),
         "choices": None if action.choices is None else list(action.choices),
         "is_list": action.nargs == "+",
         "is_flag": action.nargs == "?",

@@ -183,13 +183,13 @@ def test_the_worst_and_best_completions_of_a_run(workspace: Path, capsys: pytest
     write_entry(Entry("run", 1, 8, [Collected(rollouts[1:])]), Path("run/completions/completions_00008.parquet"))
     assert look.main(["run", "--worst", "1", "--best", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "step 8: 3 completions, reward -1 to 0.5, mean -0.25" in shown
+    assert "step 9: 3 completions, reward -1 to 0.5, mean -0.25" in shown
     assert shown.index("bad") < shown.index("middling")
     assert "question 1" in shown
     assert "right -1 | 3 tokens, stop" in shown.replace("reward -1 | ", "")
     assert look.main(["run", "--worst", "0", "--best", "1", "--all_steps"]) == 0
     assert "good" in capsys.readouterr().out
-    assert look.main(["run", "--step", "5"]) == 0
+    assert look.main(["run", "--step", "8"]) == 0
     assert "good" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="Did you mean 'right'"):
         look.main(["run", "--reward", "righ"])

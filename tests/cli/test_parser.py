@@ -401,6 +401,17 @@ def test_a_file_gives_defaults_to_commands_of_a_script(tmp_path: Path, capsys: p
     assert "--folder text" in capsys.readouterr().out
 
 
+def test_defaults_reach_commands_and_options_that_had_to_be_given() -> None:
+    parser = TrlParser()
+    commands = parser.add_subparsers(dest="command")
+    for command in ("run", "again"):
+        commands.add_parser(command, dataclass_types=[Run])
+    assert parser.set_defaults_with_config(steps=2, name="beta", other=3) == ["--other", "3"]
+    for command in ("run", "again"):
+        (values,) = parser.parse_args_and_config([command, "--name", "gamma"])
+        assert (values.command, values.steps, values.name) == (command, 2, "gamma")
+
+
 def test_options_of_add_argument_come_back_in_a_namespace(tmp_path: Path) -> None:
     parser = TrlParser(Run)
     parser.add_argument("--extra", type=int, default=3)

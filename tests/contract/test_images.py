@@ -111,16 +111,15 @@ def test_dpo_learns_which_color_is_right(tmp_path: Path) -> None:
 def test_a_reward_model_learns_which_color_is_right_and_rewards_it(tmp_path: Path) -> None:
     judge, processor = tiny_vision_judge("llava")
     judge.config.get_text_config().pad_token_id = None
-    config = RewardConfig(tmp_path, max_steps=40, per_device_train_batch_size=16, learning_rate=1e-3, **QUIET)
-
+    config = RewardConfig(tmp_path, max_steps=24, per_device_train_batch_size=16, learning_rate=2e-3, **QUIET)
     trainer = RewardTrainer(
         judge, config, train_dataset=color_pairs(1), eval_dataset=color_pairs(2), processing_class=processor
     )
+    assert judge.config.get_text_config().pad_token_id == processor.tokenizer.pad_token_id
     assert trainer.evaluate()["eval_accuracy"] < 0.8
     trainer.train()
     assert trainer.evaluate()["eval_accuracy"] > 0.9
     trainer.save_model(str(tmp_path / "judge"))
-    assert judge.config.get_text_config().pad_token_id == processor.tokenizer.pad_token_id
 
     held_out = squares(24, seed=5)
     stored = [row["images"] for row in held_out]

@@ -73,6 +73,7 @@ HOOKS = {
     "floating_point_ops": ["inputs"],
     "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
     "get_eval_dataloader": ["eval_dataset"],
+    "get_test_dataloader": ["test_dataset"],
     "get_optimizer_cls_and_kwargs": ["args", "model"],
     "get_total_train_batch_size": ["args"],
     "get_train_dataloader": [],

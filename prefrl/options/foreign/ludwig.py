@@ -6,7 +6,7 @@ from prefrl.options.foreign.row import Row, becomes, column, not_needed, not_the
 
 __all__ = ["LUDWIG"]
 
-_ENCODERS = "there are no encoders of several inputs; a vision-language model reads images, see docs/images.md"
+_ENCODERS = "there are no multi-input encoders; a vision-language model reads images, see docs/images.md"
 
 LUDWIG: dict[str, Row] = {
     "epochs": renamed("num_train_epochs"),

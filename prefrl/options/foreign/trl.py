@@ -64,7 +64,7 @@ TRL: dict[str, Row] = {
     "chars_per_token": not_needed("packing needs no estimate"),
     "ref_model_init_kwargs": not_there("give ref_model as an instance that you loaded"),
     "force_use_ref_model": not_needed("a reference beside an adapter is used if it is given"),
-    "model_adapter_name": not_there("the active adapter is the policy; call model.set_adapter before"),
+    "model_adapter_name": not_there("the active adapter is the policy; call model.set_adapter first"),
     "ref_adapter_name": not_there("the reference is the model without its adapter, or ref_model"),
     "reference_free": not_there("use CPOTrainer, whose losses have no reference"),
     "num_ppo_epochs": renamed("num_iterations"),

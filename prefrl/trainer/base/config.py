@@ -142,7 +142,7 @@ class BaseConfig(
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
     )
-    trust_remote_code: bool = opt(False, "Run code that comes with the model; the same key of model_init_kwargs.")
+    trust_remote_code: bool = opt(False, "Run code that comes with the model, as the key of model_init_kwargs does.")
     disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, including those of adapters.")
     freeze: list[str] | None = opt(
         None, "Regular expressions; parameters whose names contain a match are not trained."
@@ -196,7 +196,7 @@ class BaseConfig(
 
     allow_resume_changes: list[str] | None = opt(
         None,
-        "What may differ from the checkpoint that training resumes from although it decides the updates: names of "
+        "What may differ from the checkpoint that training resumes from, although it changes the updates: names of "
         "options, or model, data, rewards. Without it, a difference is an error that lists the names.",
     )
     save_in_background: bool = opt(
@@ -322,7 +322,9 @@ class BaseConfig(
     def rows_in_words(self) -> str:
         """The rows of an optimizer step, for people."""
         rows, steps = self.rows_per_micro_batch, int(self.gradient_accumulation_steps)
-        return f"{rows * steps * int(self.world_size):,} rows: {rows} x {steps} on each of {self.world_size} processes"
+        processes = int(self.world_size)
+        where = f" on each of {processes} processes" if processes > 1 else ""
+        return f"{rows * steps * processes:,} rows" + (f": {rows} x {steps}{where}" if steps * processes > 1 else "")
 
     @property
     def steps_of_a_generation(self) -> int:

@@ -31,7 +31,7 @@ class TokenizerOptions:
         None, "Token of the vocabulary that ends texts; None: that of chat_template_path, or the tokenizer's own."
     )
     pad_token: str | None = opt(
-        None, "Padding token, for those who use the saved tokenizer; None: the tokenizer's own, or its eos_token."
+        None, "Padding token, for users of the saved tokenizer; None: the tokenizer's own, or its eos_token."
     )
 
     @property

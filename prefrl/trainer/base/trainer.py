@@ -153,7 +153,8 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
 
     def _facts(self) -> Mapping[str, str]:
-        return facts_of(self.args, self.policy, self.state, self.train_dataset, algorithm=self.algorithm)
+        models = (self.policy, self.ref_model)
+        return facts_of(self.args, *models, self.state, self.train_dataset, algorithm=self.algorithm)
 
     def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:
         kwargs = cast("dict[str, Any] | None", self.args.model_init_kwargs)

@@ -415,7 +415,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
         """The loss, as in a step that learns from all completions of the evaluation at once, and its metrics."""
         collected = self._evaluation.take()
-        if self.compute_metrics is not None:
+        if self.predicted is not None:
             add_rollouts(self.predicted, collected.rollouts)
         learned = self._learned(collected.rollouts, num_parts=1)
         (minibatch,) = self._minibatches.of(learned)

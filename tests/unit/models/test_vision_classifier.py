@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, Llama4Config
 
 from prefrl.data.image_example import example_batch
@@ -78,6 +79,8 @@ def test_a_language_model_becomes_a_reward_model_whose_files_load_again(family, 
     body = judge.base_model.state_dict()
     assert all(torch.equal(weight, body[name]) for name, weight in model.base_model.state_dict().items())
     judge.save_pretrained(tmp_path / "judge")
+    names, of_judge = (set(load_file(tmp_path / name / "model.safetensors")) for name in ("vlm", "judge"))
+    assert of_judge - {"score.weight"} == {name for name in names if "lm_head" not in name}
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge")
     assert (type(again), again.config.num_labels) == (type(judge), 1)
     loaded = again.state_dict()

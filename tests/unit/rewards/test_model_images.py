@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 
 from prefrl.data.collate import reward_batch
 from prefrl.data.images import ImageReader, file_bytes
@@ -21,9 +22,10 @@ from tests.unit.rewards.test_model import reward_model
 from tests.vlms import FAMILIES, forget_classifiers, image, tiny_vision_judge
 
 PICTURES = [image(seed=1), image(seed=2, size=(40, 70)), image((255, 0, 0))]
-QUESTIONS = ["Which color?", "And these two?", "No picture", "Red?"]
+# The shortest text, the first in a batch of similar lengths, is the one without images.
+QUESTIONS = ["Which color?", "And these two?", "No", "Is this one red?"]
 OWN = [PICTURES[:1], PICTURES[1:], [], PICTURES[2:]]
-SIDES = [("red", "blue or green"), ("yes", "no"), ("The answer", "is"), ("a", "b c d")]
+SIDES = [("red", "blue or green"), ("yes", "no"), ("The", "is"), ("a", "b c d")]
 
 
 def asked(text: str) -> list[dict[str, Any]]:
@@ -50,6 +52,10 @@ def trained_scores(judge: Any, processor: Any) -> list[float]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_with_and_without_images_score_as_in_training(family: str) -> None:
     judge, processor = tiny_vision_judge(family)
+    tokenizer = processor.tokenizer
+    # A tokenizer may begin a text with a token. What a template has rendered has it already.
+    start = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{start[0]} $A", special_tokens=[start])
     judge.config.get_text_config().pad_token_id = None  # the tokenizer knows it
     expected = trained_scores(judge, processor)
     assert len({round(score, 3) for score in expected}) == len(expected)

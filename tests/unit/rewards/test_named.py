@@ -33,8 +33,13 @@ def test_a_function_of_a_file_is_a_reward(tmp_path: Path) -> None:
     reward = reward_by_name(f"{folder}/short.py:short")
     assert RewardRunner(reward).score(["a", "b"], [" 4", "5"], [[1], [2]], {}).by_name == {"short": [-2.0, -1.0]}
     assert reward_by_name(f"{folder}/short.py:short") is reward  # a file is run once
-    with pytest.raises(ConfigError, match="has no attribute 'long'"):
-        reward_by_name(f"{folder}/short.py:long")
+    with pytest.raises(ConfigError, match=r"short\.py has no 'shorter'\. Did you mean 'short'"):
+        reward_by_name(f"{folder}/short.py:shorter")
+
+
+def test_a_built_in_name_in_python_is_no_model() -> None:
+    with pytest.raises(ConfigError, match=r"from prefrl\.rewards import numeric_reward"):
+        RewardRunner("numeric_reward")
 
 
 @pytest.mark.parametrize("name", ["./nowhere.py:f", "./nowhere:f", ".:f"])

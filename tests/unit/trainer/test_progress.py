@@ -53,10 +53,18 @@ def test_the_row_of_a_policy_gradient_step_begins_with_its_reward_and_leaves_the
     assert not history({"loss": 0.0, "reward": 1.0, "rewards/correct/mean": 1.0}).rows[0].rewards  # the same number
 
 
+def test_a_reward_with_the_name_of_a_metric_does_not_take_its_place() -> None:
+    (row,) = history(LOGS | {"rewards/length/mean": -0.5}).rows
+    assert (row.values["length"], row.rewards["length reward"]) == (7.0, -0.5)
+
+
 def test_evaluations_are_rows_of_their_own() -> None:
     made = history({"eval_easy_reward": 0.5, "eval_runtime": 3.0}, {"eval_loss": 2.0, "eval_mean_token_accuracy": 0.5})
     assert [row.values for row in made.evaluations] == [{"easy reward": 0.5}, {"loss": 2.0, "accuracy": 0.5}]
     assert not made.rows
+    of_policy = made.add(3, {"eval_easy_reward": 0.5, "eval_easy_loss": 0.0, "eval_kl": 0.1})
+    assert of_policy is not None
+    assert of_policy.values == {"easy reward": 0.5, "KL": 0.1}
     assert made.add(9, {"train_runtime": 1.0}) is None
 
 
