@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ from prefrl.options.fields import check_bounds
 from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
 from prefrl.scripts.dataset_config import DatasetConfig
+from prefrl.scripts.early import check_pairs_of_options
 from prefrl.scripts.help import all_options, common_options, found_options
 from prefrl.scripts.option_parser import EarlyParser, Form, OptionParser, boolean
 
@@ -43,7 +45,8 @@ class Given:
 
     def located(self, error: ConfigError) -> ConfigError:
         """The error with the line of the option that its message begins with, if the file sets it."""
-        where = self.places.get(str(error).partition("=")[0])
+        name = re.match(r"\w*", str(error))
+        where = self.places.get(name[0]) if name else None
         return error if where is None else ConfigError(f"{where}: {error}")
 
 
@@ -112,6 +115,21 @@ class SchemaParser(OptionParser):
         except ConfigError as error:
             raise given.located(error) from None
         return given
+
+    def check(self, given: Given) -> Any:
+        """Check the options against each other, as far as that needs neither torch nor transformers.
+
+        Returns:
+            The options as attributes.
+
+        Raises:
+            ConfigError: Options exclude each other, or one has no effect.
+        """
+        options = list(self._options.values())
+        try:
+            return check_pairs_of_options(self._algorithm, _schema(), options, given.values)
+        except ConfigError as error:
+            raise given.located(error) from None
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
         """Every option by name, the defaults included.

@@ -19,6 +19,7 @@ from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.schema import SCHEMA_FILE
+from prefrl.scripts.schema_rules import ParamsTable, rules_of
 from prefrl.trainer.base.size_options import AUTOMATIC
 from prefrl.trainer.grpo_presets import PRESETS
 
@@ -37,15 +38,21 @@ def parser_of(algorithm: Algorithm) -> CommandParser:
 
 
 def schema_text() -> str:
-    """The content of schema.json: each option once, and for each algorithm the numbers of its options."""
+    """The content of schema.json: each option once; for each algorithm, the numbers of its options, and its rules."""
     numbers: dict[str, int] = {}
     algorithms = {}
     for name, algorithm in REGISTRY.items():
         entries = [json.dumps(entry, sort_keys=True) for entry in _options(algorithm)]
         algorithms[name] = [numbers.setdefault(entry, len(numbers)) for entry in entries]
+    table = ParamsTable()
+    rules = {name: rules_of(algorithm, table) for name, algorithm in REGISTRY.items()}
     options = ",\n".join(numbers)
     names = ",\n".join(f"{json.dumps(name)}: {json.dumps(places)}" for name, places in algorithms.items())
-    return f'{{"options": [\n{options}\n],\n"algorithms": {{\n{names}\n}}}}\n'
+    params = ",\n".join(json.dumps(row) for row in table.rows())
+    of_algorithms = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rules.items())
+    parts = (f'"options": [\n{options}\n]', f'"algorithms": {{\n{names}\n}}')
+    parts += (f'"params": [\n{params}\n]', f'"rules": {{\n{of_algorithms}\n}}')
+    return "{" + ",\n".join(parts) + "}\n"
 
 
 def _options(algorithm: Algorithm) -> list[dict[str, Any]]:

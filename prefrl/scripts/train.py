@@ -33,8 +33,11 @@ def read(algorithm: Algorithm, argv: Sequence[str]) -> Given:
         ConfigError: A name, a value or a combination is wrong.
         SystemExit: Help was asked for.
     """
-    given = SchemaParser(algorithm.name).parse(argv)
-    _script(given)
+    parser = SchemaParser(algorithm.name)
+    given = parser.parse(argv)
+    script, config = _script(given), parser.check(given)
+    _check_stream(script, config)
+    _check_switches(config)
     return given
 
 

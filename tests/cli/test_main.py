@@ -121,6 +121,16 @@ def quick(argv: list[str]) -> tuple[str, str]:
     return "\n".join(shown), loaded
 
 
+DATA = ("grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r", "--output_dir", "o")
+PAIRS = (
+    ("--num_generations", "3"),
+    ("--warmup_steps", "-1"),
+    ("--optim", "adamw_torc"),
+    ("--loss_kwargs", '{"rho": 4}'),
+    ("--generation_mode", "overlap", "--use_vllm", "--num_iterations", "2"),
+)
+
+
 def test_help_and_mistakes_import_nothing_heavy_and_are_short() -> None:
     wrong = [
         ["sft", "--learnin_rate", "1"],
@@ -128,6 +138,7 @@ def test_help_and_mistakes_import_nothing_heavy_and_are_short() -> None:
         ["grpo", "--dtype", "int8"],
         ["grpo", "--model_name_or_path", "m", "--max_staleness", "2", "--dataset_name", "d"],
         ["init", "grop"],
+        *([*DATA, *words] for words in PAIRS),
     ]
     for name in REGISTRY:
         text, loaded = quick([name, "--help"])
@@ -148,7 +159,10 @@ def test_a_file_made_by_init_is_accepted(name: str, tmp_path: Path, capsys: pyte
     text = capsys.readouterr().out
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
-    assert SchemaParser(name).parse([str(path)]).values["output_dir"] == f"runs/{name}"
+    parser = SchemaParser(name)
+    given = parser.parse([str(path)])
+    assert given.values["output_dir"] == f"runs/{name}"
+    parser.check(given)
     everything = re.sub(r"^#(?! )", "", text, flags=re.MULTILINE)  # every option at its default
     path.write_text(re.sub(r"^\w+: null .*$", "", everything, flags=re.MULTILINE), encoding="utf-8")
     assert len(SchemaParser(name).parse([str(path)]).values) > 15
