@@ -21,8 +21,8 @@ from prefrl.optional import is_installed
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.launch_run import run_together
-from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.processes import Program
 from prefrl.scripts.schema import SchemaParser
 from prefrl.scripts.vllm_serve import ServeArguments, check_port, serve_command

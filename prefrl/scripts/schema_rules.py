@@ -112,7 +112,7 @@ def _field(hint: Any, default: Any) -> dict[str, Any]:
     is_list = typing.get_origin(plain) is list
     item = typing.get_args(plain)[0] if is_list else plain
     row = {
-        "kind": _KINDS.get(item),
+        "kind": _KINDS.get(item) if item is not None else None,
         "is_list": is_list,
         "is_nullable": type(None) in typing.get_args(hint),
         "choices": list(typing.get_args(plain)) if typing.get_origin(plain) is Literal else None,

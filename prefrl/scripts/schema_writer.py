@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.parser import ArgumentParser
 from prefrl.scripts.schema import SCHEMA_FILE
 from prefrl.scripts.schema_rules import ParamsTable, rules_of
 from prefrl.trainer.base.size_options import AUTOMATIC
@@ -29,12 +29,12 @@ _KINDS = {"int": "int", "float": "float", "string_to_bool": "bool", "DatasetConf
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
 
-def parser_of(algorithm: Algorithm) -> CommandParser:
+def parser_of(algorithm: Algorithm) -> ArgumentParser:
     """The parser for the options of `prefrl <algorithm>`, made from the classes themselves."""
     config_class = algorithm.load_config()
     takes_rewards = "reward_weights" in {field.name for field in dataclasses.fields(config_class)}
     script_class = RewardArguments if takes_rewards else CommandArguments
-    return CommandParser(algorithm.name, (script_class, config_class), f"Dataset: {algorithm.dataset}.")
+    return ArgumentParser((script_class, config_class))
 
 
 def schema_text() -> str:
@@ -50,8 +50,8 @@ def schema_text() -> str:
     names = ",\n".join(f"{json.dumps(name)}: {json.dumps(places)}" for name, places in algorithms.items())
     params = ",\n".join(json.dumps(row) for row in table.rows())
     of_algorithms = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rules.items())
-    parts = (f'"options": [\n{options}\n]', f'"algorithms": {{\n{names}\n}}')
-    parts += (f'"params": [\n{params}\n]', f'"rules": {{\n{of_algorithms}\n}}')
+    parts = [f'"options": [\n{options}\n]', f'"algorithms": {{\n{names}\n}}']
+    parts += [f'"params": [\n{params}\n]', f'"rules": {{\n{of_algorithms}\n}}']
     return "{" + ",\n".join(parts) + "}\n"
 
 
@@ -74,7 +74,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _entry(
-    action: argparse.Action, parser: CommandParser, hints: Mapping[str, Any], *, is_inherited: bool
+    action: argparse.Action, parser: ArgumentParser, hints: Mapping[str, Any], *, is_inherited: bool
 ) -> dict[str, Any]:
     """An option as the schema has it. What is false or empty is left out."""
     name, is_hidden = action.dest, action.help == argparse.SUPPRESS

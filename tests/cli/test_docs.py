@@ -19,9 +19,10 @@ from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.launch import LaunchArguments
 from prefrl.scripts.main import main
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.parser import ArgumentParser
 from prefrl.scripts.schema import SchemaParser
 from tests.cli.conftest import write_jsonl
 
@@ -126,7 +127,7 @@ def test_command_lines_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(ROOT)
     config = REGISTRY[words[0]].load_config()
     arguments = RewardArguments if words[0] == "grpo" else CommandArguments
-    script, _ = CommandParser(words[0], (arguments, config), "").parse([*words[1:], "--use_cpu"])
+    script, _ = ArgumentParser((arguments, config)).parse_args_and_config([*words[1:], "--use_cpu"])
     assert script.model_name_or_path == MODEL
 
 

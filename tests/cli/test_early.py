@@ -105,7 +105,7 @@ def test_presets_exclude_nothing(preset: str) -> None:
 def test_own_options_take_precedence_over_a_preset() -> None:
     config = check("grpo", {"preset": "pods", "selection_kwargs": {}, "num_generations": 8})
     assert (config.num_generations, config.selection_kwargs) == (8, {"num_selected": 4})
-    with pytest.raises(ConfigError, match="num_selected=2 and selection_kwargs=.*: given both ways"):
+    with pytest.raises(ConfigError, match=r"num_selected=2 and selection_kwargs=.*: given both ways"):
         check("grpo", {"num_selected": 2, "selection_kwargs": {"num_selected": 4}, "rollout_selection": "best"})
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.launch import LaunchArguments
-from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.schema import SchemaParser
 from prefrl.scripts.vllm_serve import ServeArguments
 

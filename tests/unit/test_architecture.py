@@ -22,7 +22,7 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.parser import ArgumentParser
 from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer
@@ -287,7 +287,7 @@ def test_every_yaml_of_examples_and_docs_is_a_config(text: str, tmp_path: Path) 
     path = tmp_path / "config.yaml"
     path.write_text(text, encoding="utf-8")
     arguments = RewardArguments if "reward_funcs" in yaml.safe_load(text) else CommandArguments
-    parser = CommandParser(row.name, (arguments, row.load_config()), "")
+    parser = ArgumentParser((arguments, row.load_config()))
     parser.parse(["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"])
 
 
