@@ -123,6 +123,8 @@ def _config(algorithm: Algorithm, given: Given) -> Any:
         return config_class(**values) if preset is None else config_class.preset(preset, **values)
     except ConfigError as error:
         raise given.located(error) from None
+    except ImportError as error:  # the package of an option
+        raise ConfigError(str(error)) from error
 
 
 def _check_stream(script: CommandArguments, config: Any) -> None:
