@@ -288,7 +288,9 @@ def test_every_yaml_of_examples_and_docs_is_a_config(text: str, tmp_path: Path) 
     path.write_text(text, encoding="utf-8")
     arguments = RewardArguments if "reward_funcs" in yaml.safe_load(text) else CommandArguments
     parser = ArgumentParser((arguments, row.load_config()))
-    parser.parse(["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"])
+    parser.parse_args_and_config(
+        ["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=relative)

@@ -35,9 +35,8 @@ def test_a_server_answers_texts_and_its_model_is_found(
     assert list(of_file) == ["all", "more", "sums"]
 
 
-def test_the_doctor_finds_the_server_and_refuses_one_that_serves_another_model(
+def test_the_doctor_finds_the_server_and_its_model_and_notices_a_wrong_key(
     server: Server,
-    untied_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -51,5 +50,6 @@ def test_the_doctor_finds_the_server_and_refuses_one_that_serves_another_model(
     assert doctor.main(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 0
     found = " ".join(capsys.readouterr().out.split())
     assert f"{server.url} serves {server.model_dir}" in found
-    assert doctor.main(["grpo", "--model_name_or_path", str(untied_model), *options]) == 2
-    assert "problem" in capsys.readouterr().out
+    monkeypatch.setenv("VLLM_API_KEY", "wrong")
+    assert doctor.main(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 2
+    assert "refused the request" in " ".join(capsys.readouterr().out.split())

@@ -204,7 +204,7 @@ def parse(tmp_path: Path, text: str, *argv: str) -> Any:
     path = tmp_path / "run.yaml"
     path.write_text(f"model_name_or_path: m\ndataset_name: d\nreward_funcs: [a]\n{text}", encoding="utf-8")
     parser = ArgumentParser((RewardArguments, GRPOConfig))
-    return parser.parse(["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", *argv])[-1]
+    return parser.parse_args_and_config(["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", *argv])[-1]
 
 
 def test_files_and_command_lines_take_names_and_mappings(tmp_path: Path) -> None:
