@@ -323,7 +323,7 @@ def measure_demo(folder: Path) -> list[Learned]:
             remote = {"use_vllm": True, "vllm_server_base_url": [server.url]}
             for name, options in (("local", {}), ("server", remote)):
                 model.load_state_dict(weights)
-                demo_tiny.grpo(model, tokenizer, train, seed, folder / name, [], **options)
+                demo_tiny.grpo(model, tokenizer, train, seed, folder / name, **options)
                 after = demo_tiny.share_right(demo_tiny.greedy_answers(model, tokenizer, held_out), held_out)
                 rows.append(Learned(seed, name, before, after))
                 print(rows[-1], flush=True)

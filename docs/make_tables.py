@@ -4,6 +4,7 @@ A page says where with a pair of markers; what stands between them is replaced.
 
 `<!-- options: prefrl.GRPOConfig -->`, `<!-- end of options -->`: options that only this config has
 `<!-- shared options -->`, `<!-- end of options -->`: options of several configs
+`<!-- command options -->`, `<!-- end of options -->`: options of commands that are in no config: model, data, rewards
 `<!-- keys: loss_kwargs -->`, `<!-- end of keys -->`: keys of options that are mappings
 `<!-- rows: losses -->`, `<!-- end of rows -->`: tables of losses, advantages, KL estimates, presets, ...
 `<!-- papers: grpo -->`, `<!-- end of papers -->`: papers that options of an algorithm implement, with their commands
@@ -30,6 +31,7 @@ from annotated_types import Ge, Gt, Le, Lt
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
 SHARED = re.compile(r"(<!-- shared options -->\n).*?(<!-- end of options -->)", re.S)
+COMMAND = re.compile(r"(<!-- command options -->\n).*?(<!-- end of options -->)", re.S)
 API = re.compile(r"(<!-- api: ([\w.]+) -->\n).*?(<!-- end of api -->)", re.S)
 PAPERS = re.compile(r"(<!-- papers: (\w+) -->\n).*?(<!-- end of papers -->)", re.S)
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
@@ -62,6 +64,7 @@ def render(page: str) -> str:
     """The page with its tables as they should be."""
     page = MARKERS.sub(lambda found: f"{found[1]}\n{own_tables(load(found[2]))}\n{found[3]}", page)
     page = SHARED.sub(lambda found: f"{found[1]}\n{shared_tables()}\n{found[2]}", page)
+    page = COMMAND.sub(lambda found: f"{found[1]}\n{command_tables()}\n{found[2]}", page)
     page = API.sub(lambda found: f"{found[1]}\n{api_of(found[2])}\n\n{found[3]}", page)
     page = PAPERS.sub(lambda found: f"{found[1]}\n{papers_of(found[2])}\n\n{found[3]}", page)
     page = KEYS.sub(lambda found: f"{found[1]}\n{keys_of(found[2].split())}\n\n{found[3]}", page)
@@ -142,6 +145,7 @@ def rows_of(name: str) -> str:
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
         "axolotl": (["axolotl", "prefrl"], lambda: _foreign("axolotl.AXOLOTL")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
+        "errors": (["class", "meaning"], _errors),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines())])
@@ -245,6 +249,12 @@ def _names() -> Iterator[list[str]]:
         yield [f"`{name}`", key + choice, "deprecated" if place.is_deprecated else "of TRL"]
 
 
+def _errors() -> Iterator[list[str]]:
+    for name in load("prefrl.errors.__all__"):
+        error = load(f"prefrl.errors.{name}")
+        yield [f"`{name}`", f"{error.__doc__.strip().splitlines()[0]} Subclass of `{error.__bases__[-1].__name__}`."]
+
+
 _FOREIGN = "prefrl.options.foreign"
 _KINDS = {"not needed": "not needed: ", "server": "of `prefrl vllm-serve`: ", "not there": "no counterpart: "}
 
@@ -311,7 +321,7 @@ def own_tables(config: type[Any]) -> str:
     own = [table(config, group) for group in groups(config) if group not in audiences()]
     titles = dict.fromkeys(audiences()[group] for group in groups(config) if group in audiences())
     links = [f"- [{title}](options.md#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
-    lead = "The other options are shared by these trainers; a default above replaces the one of a shared table:"
+    lead = "The other options are shared by these trainers; a default above overrides the one in a shared table:"
     return "\n".join([*own, lead, "", *links, ""])
 
 
@@ -327,6 +337,12 @@ def shared_tables() -> str:
                 sections.setdefault(audiences()[group], []).append(text)
     ordered = sorted(sections.items(), key=lambda section: section[0] != "All trainers")
     return "\n".join(f"## {title}\n\n" + "\n".join(dict.fromkeys(parts)) for title, parts in ordered)
+
+
+def command_tables() -> str:
+    """The tables of the options that commands have besides those of a config."""
+    arguments = load("prefrl.scripts.arguments.RewardArguments")
+    return "\n".join(table(arguments, group) for group in groups(arguments))
 
 
 def table(config: type[Any], group: type[Any]) -> str:
@@ -345,8 +361,10 @@ def table(config: type[Any], group: type[Any]) -> str:
 
 def row(name: str, hint: Any, field: dataclasses.Field[Any], meaning: str | None = None) -> str:
     """A line of a table; the meaning of an option is its help, if it is not given."""
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-    return f"| `{name}` | {describe(hint)} | `{default}` | {meaning or field.metadata['help']} |"
+    has_factory = field.default_factory is not dataclasses.MISSING
+    default = field.default_factory() if has_factory else field.default
+    shown = "must be set" if default is dataclasses.MISSING else f"`{default}`"
+    return f"| `{name}` | {describe(hint)} | {shown} | {meaning or field.metadata['help']} |"
 
 
 def describe(hint: Any) -> str:

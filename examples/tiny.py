@@ -2,7 +2,7 @@
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<end>", "<system>", "<user>", "<assistant>", "<tool>"]
 TEMPLATE = (
@@ -29,21 +29,21 @@ def tiny_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Qwen2ForCausalLM:
-    """Two layers of width 64, in float32."""
+def tiny_model(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, family: str = "qwen2") -> PreTrainedModel:
+    """Two layers of width 64, in float32. To load it by name, use llama: transformers replaces tokenizers of qwen2."""
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            intermediate_size=128,
-            max_position_embeddings=128,
-            initializer_range=0.2,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
     )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

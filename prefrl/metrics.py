@@ -171,7 +171,7 @@ class EffectiveShare:
 class ExplainedVariance:
     """Share of the variance of the returns that a critic explains: 1 - Var(R - V) / Var(R).
 
-    1: all of it. 0: as much as a constant. Below 0: less than a constant. NaN if the returns do not vary.
+    1: all of it. 0: as much as a constant, or the returns do not vary. Below 0: less than a constant.
     """
 
     total: float | Tensor  # of R
@@ -203,7 +203,7 @@ class ExplainedVariance:
         count, squares = float(self.count), float(self.total_of_squares)
         spread = squares - float(self.total) ** 2 / max(count, 1.0)
         if not spread > _ROUNDING_SHARE * squares:
-            return float("nan")
+            return 0.0 if math.isfinite(spread) else math.nan
         return 1.0 - (float(self.error_squares) - float(self.error_total) ** 2 / count) / spread
 
 

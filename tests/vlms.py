@@ -9,12 +9,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
 
-__all__ = ["FAMILIES", "image", "tiny_vlm"]
+from prefrl.models.vision_classifier import add_classifier
+
+__all__ = ["FAMILIES", "forget_classifiers", "image", "tiny_vision_judge", "tiny_vlm"]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -61,6 +69,24 @@ def tiny_vlm(family: str, *, seed: int = 0, text: Mapping[str, Any] | None = Non
             if parameter.dim() > 1:  # larger than usual, so that outputs differ clearly between tokens and images
                 parameter.data.normal_(0.0, 0.1 if "vis" in name or "proj" in name else 0.2)
     return model.eval(), processor
+
+
+def tiny_vision_judge(family: str, *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
+    """A reward model with the body of `tiny_vlm` and a random head, and its processor."""
+    model, processor = tiny_vlm(family, seed=seed)
+    model.config.num_labels = 1
+    add_classifier(model.config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        judge = AutoModelForSequenceClassification.from_config(model.config, dtype=torch.float32)
+        judge.score.weight.data.normal_(0.0, 0.2)
+    judge.model.load_state_dict(model.base_model.state_dict())
+    return judge.eval(), processor
+
+
+def forget_classifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process, transformers knows its own sequence classifiers only."""
+    monkeypatch.setattr(AutoModelForSequenceClassification._model_mapping, "_extra_content", {})
 
 
 def _tokenizer(special: list[str], eos: str, pad: str, **more: Any) -> PreTrainedTokenizerFast:

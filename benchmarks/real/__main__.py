@@ -15,7 +15,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from benchmarks.report import replace_between_markers
 
 RESULTS = Path(__file__).parents[1] / "results" / "real.json"
 DOCS = Path(__file__).parents[2] / "docs" / "real_models.md"
-Measure = Callable[..., list[dict[str, Any]]]
+Measure = Callable[..., Iterable[dict[str, Any]]]
 # Modules are imported when their part is measured: two of them need TRL.
 PARTS = {
     "agreement": "agreement:measure",
@@ -39,7 +39,7 @@ PARTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, store each part when it is done; returns the exit code."""
+    """Measure, store each row when it is done; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; none: all")
     parser.add_argument("--gsm8k", type=Path, help="folder of the data")
@@ -57,8 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     for part in options.parts or PARTS:
         print(f"measuring: {part}", flush=True)
         environment = environment_of(argparse.Namespace(device="cpu", threads=1))
-        stored[part] = {"rows": _measure_of(part)(inputs), "environment": environment}
-        RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        stored[part] = {"rows": [], "environment": environment}
+        for row in _measure_of(part)(inputs):
+            stored[part]["rows"].append(row)
+            RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     print(tables(stored))
     failed = failures(stored)
     for problem in failed:

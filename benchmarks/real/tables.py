@@ -78,13 +78,14 @@ def _logprobs(rows: Rows) -> str:
 def _training(rows: Rows) -> str:
     metrics = list(rows[0]["metrics"])
     return _markdown(
-        ("trainer", *(f"held-out {name}" for name in metrics), "steps", "seconds"),
+        ("trainer", *(f"held-out {name}" for name in metrics), "steps", "seconds", "CPU seconds"),
         [
             (
                 row["name"],
                 *("{:.4f} to {:.4f}".format(*row["metrics"][name]) for name in metrics),
                 str(row["steps"]),
                 f"{row['seconds']:.0f}",
+                f"{row['cpu_seconds']:.0f}",
             )
             for row in rows
         ],
@@ -93,7 +94,7 @@ def _training(rows: Rows) -> str:
 
 def _demo(rows: Rows) -> str:
     return _markdown(
-        ("seed", "right before", "right after", "gain", "steps", "seconds"),
+        ("seed", "right before", "right after", "gain", "steps", "seconds", "CPU seconds"),
         [
             (
                 str(row["seed"]),
@@ -102,6 +103,7 @@ def _demo(rows: Rows) -> str:
                 f"{row['accuracy_grpo'] - row['accuracy_base']:.3f}",
                 str(row["grpo_steps"]),
                 f"{row['seconds_total']:.0f}",
+                f"{row['cpu_seconds']:.0f}",
             )
             for row in rows
         ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from prefrl.scripts import demo_smollm2
 
 __all__ = ["measure_demo", "measure_dpo", "measure_sft"]
 
-STEPS = 30
+STEPS = 16
 NUM_ROWS = 8  # of a step
 NUM_HELD_OUT = 40
 SEEDS = (0, 1, 2)
@@ -34,14 +35,12 @@ def measure_sft(inputs: Inputs) -> list[dict[str, Any]]:
     return [_offline(inputs, "sft", worked_examples(inputs), ("loss", "mean_token_accuracy"), {"learning_rate": 5e-5})]
 
 
-def measure_demo(inputs: Inputs) -> list[dict[str, Any]]:
+def measure_demo(inputs: Inputs) -> Iterator[dict[str, Any]]:
     """A row for each seed of `prefrl demo --model smollm2`."""
-    rows = []
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(demo_smollm2.run(seed, Path(folder), Console(width=120), model_folder=inputs.model))
+            yield demo_smollm2.run(seed, Path(folder), Console(width=120), model_folder=inputs.model)
         gc.collect()
-    return rows
 
 
 def _offline(
@@ -73,9 +72,9 @@ def _offline(
             processing_class=inputs.tokenizer(),
         )
         before = trainer.evaluate()
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         trainer.train()
-        seconds = time.perf_counter() - started
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
         after = trainer.evaluate()
     changes = {name: (before[f"eval_{name}"], after[f"eval_{name}"]) for name in metrics}
-    return {"name": algorithm, "metrics": changes, "steps": STEPS, "seconds": seconds}
+    return {"name": algorithm, "metrics": changes, "steps": STEPS, "seconds": seconds, "cpu_seconds": cpu_seconds}

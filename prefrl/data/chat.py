@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefrl.data.formats import REASONING_FIELDS
-from prefrl.data.images import in_blocks
 from prefrl.errors import DataError
+from prefrl.pictures import in_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

@@ -23,13 +23,13 @@ from prefrl.data.images import (
     IMAGE_FEATURES,
     ImageReader,
     ProcessingClass,
-    has_images,
     image_column,
     image_reader,
     tokenizer_of,
     with_stored_images,
 )
 from prefrl.errors import ConfigError, DataError
+from prefrl.pictures import has_images, images_of, with_placeholders
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ class RowEncoder:
 
     def images(self, row: Mapping[str, Any]) -> list[Any]:
         """The images of a row as they are stored."""
-        return [] if self.reader is None else self.reader.of_row(row, self.opening[0])
+        return [] if self.reader is None else images_of(row, self.opening[0])
 
     def messages(self, row: Mapping[str, Any], column: str, *, allow_empty: bool = False) -> list[Message]:
         """The messages of a cell, see `read_messages`; those that open a conversation with placeholders for images.
@@ -153,7 +153,7 @@ class RowEncoder:
         """
         messages = read_messages(row, column, allow_empty=allow_empty)
         if self.reader is not None and column in self.opening:
-            return self.reader.with_placeholders(messages, len(self.images(row)), column)
+            return with_placeholders(messages, len(self.images(row)), column)
         if has_images(messages):
             place = f"they may stand in column {self.opening[0]!r}" if self.reader else "the model reads text only"
             raise DataError(f"column {column!r} holds images: {place}. Remove them, or drop the row")

@@ -309,7 +309,8 @@ def _missing_columns_message(columns: Sequence[str], layouts: Sequence[_Layout])
     meant = min(layouts, key=lambda layout: sum(name in near and near[name] is None for name in layout.columns))
     missing = [name for name in meant.columns if name in near]
     hints = [
-        f"did you mean {near[name]!r} for {name!r}? dataset.rename_column({near[name]!r}, {name!r})"
+        f"did you mean {near[name]!r} for {name!r}? dataset.rename_column({near[name]!r}, {name!r}), or columns: "
+        f"{{{name}: {near[name]}}} in the file of options"
         for name in missing
         if near[name] is not None
     ]

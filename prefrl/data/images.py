@@ -1,4 +1,4 @@
-"""The images of dataset rows: where they stand in a conversation, their placeholder tokens, and what a model reads.
+"""The images of dataset rows: the columns that hold them, their placeholder tokens, and what a model reads.
 
 A processor of transformers replaces each placeholder in a rendered conversation by as many tokens as the model has
 features for the image. Datasets are tokenized with these tokens; pixels are computed when a batch is made.
@@ -17,30 +17,26 @@ import datasets
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.pictures import IMAGE_COLUMNS, in_rgb, opened
 from prefrl.types import Images
 
 if TYPE_CHECKING:
-    from prefrl.data.formats import AnyDataset, Message
+    from prefrl.data.formats import AnyDataset
 
 __all__ = [
-    "IMAGE_COLUMNS",
     "IMAGE_FEATURES",
     "ExpandedText",
     "ImageReader",
     "ProcessingClass",
     "file_bytes",
-    "has_images",
     "image_column",
     "image_reader",
-    "in_blocks",
     "tokenizer_of",
     "with_named_images",
     "with_stored_images",
 ]
 
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
-# Columns that hold images, one or a list of them.
-IMAGE_COLUMNS = ("images", "image")
 
 # The column of prepared datasets that holds the images of a row.
 IMAGE_FEATURES = {"images": datasets.List(datasets.Image())}
@@ -70,47 +66,6 @@ class ImageReader:
     """Reads images with a processor."""
 
     processor: Any  # a ProcessorMixin with an image processor; the attributes of its kinds differ
-
-    def of_row(self, row: Mapping[str, Any], column: str) -> list[Any]:
-        """The images of a row as they are stored, in order: those of its image column, or those in its messages.
-
-        Args:
-            row: A row of a dataset.
-            column: The column with the messages that may hold images.
-        """
-        for name in IMAGE_COLUMNS:
-            value = row.get(name)
-            if value is not None:
-                return list(value) if isinstance(value, list | tuple) else [value]
-        blocks = [block for message in row.get(column) or () for block in _image_blocks(message)]
-        return [block["image"] for block in blocks if block.get("image") is not None]
-
-    def with_placeholders(self, messages: Sequence[Message], num_images: int, column: str) -> list[Message]:
-        """Messages with a block `{"type": "image"}` for each image.
-
-        If there are none, they are put at the beginning of the first message of the user.
-
-        Raises:
-            DataError: Numbers of blocks and of images differ, or no message is the user's.
-        """
-        bare = [_without_pixels(message) for message in messages]
-        num_blocks = sum(len(list(_image_blocks(message))) for message in bare)
-        if num_blocks == num_images:
-            return bare
-        if num_blocks:
-            raise DataError(
-                f"column {column!r} has {num_blocks} blocks of type 'image' for {num_images} images: must be one for "
-                "each image, or none"
-            )
-        users = [turn for turn, message in enumerate(bare) if message["role"] == "user"]
-        if not users:
-            raise DataError(
-                f"column {column!r} has no message with role 'user', in which {num_images} images could stand. Give "
-                'the images their places: {"role": ..., "content": [{"type": "image"}, ...]}'
-            )
-        first = bare[users[0]]
-        placed = {**first, "content": [*[{"type": "image"}] * num_images, *as_blocks(first["content"])]}
-        return [*bare[: users[0]], placed, *bare[users[0] + 1 :]]
 
     def expand(self, text: str, images: Sequence[Any]) -> ExpandedText:
         """Tokenize a rendered text with placeholders, without adding special tokens.
@@ -169,7 +124,7 @@ class ImageReader:
             return None
         return replace(
             self.read(stored, row["prompt_ids"]),
-            pictures=tuple(_opened(image) for image in stored),
+            pictures=tuple(opened(image) for image in stored),
             unexpanded_ids=tuple(row.get("unexpanded_ids", ())),  # rollouts of the journal have been sampled
         )
 
@@ -190,7 +145,7 @@ class ImageReader:
                 start = None
 
     def _call(self, text: str, images: Sequence[Any], **options: Any) -> Any:
-        pictures = [_opened(image) for image in images]
+        pictures = [opened(image) for image in images]
         try:
             return self.processor(text=[text], images=pictures, **options)
         except Exception as error:  # processors check images and text in many ways
@@ -258,77 +213,11 @@ def file_bytes(image: Any) -> bytes:
     """An image, as it is stored or opened, as the bytes of an image file from which the same pixels are read."""
     if hasattr(image, "getbands"):  # PIL's own formats may lose: an image that was read from a JPEG is one, too
         file = BytesIO()
-        _in_rgb(image).save(file, format="PNG")
+        in_rgb(image).save(file, format="PNG")
         return file.getvalue()
     stored = datasets.Image().encode_example(image)
     data: bytes | None = stored["bytes"]
     return Path(stored["path"]).read_bytes() if data is None else data
-
-
-def _opened(image: Any) -> Any:
-    """The image of a cell in RGB: as it is, or read from a file or from bytes.
-
-    Raises:
-        DataError: It cannot be read.
-    """
-    if isinstance(image, str):
-        image = {"path": image, "bytes": None}
-    if not isinstance(image, dict):
-        return _in_rgb(image)
-    try:
-        return _in_rgb(datasets.Image().decode_example({"path": image.get("path"), "bytes": image.get("bytes")}))
-    except Exception as error:
-        raise DataError(
-            f"an image cannot be read: {type(error).__name__}: {error}. Give PIL images, paths of files, or "
-            '{"bytes": ...}'
-        ) from error
-
-
-def _in_rgb(image: Any) -> Any:
-    """A PIL image in RGB, over white where it is transparent; processors differ in what they make of other images."""
-    if getattr(image, "mode", "RGB") == "RGB":
-        return image
-    if "A" not in image.getbands() and "transparency" not in image.info:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    opaque = image.convert("RGB")
-    opaque.paste((255, 255, 255), mask=image.getchannel("A").point(lambda alpha: 255 - alpha))
-    return opaque
-
-
-def as_blocks(content: Any) -> list[dict[str, Any]]:
-    """The content of a message as a list of blocks."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
-    return list(content or ())
-
-
-def in_blocks(message: Message) -> Message:
-    """A message whose content is a list of blocks, as templates of vision-language models expect it."""
-    return {**message, "content": as_blocks(message["content"])} if "content" in message else message
-
-
-def has_images(messages: Sequence[Message]) -> bool:
-    """Whether some message has a block of type image."""
-    return any(True for message in messages for _ in _image_blocks(message))
-
-
-def _image_blocks(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    content = message.get("content")
-    for block in content if isinstance(content, list) else ():
-        if isinstance(block, Mapping) and block.get("type") == "image":
-            yield block
-
-
-def _without_pixels(message: Message) -> Message:
-    """The message with placeholders for its images."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {
-        **message,
-        "content": [{"type": "image"} if block in list(_image_blocks(message)) else block for block in content],
-    }
 
 
 def _original(start: int, stop: int, replaced: Sequence[Mapping[str, Any]]) -> tuple[int, bool]:

@@ -85,8 +85,8 @@ def _check_same_columns(first: str, expected: AnyDataset, name: str, found: AnyD
     extra = [column for column in found_names if column not in expected_names]
     if missing or extra:
         raise DataError(
-            f"dataset {name!r} does not have the columns of {first!r}: {missing} missing, {extra} extra. Use "
-            "select_columns and rename_column to make them equal"
+            f"dataset {name!r} does not have the columns of {first!r}: {missing} missing, {extra} extra. Make them "
+            "equal with select_columns and rename_column; in a YAML file, with columns: [answer, {prompt: question}]"
         )
     if expected.features is None or found.features is None:
         return

@@ -14,7 +14,7 @@ from typing import Any
 
 import datasets
 
-from prefrl.data.chat import common_length, join_prompt
+from prefrl.data.chat import EncodedText, common_length, join_prompt
 from prefrl.data.convert import common_prompt, extract_prompt, unpair_preference_dataset
 from prefrl.data.encode import (
     EncodedPair,
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _IDS = datasets.List(datasets.Value("int32"))
 _PREFERENCE = datasets.Features(prompt_ids=_IDS, chosen_ids=_IDS, rejected_ids=_IDS)
 _REWARD = datasets.Features(chosen_ids=_IDS, rejected_ids=_IDS)
+_OLD_REWARD = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}  # names of TRL before 1.0
 _UNPAIRED = datasets.Features(prompt_ids=_IDS, completion_ids=_IDS, label=datasets.Value("bool"))
 
 
@@ -122,7 +123,7 @@ def prepare_reward_dataset(
     """Tokenize pairs of whole sequences, prompt and completion, as a reward model scores them.
 
     Nothing is truncated: a row with a sequence longer than `max_length` cannot be used. A dataset with the columns
-    `chosen_ids` and `rejected_ids` is tokenized already.
+    `chosen_ids` and `rejected_ids`, or `chosen_input_ids` and `rejected_input_ids`, is tokenized already.
 
     Args:
         dataset: Preference format, with or without a column `margin`: by how much the chosen side is better.
@@ -141,6 +142,8 @@ def prepare_reward_dataset(
     has_margin = "margin" in column_names(dataset)
     encode_row: EncodeRow
     images: Mapping[str, Any] = {}
+    if has_columns(dataset, tuple(_OLD_REWARD)) and not has_columns(dataset, tuple(_REWARD)):
+        dataset = dataset.rename_columns(_OLD_REWARD)
     if has_columns(dataset, tuple(_REWARD)):
         encode_row = _TokenizedRewardRow(num_ids_of(tokenizer_of(processing_class)), max_length, has_margin)
         dataset = plain(dataset)
@@ -245,6 +248,7 @@ class _PreferenceRow:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         chosen, rejected = self._sides(row)
         start = min(common_length(chosen.token_ids, rejected.token_ids), chosen.start, rejected.start)
+        _check_images(chosen, rejected, start)
         prompt, *completions = _fit(
             chosen.token_ids[:start],
             [chosen.token_ids[start:], rejected.token_ids[start:]],
@@ -296,23 +300,25 @@ class _RewardRow:
     has_margin: bool
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        sides = [self._sequence(row, side) for side in ("chosen", "rejected")]
+        chosen, rejected = (self._sequence(row, side) for side in ("chosen", "rejected"))
+        sides = [chosen.token_ids, rejected.token_ids]
+        _check_images(chosen, rejected, common_length(*sides))
         return _whole_sides(sides, self.max_length) | _margin_column(row, self.has_margin)
 
     def chosen_ids(self, row: Mapping[str, Any]) -> list[int]:
         """The chosen sequence."""
-        return self._sequence(row, "chosen")
+        return self._sequence(row, "chosen").token_ids
 
-    def _sequence(self, row: Mapping[str, Any], side: str) -> list[int]:
+    def _sequence(self, row: Mapping[str, Any], side: str) -> EncodedText:
         if not self.encoder.is_conversational:
             prompt = read_text(row, "prompt") if self.has_prompt else ""
-            return self.encoder.document(prompt + read_text(row, side)).token_ids
+            return self.encoder.document(prompt + read_text(row, side))
         messages = self.encoder.messages(row, side)
         if self.has_prompt:
             messages = join_prompt(self.encoder.messages(row, "prompt"), messages)
         check_answered(messages, side)
         template = self.encoder.template(row)
-        return template.encode(template.render(messages), []).token_ids
+        return template.encode(template.render(messages), [])
 
 
 @dataclass(frozen=True)
@@ -437,6 +443,14 @@ def _fit(
     if truncation == "left":
         return [prompt[-room:], *completions]
     return [prompt, *(completion[:room] for completion in completions)]
+
+
+def _check_images(chosen: EncodedPair | EncodedText, rejected: EncodedPair | EncodedText, num_shared: int) -> None:
+    if max(chosen.image_stop, rejected.image_stop) > num_shared:
+        raise DataError(
+            "columns 'chosen' and 'rejected' differ before the end of their last image, but share the images: these "
+            "stand in what both sides begin with. Put them there, or drop the row"
+        )
 
 
 def _check_different(chosen: list[int], rejected: list[int]) -> None:

@@ -38,7 +38,7 @@ def check_processes(args: Any, environment: Mapping[str, str]) -> None:
     if _is_set(environment, "ACCELERATE_USE_MEGATRON_LM"):
         raise ConfigError(
             "distributed_type MEGATRON_LM in accelerate's config: Megatron-LM is not supported, whose models are not "
-            "those of transformers. Use DeepSpeed ZeRO or FSDP2, which share out weights, and sp_size for long rows: "
+            "those of transformers. Use DeepSpeed ZeRO or FSDP2, which shard weights, and sp_size for long rows: "
             "see docs/distributed.md."
         )
     started, world_size = int(environment.get("WORLD_SIZE") or 1), args.world_size

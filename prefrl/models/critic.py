@@ -31,6 +31,7 @@ from prefrl.models.no_grad import in_pieces
 from prefrl.models.plans import Plan
 from prefrl.models.scoring import inner_model, predicting, read_out
 from prefrl.models.seeding import seeded
+from prefrl.models.vision_classifier import add_classifier
 from prefrl.optional import require
 
 if TYPE_CHECKING:
@@ -224,6 +225,8 @@ def value_model(
 
     Source: Ouyang et al. 2022 (InstructGPT), arXiv 2203.02155, section 3.5 (from the reward model)
     """
+    if not isinstance(given, nn.Module):
+        add_classifier(inner_model(policy).config)
     if isinstance(given, (str, os.PathLike)):
         model = _loaded(given, model_init_kwargs or {})
     elif model_init_kwargs:

@@ -23,6 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_utils import AttentionInterface
 
+from prefrl.distributed import shape_of
 from prefrl.losses import logprobs
 from prefrl.models.adapters import add_adapter
 from prefrl.models.outline import outline_with_layers
@@ -34,10 +35,22 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-__all__ = ["Activations", "Footprint", "Weights", "activations_of", "cache_bytes", "head_bytes", "weights_of"]
+__all__ = [
+    "Activations",
+    "Footprint",
+    "Weights",
+    "activations_of",
+    "cache_bytes",
+    "head_bytes",
+    "optimizer_bytes",
+    "weights_of",
+]
 
 _ATTENTION = "prefrl_outline"
 _SCORE_BYTES = 4  # of a logit or probability in the head
+# Numbers of the optimizer's state for each trained weight, in the weights' dtype; others are taken for Adam.
+_STATES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "muon": 1, "rmsprop": 1}
+_ADAM = 2
 
 
 @dataclass(frozen=True)
@@ -93,18 +106,24 @@ class Footprint:
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
-    """The weights of a model; it may be an outline, and have an adapter."""
+    """The weights of a model, whole if it is partitioned; it may be an outline, and have an adapter."""
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     head: Any = model.get_output_embeddings()
     has_head = head is not None and head.weight.requires_grad
     return Weights(
-        count=sum(parameter.numel() for parameter in parameters),
-        num_trained=sum(parameter.numel() for parameter in trained),
+        count=sum(map(_numel, parameters)),
+        num_trained=sum(map(_numel, trained)),
         total=sum(map(_bytes, parameters)),
         trained=sum(map(_bytes, trained)),
         head=_bytes(head.weight) if has_head else 0,
     )
+
+
+def optimizer_bytes(weights: Weights, optim: str) -> int:
+    """Bytes of the optimizer's state; `optim` is the name of the option, which says whether it is in 8 bits."""
+    states = _STATES.get(optim, _ADAM)
+    return states * (weights.num_trained if "8bit" in optim else weights.trained)
 
 
 def activations_of(
@@ -228,5 +247,9 @@ def _attend(
 AttentionInterface.register(_ATTENTION, _attend)
 
 
+def _numel(tensor: Tensor) -> int:
+    return shape_of(tensor).numel()
+
+
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return _numel(tensor) * tensor.element_size()

@@ -35,6 +35,7 @@ __all__ = [
     "choose_plan",
     "in_company",
     "inputs_of",
+    "plan_in_words",
     "prepare_like",
     "prepare_for_scoring",
     "set_image_example",
@@ -166,6 +167,17 @@ def verdict_of(model: nn.Module) -> Verdict:
         state.verdict = check_plans(model, state.image_example)
         _report(model, state.verdict, has_images=state.image_example is not None)
     return state.verdict
+
+
+def plan_in_words(model: nn.Module, plan: Plan) -> str:
+    """What `choose_plan` will choose for rows of text; runs the self-check if "auto" leaves the choice to it."""
+    if plan != "auto":
+        return plan
+    reasons = verdict_of(model).reasons
+    if any(True for _ in dropout_rates(model)):
+        return _working("packed", reasons)
+    shared, alone = _working("shared_prefix", reasons), _working("packed", reasons)
+    return alone if shared == alone else f"{shared} where rows share a prompt, {alone} elsewhere"
 
 
 def _report(model: nn.Module, verdict: Verdict, *, has_images: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from prefrl.distributed import is_main, shape_of
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
+from prefrl.models.freezing import freeze_parameters
 from prefrl.models.seeding import seeded
-from prefrl.models.tokenizer_changes import TokenizerChanges
+from prefrl.models.tokenizer_changes import TokenizerChanges, check_special_tokens
+from prefrl.models.vision_classifier import add_classifier, check_has_body
 from prefrl.options.remote_code import unpinned_code
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "Kind",
     "arguments_for_other",
     "auto_class_of",
+    "check_dtype",
     "load_error",
     "load_model",
     "load_processing_class",
@@ -142,8 +144,8 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """The reward model to train: a sequence classifier with one output. Otherwise like `load_model`.
 
-    If `model` is a causal language model, its body is kept and gets a new output layer. With an adapter, the output
-    layer is trained in full.
+    If `model` is a causal language model or a vision-language model, its body is kept and gets a new output layer.
+    With an adapter, the output layer is trained in full.
 
     Args:
         model: Name on the Hub, path, or an instance, which is changed in place (adapter, `requires_grad`).
@@ -231,7 +233,7 @@ def load_tokenizer(
         model: The loaded model.
         processing_class: The tokenizer, if there is one.
         model_init_kwargs: Those that the model was loaded with; revision, token and the like apply to the tokenizer.
-        changes: What to change in the tokenizer, even in the caller's.
+        changes: What to change in the tokenizer, even in the caller's; the model gets embeddings of new tokens.
 
     Raises:
         ConfigError: No tokenizer can be found, it cannot be changed like this, it has neither a padding nor an
@@ -243,7 +245,7 @@ def load_tokenizer(
         tokenizer = _tokenizer_of(model, model_init_kwargs or {})
     elif not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"processing_class={type(tokenizer).__name__}: must be a tokenizer of transformers or None")
-    changes.apply(tokenizer)
+    changes.apply(tokenizer, model)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(
@@ -251,7 +253,7 @@ def load_tokenizer(
             )
         tokenizer.pad_token = tokenizer.eos_token
     if len(tokenizer) > (count := num_embeddings(model)):
-        _check_special_tokens(tokenizer, count)
+        check_special_tokens(tokenizer, count)
         if is_main():
             others = tokenizer.convert_ids_to_tokens(list(range(count, min(count + 3, len(tokenizer)))))
             logger.warning(
@@ -265,17 +267,6 @@ def load_tokenizer(
 def num_embeddings(model: PreTrainedModel) -> int:
     """How many token ids the model has embeddings for."""
     return int(shape_of(model.get_input_embeddings().weight)[0])
-
-
-def _check_special_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> None:
-    for name in ("pad_token", "bos_token", "eos_token"):
-        token_id = getattr(tokenizer, f"{name}_id")
-        if token_id is not None and token_id >= count:
-            raise ConfigError(
-                f"{name}={getattr(tokenizer, name)!r} has the id {token_id}, but the model has embeddings for only "
-                f"{count} tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that has an "
-                "embedding, or call model.resize_token_embeddings(len(tokenizer))."
-            )
 
 
 def load_renamed(model: PreTrainedModel, folder: Path) -> None:
@@ -358,7 +349,12 @@ def _encoder_error(name: str) -> ConfigError:
     )
 
 
-def _check_dtype(arguments: Mapping[str, Any]) -> None:
+def check_dtype(arguments: Mapping[str, Any]) -> None:
+    """Refuse a `dtype` for `from_pretrained` that torch does not have.
+
+    Raises:
+        ConfigError: See above.
+    """
     for key in ("dtype", "torch_dtype"):
         given = arguments.get(key)
         if isinstance(given, str) and given != "auto" and not isinstance(getattr(torch, given, None), torch.dtype):
@@ -371,13 +367,19 @@ def _check_dtype(arguments: Mapping[str, Any]) -> None:
 def _from_pretrained(
     kind: Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any], seed: int | None
 ) -> PreTrainedModel:
-    _check_dtype(arguments)
+    check_dtype(arguments)
     try:
         with seeded(seed):
             auto_class = auto_class_of(kind, name, arguments)
-            return auto_class.from_pretrained(name, **{**kind.arguments, **arguments})
+            options = {**kind.arguments, **arguments}
+            if kind is not REWARD:
+                return auto_class.from_pretrained(name, **options)
+            model, found = auto_class.from_pretrained(name, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise load_error(kind, name, arguments, error) from error
+    if reads_images(model):
+        check_has_body(model, name, found["missing_keys"])
+    return model
 
 
 def load_error(
@@ -387,17 +389,19 @@ def load_error(
     if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
         return _unknown_class(kind, name, arguments)
     hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
+    hint = hint or " Nor is there a folder of this name." * (isinstance(error, OSError) and not Path(name).exists())
     return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
 
 
 def auto_class_of(kind: Kind, name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Any:
-    """The class that loads a model: for a policy that has a vision tower, one that keeps the tower."""
-    if kind is not CAUSAL:
-        return kind.auto_class
+    """The class that loads a model: for one that has a vision tower, a class that keeps the tower."""
     given = {**repository_arguments(arguments), **{key: arguments[key] for key in ("subfolder",) if key in arguments}}
     try:
         config = AutoConfig.from_pretrained(name, **given)
     except (OSError, ValueError):  # a folder with an adapter alone, or an error that loading the model reports
+        return kind.auto_class
+    if kind is REWARD:
+        add_classifier(config)
         return kind.auto_class
     has_images = getattr(config, "vision_config", None) is not None
     return AutoModelForImageTextToText if has_images and type(config) in _VISION_CONFIGS else kind.auto_class
@@ -445,7 +449,7 @@ def _trainable(
         prepare_quantized(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config, task_type=kind.task_type, seed=seed)
-    _freeze(model, freeze)
+    freeze_parameters(model, freeze)
     return model
 
 
@@ -469,32 +473,3 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
 def repository_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     """Those that say where a repository is and which revision of it; they hold for its tokenizer, too."""
     return {key: value for key, value in (arguments or {}).items() if key in _REPOSITORY}
-
-
-def _freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for pattern in patterns:
-        for name in _matches(pattern, model, trainable):
-            trainable[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in trainable.values()):
-        if patterns:
-            raise ConfigError(f"freeze={list(patterns)}: no parameter is left to train")
-        remedy = " Load its adapter with is_trainable=True." if is_peft_model(model) else ""
-        raise ConfigError(f"no parameter of the model requires a gradient: nothing can be trained.{remedy}")
-
-
-def _matches(pattern: str, model: PreTrainedModel, trainable: Mapping[str, object]) -> list[str]:
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"freeze={pattern!r} is not a regular expression: {error}") from error
-    names = [name for name, _ in model.named_parameters() if expression.search(name)]
-    if not names:
-        some = [name for name, _ in model.named_parameters()][:3]
-        raise ConfigError(f"freeze={pattern!r} matches no parameter name. Names look like {', '.join(some)}.")
-    matches = [name for name in names if name in trainable]
-    if not matches:
-        raise ConfigError(
-            f"freeze={pattern!r} has no effect: all {len(names)} parameters that it matches are frozen already"
-        )
-    return matches

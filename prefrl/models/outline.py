@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, GenerationConfig
 
-from prefrl.models.load import CAUSAL, REWARD, auto_class_of, load_error, repository_arguments
+from prefrl.models.load import CAUSAL, REWARD, auto_class_of, check_dtype, load_error, repository_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,9 +30,10 @@ def outline_of(
         is_classifier: Whether it is a reward model; otherwise it is a language model.
 
     Raises:
-        ConfigError: The config cannot be read, or no class is known for it.
+        ConfigError: The config cannot be read, no class is known for it, or torch has no such dtype.
     """
     kind, given = REWARD if is_classifier else CAUSAL, {**(model_init_kwargs or {})}
+    check_dtype(given)
     places = repository_arguments(given) | {key: given[key] for key in ("subfolder",) if key in given}
     try:
         config = AutoConfig.from_pretrained(name, **places)

@@ -331,7 +331,11 @@ class _SequenceProbe:
 
 
 def _own_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """[B, L] from a plain forward for the last response of each row, without its marker."""
+    """[B, L] from a plain forward for the last response of each row, without its marker; with images, the only one."""
+    if batch.has_images:
+        rules = image_rules(inner_model(model))
+        rows = [lay_out(batch.select([row]), "padded", rules).keywords for row in range(batch.num_rows)]
+        return torch.cat([model(**inputs, use_cache=False).logits for inputs in rows])
     sequences = [ids for ids, _ in _sequences(batch)]
     ends = [batch.responses(row)[-1] for row in range(batch.num_rows)]
     return torch.cat([model(input_ids=sequences[end][:, :-1], use_cache=False).logits for end in ends])

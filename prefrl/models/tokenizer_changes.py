@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
+from prefrl.distributed import shape_of
 from prefrl.errors import ConfigError
+from prefrl.models.adapters import is_peft_model
+from prefrl.models.chat_formats import CHAT_FORMATS, ChatFormat
+from prefrl.models.seeding import seeded
 from prefrl.options.suggest import nearest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["TokenizerChanges"]
+__all__ = ["TokenizerChanges", "check_special_tokens"]
+
+_MULTIPLE = 64  # of which the number of embeddings is one, as matrix products on GPUs like it
 
 
 @dataclass(frozen=True)
@@ -22,22 +28,34 @@ class TokenizerChanges:
     """What to change in a tokenizer; None: nothing.
 
     Args:
-        chat_template_path: A file with a Jinja template; or a model, by name or folder, whose template to take. Tokens
-            that the template writes and the vocabulary lacks are not added.
+        chat_template_path: A file with a Jinja template; a name of `CHAT_FORMATS`; or a model, by name or folder,
+            whose template to take. With a name or a model, the token that ends texts becomes that of the format.
         eos_token: A token of the vocabulary that ends texts.
         pad_token: A token of the vocabulary for padding.
+        adds_tokens: Tokens that the format needs and the vocabulary lacks are added, and the model's embeddings
+            grow; otherwise they are an error.
+        seed: For new embeddings.
     """
 
     chat_template_path: str | None = None
     eos_token: str | None = None
     pad_token: str | None = None
+    adds_tokens: bool = False
+    seed: int | None = None
 
-    def apply(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Change the tokenizer in place.
+    def apply(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        """Change the tokenizer in place, and the model where it needs embeddings of new tokens.
 
         Raises:
             ConfigError: A token is not in the vocabulary, or there is no such template.
         """
+        if self.chat_template_path is not None:
+            chat = _format(self.chat_template_path)
+            missing = [token for token in chat.tokens if token not in tokenizer.get_vocab()]
+            if missing:
+                self._add(missing, tokenizer, model)
+            tokenizer.chat_template = chat.template
+            tokenizer.eos_token = chat.eos_token or tokenizer.eos_token
         for name in ("eos_token", "pad_token"):
             token = getattr(self, name)
             if token is not None:
@@ -45,19 +63,63 @@ class TokenizerChanges:
                     remedy = nearest(token, known, otherwise="Name one that is, or add it to model and tokenizer.")
                     raise ConfigError(f"{name}={token!r}: is no token of the tokenizer's vocabulary. {remedy}")
                 setattr(tokenizer, name, token)
-        if self.chat_template_path is not None:
-            tokenizer.chat_template = _template(self.chat_template_path)
+
+    def _add(self, tokens: list[str], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        lacks = f"chat_template_path={self.chat_template_path!r}: the vocabulary lacks {', '.join(map(repr, tokens))}"
+        if not self.adds_tokens:
+            raise ConfigError(
+                f"{lacks}, and only sft and reward add tokens. Train with sft and this option first: what it saves "
+                "has the template and the tokens. 'mistral' and 'zephyr' need none."
+            )
+        if is_peft_model(model):
+            raise ConfigError(
+                f"{lacks}, and an adapter would leave their embeddings untrained. Train without an adapter, or choose "
+                "'mistral' or 'zephyr', which need no tokens."
+            )
+        tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens], special_tokens=True)
+        if len(tokenizer) > int(shape_of(model.get_input_embeddings().weight)[0]):
+            with seeded(self.seed):  # near the mean of the others; an outline has no values to take a mean of
+                is_outline = model.device.type == "meta"
+                model.resize_token_embeddings(
+                    len(tokenizer), pad_to_multiple_of=_MULTIPLE, mean_resizing=not is_outline
+                )
 
 
-def _template(path: str) -> str:
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase, count: int) -> None:
+    """Refuse tokens that pad, begin or end a text and have no embedding.
+
+    Args:
+        tokenizer: The tokenizer.
+        count: Tokens that the model has embeddings for.
+
+    Raises:
+        ConfigError: One has none.
+    """
+    for name in ("pad_token", "bos_token", "eos_token"):
+        token_id = getattr(tokenizer, f"{name}_id")
+        if token_id is not None and token_id >= count:
+            raise ConfigError(
+                f"{name}={getattr(tokenizer, name)!r} has the id {token_id}, but the model has embeddings for only "
+                f"{count} tokens. Use the model's own tokenizer, set tokenizer.{name} to a token that has an "
+                "embedding, or call model.resize_token_embeddings(len(tokenizer))."
+            )
+
+
+def _format(path: str) -> ChatFormat:
     if Path(path).is_file():
-        return Path(path).read_text(encoding="utf-8")
+        return ChatFormat(Path(path).read_text(encoding="utf-8"))
+    if path in CHAT_FORMATS and not Path(path).is_dir():
+        return CHAT_FORMATS[path]
     try:
-        template: str | None = AutoTokenizer.from_pretrained(path).chat_template
+        source = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"chat_template_path={path!r}: is neither a file with a Jinja template nor a model: {error}"
+            f"chat_template_path={path!r}: is neither a file with a Jinja template, nor one of "
+            f"{', '.join(CHAT_FORMATS)}, nor a model: {error}"
         ) from error
-    if template is None:
+    if source.chat_template is None:
         raise ConfigError(f"chat_template_path={path!r}: the tokenizer of this model has no chat template")
-    return template
+    template = str(source.get_chat_template())
+    added = [token.content for token in source.added_tokens_decoder.values()]
+    tokens = [token for token in added if token in template or token == source.eos_token]
+    return ChatFormat(template, tuple(tokens), source.eos_token)

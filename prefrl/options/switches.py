@@ -6,10 +6,12 @@ __all__ = ["SWITCHES"]
 
 SWITCHES: dict[str, tuple[str, ...]] = {
     "use_vllm": (
+        *("vllm", "vllm_python", "vllm_args"),
         *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_kwargs"),
         *("vllm_guided_decoding_regex", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
         *("vllm_importance_sampling_kwargs", "weight_sync", "generation_mode", "max_staleness"),
     ),
+    "vllm": ("vllm_python", "vllm_args"),
     "use_peft": (
         *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
         *("lora_modules_to_save", "lora_task_type", "lora_rank_pattern", "lora_alpha_pattern", "lora_init"),

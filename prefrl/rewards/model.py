@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from prefrl.distributed import is_sharded
 from prefrl.errors import ConfigError, RewardError
 from prefrl.optional import require
+from prefrl.rewards.model_inputs import ModelRow, RowReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from prefrl.rewards.model_inputs import ProcessingClass
 
 __all__ = ["ModelReward"]
 
@@ -26,16 +30,17 @@ __all__ = ["ModelReward"]
 class ModelReward:
     """A reward that is one of the logits that a sequence-classification model gives to prompt and completion.
 
-    Messages are rendered with the chat template of the reward model's own tokenizer. The model is in eval mode while
-    it scores, and gets no gradients. The name under which the reward is logged shows the options: `name`,
+    Messages are rendered with the chat template of the reward model's own tokenizer. A vision-language model with its
+    processor reads the images of prompts; every other model reads the text alone. The model is in eval mode while it
+    scores, and gets no gradients. The name under which the reward is logged shows the options: `name`,
     `name[helpful]`, `name[per_token]` or `name[helpful,per_token]`.
 
     Args:
         model: Name, folder or instance. A folder or name may be that of a LoRA adapter with one label.
         head: Which label of a model with several: its name in `config.id2label`, or its index.
         per_token: Divide the score by the number of tokens of the completion, as sampled.
-        tokenizer: The model's tokenizer; None: the one loaded by the model's name. A tokenizer without a padding token
-            pads with its end-of-sequence token.
+        tokenizer: The model's tokenizer, or the processor of a vision-language model; None: the one loaded by the
+            model's name. A tokenizer without a padding token pads with its end-of-sequence token.
         device: Where the model is put; None: it stays where it is.
         batch_size: The most completions that the model scores at once.
     Raises:
@@ -50,7 +55,7 @@ class ModelReward:
         *,
         head: str | int | None = None,
         per_token: bool = False,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: ProcessingClass | None = None,
         device: torch.device | str | None = None,
         batch_size: int = 16,
     ) -> None:
@@ -64,7 +69,9 @@ class ModelReward:
         self._is_per_token = per_token
         qualifiers = ([] if head is None else [labels[self._column]]) + (["per_token"] if per_token else [])
         self.__name__ = f"{name}[{','.join(qualifiers)}]" if qualifiers else name
-        self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(_repository(model))
+        given = tokenizer if tokenizer is not None else _load_tokenizer(_repository(model), self.model)
+        self._reader = RowReader(self.__name__, given)
+        self.tokenizer: PreTrainedTokenizerBase = self._reader.tokenizer
         self._set_padding()
         if device is not None:
             self.model.to(device)
@@ -74,6 +81,7 @@ class ModelReward:
         prompts: Sequence[str | list[dict[str, Any]]],
         completions: Sequence[str | list[dict[str, Any]]],
         completion_ids: Sequence[Sequence[int]] | None = None,
+        images: Sequence[Sequence[Any]] | None = None,
     ) -> list[float]:
         """Score B completions.
 
@@ -81,26 +89,30 @@ class ModelReward:
             prompts: B texts or lists of messages.
             completions: B texts or lists of messages.
             completion_ids: B lists of token ids, as sampled; read only if the score is per token.
+            images: B lists of the images of prompts, as a dataset holds them; None: those in the messages. Read only
+                by a vision-language model with its processor.
         Raises:
-            ConfigError: Messages, and the tokenizer has no chat template.
+            ConfigError: Messages, and the tokenizer has no chat template; or a model that reads images has partitioned
+                weights.
+            DataError: The images of a prompt cannot be read, or do not fit its places for images.
             RewardError: A text is longer than the model can read, or the score is per token and a completion has none.
         """
-        rows = [self._token_ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        self._check_lengths(rows)
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))  # similar lengths together: little padding
+        self._check_whole()
+        stored: Sequence[Sequence[Any] | None] = [None] * len(prompts) if images is None else images
+        rows = [self._reader.row(*row) for row in zip(prompts, completions, stored, strict=True)]
         scores = [0.0] * len(rows)
         with _evaluating(self.model):
-            for start in range(0, len(order), self.batch_size):
-                chosen = order[start : start + self.batch_size]
-                for row, score in zip(chosen, self._scores([rows[row] for row in chosen]), strict=True):
+            for chosen in self._batches(rows):
+                for row, score in zip(chosen, self._scores(rows, chosen), strict=True):
                     scores[row] = score
         return self._divided(scores, completion_ids) if self._is_per_token else scores
 
     def idle_pass(self) -> None:
         """Run one token without using its score: other processes wait for this pass if weights are partitioned."""
+        self._check_whole()
         token = 0 if self.tokenizer.pad_token_id != 0 else 1
         with _evaluating(self.model):
-            self._scores([[token]])
+            self._scores([ModelRow([token])], [0])
 
     def _divided(self, scores: Sequence[float], completion_ids: Sequence[Sequence[int]] | None) -> list[float]:
         lengths = [len(ids) for ids in completion_ids or ()]
@@ -111,40 +123,40 @@ class ModelReward:
             )
         return [score / length for score, length in zip(scores, lengths, strict=True)]
 
-    def _token_ids(self, prompt: Any, completion: Any) -> list[int]:
-        if isinstance(prompt, str):
-            ids: list[int] = self.tokenizer(prompt + completion)["input_ids"]
-            end = self.tokenizer.eos_token_id
-            return ids if end is None or ids[-1:] == [end] else [*ids, end]  # RewardTrainer ends texts in the same way
-        if self.tokenizer.chat_template is None:
-            raise ConfigError(
-                f"reward model {self.__name__!r}: the data are conversational, but its tokenizer has no chat "
-                "template. Give a tokenizer with a template in reward_processing_classes"
-            )
-        text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
-        return ids
+    def _batches(self, rows: Sequence[ModelRow]) -> Iterator[list[int]]:
+        """Rows of similar lengths, so that there is little padding; those with images apart from those without."""
+        for has_images in (False, True):
+            alike = [row for row in range(len(rows)) if bool(rows[row].pictures) == has_images]
+            alike.sort(key=lambda row: len(rows[row].token_ids))
+            yield from (alike[start : start + self.batch_size] for start in range(0, len(alike), self.batch_size))
 
-    def _check_lengths(self, rows: Sequence[Sequence[int]]) -> None:
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        for row, ids in enumerate(rows):
-            if not ids:
+    def _scores(self, rows: Sequence[ModelRow], chosen: Sequence[int]) -> list[float]:
+        inputs = self._reader.tensors([rows[row] for row in chosen])
+        self._check_lengths(chosen, inputs["attention_mask"].sum(1).tolist())
+        device = next(self.model.parameters()).device
+        logits = self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits  # [rows, labels]
+        values: list[float] = logits[:, self._column].float().tolist()
+        return values
+
+    def _check_lengths(self, chosen: Sequence[int], lengths: Sequence[int]) -> None:
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for row, length in zip(chosen, lengths, strict=True):
+            if not length:
                 raise RewardError(f"reward model {self.__name__!r}, row {row}: the text is empty")
-            if limit is not None and len(ids) > limit:
+            if limit is not None and length > limit:
                 raise RewardError(
-                    f"reward model {self.__name__!r}, row {row}: {len(ids)} tokens, but the model reads at most "
+                    f"reward model {self.__name__!r}, row {row}: {length} tokens, but the model reads at most "
                     f"{limit}. Lower max_prompt_length or max_completion_length, or use another model"
                 )
 
-    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        width = max(map(len, rows))
-        padding = self.tokenizer.pad_token_id
-        ids = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        device = next(self.model.parameters()).device
-        logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits  # [rows, labels]
-        values: list[float] = logits[:, self._column].float().tolist()
-        return values
+    def _check_whole(self) -> None:
+        """Refuse a model that reads images if each process holds a part of it: only some have images in a pass."""
+        if self._reader.reads_images and is_sharded(self.model):
+            raise ConfigError(
+                f"reward model {self.__name__!r} reads images, and its weights are partitioned over processes (ZeRO-3 "
+                "or FSDP), which then do not run the same layers. Train with DDP or ZeRO-2, or ask the model in a "
+                "process of its own, with a reward function"
+            )
 
     def _set_padding(self) -> None:
         if self.tokenizer.pad_token_id is None:
@@ -155,7 +167,7 @@ class ModelReward:
                 )
             self.tokenizer.pad_token = self.tokenizer.eos_token
         # Decoder models take the last token that is not this one as the last token of a row.
-        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
 
 @contextmanager
@@ -202,13 +214,22 @@ def _column(name: str, labels: Sequence[str], head: str | int | None) -> int:
 
 def _load_model(name: str | os.PathLike[str]) -> PreTrainedModel:
     # Slow to import, and not every run has such a model.
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils import find_adapter_config_file
 
+    from prefrl import rewards  # which imports this module
+    from prefrl.models.vision_classifier import add_classifier
+
     source = os.fspath(name)
+    if source in rewards.__all__:
+        raise ConfigError(
+            f"reward_funcs={source!r}: names a function, and a text is the name of a model. Pass the function: "
+            f"from prefrl.rewards import {source}"
+        )
     try:
         adapter = find_adapter_config_file(source)
         if adapter is None:
+            add_classifier(AutoConfig.from_pretrained(source))
             model, info = AutoModelForSequenceClassification.from_pretrained(source, output_loading_info=True)
             untrained = set(info["missing_keys"])
         else:
@@ -226,9 +247,12 @@ def _load_model(name: str | os.PathLike[str]) -> PreTrainedModel:
 def _load_adapter(name: str, config: Path) -> tuple[PreTrainedModel, set[str]]:
     """The base model with its adapter, and the names of weights that neither of them has."""
     require("peft", extra="peft", feature=f"the reward model {name!r}, an adapter,")
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from prefrl.models.vision_classifier import add_classifier
 
     base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    add_classifier(AutoConfig.from_pretrained(base))
     # An adapter's folder does not say how many labels there are; with another number, shapes would not match.
     model, info = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, output_loading_info=True)
     model.load_adapter(name)
@@ -237,18 +261,20 @@ def _load_adapter(name: str, config: Path) -> tuple[PreTrainedModel, set[str]]:
     return model, set(info["missing_keys"]) - replaced
 
 
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+def _load_tokenizer(name: str, model: PreTrainedModel) -> ProcessingClass:
+    from transformers import AutoProcessor, AutoTokenizer
 
+    reads_images = getattr(model.config, "vision_config", None) is not None
+    what = "processor" if reads_images else "tokenizer"
     if not name:
-        raise ConfigError(
-            "a reward model that was not loaded by name needs its tokenizer in reward_processing_classes"
-        )
+        raise ConfigError(f"a reward model that was not loaded by name needs its {what} in reward_processing_classes")
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        return (AutoProcessor if reads_images else AutoTokenizer).from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        remedy = ", or its tokenizer to score text alone," if reads_images else ""
         raise ConfigError(
-            f"reward model {name!r}: its tokenizer cannot be loaded: {error}. Pass it in reward_processing_classes"
+            f"reward model {name!r}: its {what} cannot be loaded: {error}. Pass it{remedy} in "
+            "reward_processing_classes"
         ) from error
 
 

@@ -27,9 +27,8 @@ from prefrl.rewards.model import ModelReward
 from prefrl.rewards.randomness import own_randomness
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from prefrl.rewards.base import RewardFunction, RewardSource
+    from prefrl.rewards.model_inputs import ProcessingClass
     from prefrl.types import Episode
 
 __all__ = ["RewardRunner", "RewardScores"]
@@ -74,8 +73,8 @@ class RewardRunner:
         timeout: Seconds for one function and one batch; None: no limit.
         on_error: What becomes of an error of a function. raise: it is raised. skip: the function's values for that
             batch are None, and only 10 such batches one after another are an error.
-        processing_classes: Tokenizers of reward models: one for all of them, or K entries with None for functions and
-            for models that bring their own.
+        processing_classes: Tokenizers of reward models, or processors of those that read images: one for all of them,
+            or K entries with None for functions and for models that bring their own.
         columns: Columns of the dataset, if they are already known.
         environments: Classes of environments that have rewards of their own, by name. Each is one more reward, of
             weight 1, after the others. None: there are no environments, so rewards cannot ask for them.
@@ -92,7 +91,7 @@ class RewardRunner:
         weights: Sequence[float] | None = None,
         timeout: float | None = 600.0,
         on_error: Literal["raise", "skip"] = "raise",
-        processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
+        processing_classes: ProcessingClass | Sequence[ProcessingClass | None] | None = None,
         columns: Collection[str] | None = None,
         environments: Mapping[str, type] | None = None,
         device: torch.device | str | None = None,
@@ -285,11 +284,16 @@ def _is_model(source: RewardSource) -> bool:
 
 
 def _tokenizers(
-    given: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None, is_model: Sequence[bool]
-) -> list[PreTrainedTokenizerBase | None]:
+    given: ProcessingClass | Sequence[ProcessingClass | None] | None, is_model: Sequence[bool]
+) -> list[ProcessingClass | None]:
     if given is not None and not any(is_model):
         raise ConfigError("reward_processing_classes has no effect: none of reward_funcs is a model. Leave it out")
     if not isinstance(given, list | tuple):
+        if given is not None and sum(is_model) > 1:
+            raise ConfigError(
+                f"reward_processing_classes: one tokenizer for {sum(is_model)} models, whose tokens may differ; give "
+                f"a list of {len(is_model)}, one for each reward. None is a model's own tokenizer, and for functions"
+            )
         return [given if model else None for model in is_model]
     if len(given) != len(is_model):
         raise ConfigError(
@@ -305,7 +309,7 @@ def _tokenizers(
 
 
 def _function(
-    source: RewardSource, tokenizer: PreTrainedTokenizerBase | None, device: torch.device | str | None
+    source: RewardSource, tokenizer: ProcessingClass | None, device: torch.device | str | None
 ) -> Callable[..., Any]:
     if isinstance(source, str | os.PathLike | nn.Module):
         return ModelReward(source, tokenizer=tokenizer, device=device)

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from prefrl import distributed
 from prefrl.metrics import Max, Mean, Metric, Min, Std
-from prefrl.printable import printable, reason_of
-from prefrl.rollout.tables import send_table
+from prefrl.printable import printable
+from prefrl.rollout.tables import Tables
 from prefrl.types import Rollout, StopReason
 
 if TYPE_CHECKING:
@@ -152,9 +152,7 @@ def messages_of_turn(messages: Sequence[Mapping[str, Any]], turn: int) -> list[M
     return list(messages[starts[turn] : starts[turn + 1] if turn + 1 < len(starts) else len(messages)])
 
 
-def log_collected(
-    collected: Collected, *, step: int, limit: int | None, unique: bool, trackers: Sequence[str] = ()
-) -> None:
+def log_collected(collected: Collected, *, step: int, limit: int | None, unique: bool, tables: Tables) -> None:
     """Print the completions of all ranks, see `log_completions`, and send them to trackers. All ranks must call it.
 
     Args:
@@ -162,27 +160,24 @@ def log_collected(
         step: The optimizer step that is about to learn from them.
         limit: Number of rows of the printed table; None: all.
         unique: Print only the first completion of each prompt.
-        trackers: Names as in `report_to`; see `send_table`. They get all completions.
+        tables: Those of the trackers, which get all completions.
     """
     parts = distributed.gather_objects(collected)
     if distributed.is_main():
         rollouts = type(collected).concat(parts).rollouts
         shown = one_of_each_prompt(rollouts) if unique else rollouts
         log_completions(shown, title=title_of_step(step), limit=limit)
-        _track(rollouts, step=step, trackers=trackers)
+        _track(rollouts, step=step, tables=tables)
 
 
-def _track(rollouts: Sequence[Rollout], *, step: int, trackers: Sequence[str]) -> None:
+def _track(rollouts: Sequence[Rollout], *, step: int, tables: Tables) -> None:
     names = list(rollouts[0].rewards) if rollouts else []
     columns = ["step", "prompt", "completion", *names, "reward", "advantage"]
     rows = [
         [step, as_text(r.prompt), as_text(r.text), *(r.rewards[name] for name in names), r.reward, r.advantage]
         for r in rollouts
     ]
-    try:
-        send_table(trackers, "completions", columns, rows, step=step)
-    except Exception as error:  # it must not end the training
-        logger.warning("%s could not be sent to a tracker: %s", title_of_step(step), reason_of(error))
+    tables.send("completions", columns, rows, step=step)
 
 
 def one_of_each_prompt(rollouts: Sequence[Rollout]) -> list[Rollout]:

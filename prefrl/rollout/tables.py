@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["send_table"]
+from prefrl.printable import reason_of
+
+__all__ = ["Tables"]
+
+_log = logging.getLogger(__name__)
 
 
-def send_table(
-    trackers: Iterable[str], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
-) -> None:
-    """Log a table to Weights & Biases, Trackio, MLflow and Comet, whichever of them are named.
+class Tables:
+    """Logs tables to Weights & Biases, Trackio, MLflow and Comet, whichever of them a run reports to.
 
     Args:
         trackers: Names as in `report_to`. HuggingFace has imported these packages and begun their runs.
-        name: Of the table.
-        columns: Names of the columns.
-        rows: A value for each column.
-        step: The optimizer step of the table, part of the name where a tracker keeps one table for each name.
-
-    Raises:
-        Exception: Whatever a tracker raises.
     """
-    for tracker in trackers:
-        if tracker in _SENDERS:
-            _SENDERS[tracker](sys.modules[tracker], name, list(columns), [list(row) for row in rows], step)
+
+    def __init__(self, trackers: Iterable[str]) -> None:
+        self._trackers = [tracker for tracker in trackers if tracker in _SENDERS]
+
+    def send(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int) -> None:
+        """Send a table. A tracker that fails is left out from then on, with one warning.
+
+        Args:
+            name: Of the table.
+            columns: Names of the columns.
+            rows: A value for each column.
+            step: The optimizer step of the table, part of the name where a tracker keeps one table for each name.
+        """
+        for tracker in tuple(self._trackers):
+            try:
+                _SENDERS[tracker](sys.modules[tracker], name, list(columns), [list(row) for row in rows], step)
+            except Exception as error:  # it must not end the training
+                self._trackers.remove(tracker)
+                _log.warning("%s gets no more tables, because it failed: %s", tracker, reason_of(error))
 
 
 def _to_wandb(wandb: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:

@@ -46,10 +46,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
+        if not isinstance(row, dict) or not {"run", "step"} <= row.keys():
+            continue  # of another program
         if rows and row["run"] != rows[-1]["run"]:
             rows = []
-        is_repeated = "loss" in row or (rows and row["step"] < rows[-1]["step"])
-        while is_repeated and rows and rows[-1]["step"] >= row["step"]:
+        # A step is logged once with its loss; evaluations of the same step follow.
+        first_repeated = row["step"] if "loss" in row else row["step"] + 1
+        while rows and rows[-1]["step"] >= first_repeated:
             rows.pop()
         rows.append(row)
     return rows

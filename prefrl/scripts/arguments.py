@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
+from prefrl.scripts.dataset_columns import SHAPING
 from prefrl.scripts.dataset_config import DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.model_config import ModelConfig
+from prefrl.scripts.reward_entry import RewardEntry, reward_entries
 
 __all__ = ["CommandArguments", "RewardArguments"]
 
@@ -35,8 +37,8 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
             given = "both are given" if self.datasets else "not given"
             raise ConfigError(f"dataset_name, datasets: {given}. Set one of them.")
         if self.datasets:
-            names = ("dataset_config", "dataset_train_split", "dataset_revision")
-            remedy = "Set name, split and revision in datasets."
+            names = ("dataset_config", "dataset_train_split", "dataset_revision", *SHAPING)
+            remedy = "Set it for each dataset of datasets, by the names name, split, revision, columns and so on."
             check_unset(self, *names, because="datasets is set", remedy=remedy)
             return
         check_unset(self, "streaming", because="dataset_name is set", remedy="Set dataset_streaming.")
@@ -48,10 +50,11 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
 class RewardArguments(CommandArguments):
     """For algorithms that learn from rewards."""
 
-    reward_funcs: list[str] | None = opt(
+    reward_funcs: list[RewardEntry] | None = opt(
         None,
-        "Rewards, in the order of reward_weights: built-in names, module:function for your own, or graders with their "
-        "parameters, such as string_check(reference='{answer}').",
+        "Rewards, in the order of reward_weights: built-in names, module.function or file.py:function for your own, "
+        "and graders. Parameters follow in parentheses, string_check(reference='{answer}'); or in a YAML file as a "
+        "mapping, {name: string_check, reference: '{answer}'}.",
     )
     reward_model_name_or_path: str | None = opt(
         None, "A sequence-classification model as one more reward, after those of reward_funcs."
@@ -59,6 +62,7 @@ class RewardArguments(CommandArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.reward_funcs = reward_entries(self.reward_funcs)
         if not self.reward_funcs and self.reward_model_name_or_path is None:
             raise ConfigError(
                 "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "

@@ -14,28 +14,40 @@ from annotated_types import Gt
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
+from prefrl.scripts.dataset_columns import ColumnArguments, check_columns, shape_of
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
 
     from prefrl.data.formats import AnyDataset
 
-__all__ = ["DatasetConfig", "DatasetMixtureConfig", "ScriptArguments", "get_dataset", "load_part", "load_parts"]
+__all__ = [
+    *("FILES", "DatasetConfig", "DatasetMixtureConfig", "ScriptArguments"),
+    *("get_dataset", "load_part", "load_parts"),
+]
 
-_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+_TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".txt": ("text", {}),
+}
+# Endings of the files that are read, with the format of each in `datasets` and its arguments.
+_FORMATS = {**_TEXTS, **{f"{ending}.gz": form for ending, form in _TEXTS.items()}, ".parquet": ("parquet", {})}
+FILES = "a .parquet, .csv, .tsv, .txt, .json or .jsonl file; all but the first may end in .gz"
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(ColumnArguments):
     """Options of a single dataset.
 
     Raises:
-        ConfigError: `ignore_bias_buffers` is set.
+        ConfigError: `ignore_bias_buffers` is set, or an option of columns cannot be read.
     """
 
-    dataset_name: str | None = opt(
-        None, "Dataset: a name on the Hub, a folder, or a .json, .jsonl or .parquet file. Set this or datasets."
-    )
+    dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}. Set this or datasets.")
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_revision: str | None = opt(None, "Branch, tag or commit of a dataset on the Hub.")
     dataset_train_split: str = opt("train", "Split to train on; slices such as train[:90%] work.")
@@ -49,6 +61,7 @@ class ScriptArguments:
                 "ignore_bias_buffers=True: is not there. Set ddp_broadcast_buffers=False, with which DDP sends no "
                 "buffers."
             )
+        super().__post_init__()
 
 
 @dataclass
@@ -56,16 +69,23 @@ class DatasetConfig:
     """A dataset, or one part of a mixture.
 
     Args:
-        path: A name on the Hub, a folder, or a .json, .jsonl or .parquet file.
+        path: A name on the Hub, a folder, or a .parquet, .csv, .tsv, .txt, .json or .jsonl file; all but the first may
+            end in .gz.
         name: Configuration of a dataset that has several.
         data_dir: As in `datasets.load_dataset`.
         data_files: As in `datasets.load_dataset`.
         split: The split; slices such as train[:90%] work.
-        columns: The columns to keep; None: all.
+        columns: New names of columns, and the dataset's own names: {"prompt": "question"}. A list of names, and of
+            such mappings, also says which columns to keep: ["answer", {"prompt": "question"}]. None: all, as they are.
         fraction: Its share of the mixture's rows, relative to the others: each part gives its first rows, as many as
             its share allows, and no row occurs twice.
         weight: How often a row is drawn from it, relative to the others: rows are drawn at random until a part ends.
         revision: Branch, tag or commit on the Hub.
+        prompt_template: Text of the column prompt, with the dataset's columns in braces: "Q: {question}". Braces that
+            are text are doubled. In conversations it is the user's message.
+        system_prompt: System message of each conversation that does not begin with one. Prompts and answers that are
+            texts become messages.
+        conversational: Make messages of the user and the assistant of prompts and answers that are texts.
     """
 
     path: str
@@ -73,10 +93,13 @@ class DatasetConfig:
     data_dir: str | None = None
     data_files: str | list[str] | dict[str, str] | None = None
     split: str = "train"
-    columns: list[str] | None = None
+    columns: list[str | dict[str, str]] | dict[str, str] | None = None
     fraction: float | None = None
     weight: float | None = None
     revision: str | None = None
+    prompt_template: str | None = None
+    system_prompt: str | None = None
+    conversational: bool = False
 
 
 @dataclass
@@ -90,8 +113,9 @@ class DatasetMixtureConfig:
     datasets: list[DatasetConfig] = opt(
         [],
         "Datasets to mix: a list in the YAML file, JSON on the command line. Each has a path and may have name, "
-        "data_dir, data_files, split, revision, columns (those to keep) and weight or fraction (its share of the "
-        "rows, relative to the others; without them all rows are read).",
+        "data_dir, data_files, split, revision, columns (a mapping as for one dataset, or a list of those to keep), "
+        "prompt_template, system_prompt, conversational, and weight or fraction (its share of the rows, relative to "
+        "the others; without them all rows are read).",
     )
     streaming: bool = opt(False, "Read datasets as streams. Needs max_steps.")
     test_split_size: Annotated[float, Gt(0)] | None = opt(
@@ -159,44 +183,69 @@ def load_parts(parts: Sequence[DatasetConfig], *, streaming: bool) -> dict[str, 
 
     Raises:
         ConfigError: Options exclude each other.
-        DataError: One cannot be loaded.
+        DataError: One cannot be loaded, or lacks a column.
     """
-    return {name: load_part(part, streaming=streaming) for name, part in _named(parts).items()}
+    named = _named(parts).items()
+    return {
+        name: load_part(part, streaming=streaming, within=f"datasets[{i}].") for i, (name, part) in enumerate(named)
+    }
 
 
 def load_part(
-    part: DatasetConfig, *, streaming: bool, path_option: str = "datasets.path", split_option: str = "split"
+    part: DatasetConfig,
+    *,
+    streaming: bool,
+    path_option: str = "path",
+    split_option: str = "split",
+    within: str = "",
 ) -> AnyDataset:
-    """Load one dataset. The names of the options are for error messages.
+    """Load one dataset, and give it the columns that its options ask for.
+
+    Args:
+        part: The dataset.
+        streaming: Read it as a stream.
+        path_option: The name of the option `path`, for messages.
+        split_option: The name of the option `split`, for messages.
+        within: What precedes the names of options in messages.
 
     Raises:
         ConfigError: Options exclude each other.
-        DataError: It cannot be loaded.
+        DataError: It cannot be loaded, or lacks a column.
     """
     import datasets  # not needed for --help
 
-    file_format = _FORMATS.get(Path(part.path).suffix)
-    files = part.data_files if file_format is None else part.path
-    if file_format is not None and not Path(part.path).is_file():
-        raise DataError(f"{path_option}={part.path!r}: there is no such file")
-    if file_format is not None and (part.data_files, part.data_dir) != (None, None):
-        raise ConfigError(f"{path_option}={part.path!r} is a file: remove data_files and data_dir")
-    if part.revision is not None and Path(part.path).exists():
-        raise ConfigError(f"{path_option}={part.path!r} is on this machine: revision={part.revision!r} is of the Hub")
+    where = f"{within}{path_option}={part.path!r}"
+    path, arguments = _source(part, where)
     try:
         dataset: AnyDataset = datasets.load_dataset(
-            file_format or part.path,
-            part.name,
-            data_dir=part.data_dir,
-            data_files=files,
-            split=part.split,
-            revision=part.revision,
-            streaming=streaming,
+            path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
         )
-        return dataset if part.columns is None else dataset.select_columns(part.columns)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        where = f"{path_option}={part.path!r} with {split_option}={part.split!r}"
-        raise DataError(f"{where} cannot be loaded: {error}") from error
+        # datasets puts the place and the cause of a damaged file into the error that its own one comes from.
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+        named = f" Name held-out rows, such as {split_option}='train[90%:]'." if "Unknown split" in str(error) else ""
+        what = f"{where} with {split_option}={part.split!r}"
+        raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from error
+    shape = shape_of(part)
+    return dataset if shape is None else shape.apply(dataset, within=within)
+
+
+def _source(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
+    """What `datasets.load_dataset` is to read, and its arguments."""
+    path = Path(part.path)
+    is_here = path.exists()
+    if part.revision is not None and is_here:
+        raise ConfigError(f"{where} is on this machine: revision={part.revision!r} is of the Hub")
+    file_format = next((form for ending, form in _FORMATS.items() if path.name.lower().endswith(ending)), None)
+    if file_format is None and not path.is_file():
+        return part.path, {"data_dir": part.data_dir, "data_files": part.data_files}
+    if file_format is None:
+        raise DataError(f"{where}: this file cannot be read. A dataset is a name on the Hub, a folder, or {FILES}")
+    if not path.is_file():
+        raise DataError(f"{where}: there is no such file")
+    if (part.data_files, part.data_dir) != (None, None):
+        raise ConfigError(f"{where} is a file: remove data_files and data_dir")
+    return file_format[0], {"data_files": part.path, **file_format[1]}
 
 
 def _first_rows(parts: dict[str, AnyDataset], fractions: dict[str, float]) -> dict[str, AnyDataset]:
@@ -246,8 +295,7 @@ def _check_part(where: str, part: DatasetConfig) -> None:
         value = getattr(part, key)
         if not isinstance(value, str) and (value is not None or key in ("path", "split")):
             raise ConfigError(f"{where}.{key}={value!r}: must be a string")
-    if part.columns is not None and not (isinstance(part.columns, list) and part.columns):
-        raise ConfigError(f"{where}.columns={part.columns!r}: must be a list of names")
+    check_columns(part, f"{where}.")
     for key in ("fraction", "weight"):
         value = getattr(part, key)
         if value is not None and not (isinstance(value, int | float) and value > 0):

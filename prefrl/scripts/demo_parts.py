@@ -1,29 +1,30 @@
-"""What the demos share: greedy answers, a line for each log, and the reward curve."""
+"""What the demos share: what is not shown, greedy answers, and the reward curve."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from transformers import TrainerCallback
+from datasets import disable_progress_bars
+from transformers.utils import logging as transformers_logging
 
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.optional import require
+from prefrl.run.metrics_file import read_metrics
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from transformers import (
-        PreTrainedModel,
-        PreTrainedTokenizerFast,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["ReportProgress", "greedy_texts", "plot_rewards"]
+__all__ = ["be_quiet", "greedy_texts", "plot_rewards"]
+
+
+def be_quiet() -> None:
+    """Show the run, and not the warnings and bars of the libraries."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bars()
 
 
 def greedy_texts(
@@ -35,30 +36,11 @@ def greedy_texts(
     return [tokenizer.decode(samples[0].token_ids, skip_special_tokens=True) for samples in completions]
 
 
-class ReportProgress(TrainerCallback):
-    """Appends every log to the metrics file, and shows those of every `interval`-th step."""
-
-    def __init__(self, stage: str, path: Path, console: Console, *, interval: int = 10) -> None:
-        self.stage = stage
-        self.path = path
-        self.console = console
-        self.interval = interval
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write and show the latest log."""
-        logs = kwargs["logs"]
-        with self.path.open("a") as file:
-            file.write(json.dumps({"stage": self.stage, "step": state.global_step, **logs}) + "\n")
-        shown = [name for name in ("loss", "mean_token_accuracy", "reward", "reward_std", "entropy") if name in logs]
-        if shown and state.global_step % self.interval == 0:
-            values = "  ".join(f"{name} {logs[name]:.3f}" for name in shown)
-            self.console.print(f"{self.stage} step {state.global_step}  {values}")
-
-
-def plot_rewards(rewards: list[float], path: Path) -> None:
-    """Plot the mean reward of each GRPO step as a PNG file."""
+def plot_rewards(folder: Path) -> None:
+    """Plot the mean reward of the last run in a folder, by step, as `reward_curve.png`."""
+    logged = [(row["step"], row["reward"]) for row in read_metrics(folder) if "reward" in row]
     figure = require("matplotlib.figure", extra="plot", feature="prefrl demo").Figure(figsize=(6, 4))
     axes = figure.subplots()
-    axes.plot(range(1, len(rewards) + 1), rewards)
+    axes.plot(*zip(*logged, strict=True))
     axes.set(xlabel="GRPO step", ylabel="mean reward", ylim=(0, 1), title="prefrl demo")
-    figure.savefig(path, dpi=120)
+    figure.savefig(folder / "reward_curve.png", dpi=120)

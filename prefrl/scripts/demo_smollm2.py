@@ -1,4 +1,4 @@
-"""`prefrl demo --model smollm2`: a real model of 135 million weights learns to answer sums with the number alone."""
+"""`prefrl demo --model smollm2`: a real model of 135 million weights learns to add."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prefrl.scripts.demo_parts import ReportProgress, greedy_texts, plot_rewards
+from prefrl.scripts.demo_parts import be_quiet, greedy_texts, plot_rewards
 from prefrl.scripts.smollm2 import cached_smollm2
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
@@ -36,13 +35,9 @@ def run(seed: int, output_dir: Path, console: Console, *, model_folder: Path | N
 
     `model_folder` holds SmolLM2; None: it is fetched once, see `cached_smollm2`.
     """
-    started = time.monotonic()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    disable_progress_bars()
+    started, started_cpu = time.monotonic(), time.process_time()
+    be_quiet()
     output_dir.mkdir(parents=True, exist_ok=True)
-    metrics = output_dir / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
     folder = model_folder or cached_smollm2(console.print)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -51,19 +46,19 @@ def run(seed: int, output_dir: Path, console: Console, *, model_folder: Path | N
     before = _answers(model, tokenizer, held_out)
     console.print(_table("Held-out questions, greedy answers before training", held_out, {"answer": before}))
     console.rule("GRPO: 1 for the right number alone, 0.3 for an answer that ends with it")
-    report = ReportProgress("grpo", metrics, console, interval=1)
-    rewards = _train(model, tokenizer, train, seed=seed, output_dir=output_dir, report=report)
+    _train(model, tokenizer, train, seed=seed, output_dir=output_dir)
     after = _answers(model, tokenizer, held_out)
 
     summary = {
         "accuracy_base": _accuracy(before, held_out),
         "accuracy_grpo": _accuracy(after, held_out),
-        "grpo_steps": len(rewards),
+        "grpo_steps": STEPS,
         "seconds_total": round(time.monotonic() - started, 1),
+        "cpu_seconds": round(time.process_time() - started_cpu, 1),
         "seed": seed,
     }
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_rewards(rewards, output_dir / "reward_curve.png")
+    plot_rewards(output_dir)
     model.save_pretrained(output_dir / "model")
     tokenizer.save_pretrained(output_dir / "model")
     console.print(_table("Held-out questions, greedy answers", held_out, {"before": before, "after": after}))
@@ -71,7 +66,8 @@ def run(seed: int, output_dir: Path, console: Console, *, model_folder: Path | N
         console.print(
             f"held-out answers that end with the right number, {name} GRPO: {summary[f'accuracy_{stage}']:.3f}"
         )
-    console.print(f"{summary['seconds_total']} s; everything is in {output_dir}")
+    console.print(f"{summary['seconds_total']} s, {summary['cpu_seconds']} of CPU; everything is in {output_dir}")
+    console.print(f"To go on: prefrl chat {output_dir / 'model'}, or prefrl report {output_dir}")
     return summary
 
 
@@ -104,14 +100,8 @@ def gives_number(completions: list[list[dict[str, str]]], answer: list[str], **_
 
 
 def _train(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    train: Dataset,
-    *,
-    seed: int,
-    output_dir: Path,
-    report: ReportProgress,
-) -> list[float]:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, train: Dataset, *, seed: int, output_dir: Path
+) -> None:
     config = GRPOConfig(
         output_dir=str(output_dir),
         seed=seed,
@@ -126,14 +116,12 @@ def _train(
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        disable_tqdm=True,
+        disable_tqdm=False,  # which transformers does while it is told to log errors alone
         use_cpu=True,
     )
-    trainer = GRPOTrainer(model, gives_number, config, train, processing_class=tokenizer, callbacks=[report])
-    trainer.remove_callback(PrinterCallback)
+    trainer = GRPOTrainer(model, gives_number, config, train, processing_class=tokenizer)
     trainer.train()
     trainer.generator.close()
-    return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
 
 
 def _answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: Dataset) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.command_parser import CommandParser
-from prefrl.scripts.train import options_of, read
+from prefrl.scripts.train import read
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
@@ -38,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console  # this and the next import torch, which mistakes do not need
 
     from prefrl.scripts.checkup.run import checkup_of
+    from prefrl.scripts.launch_arguments import launch_options
 
-    script, config = options_of(algorithm, given)
-    checkup = checkup_of(algorithm, script, config)
+    checkup = checkup_of(algorithm, given, launch_options(given, os.environ))
     checkup.print(Console(highlight=False))
     return 2 if checkup.count("problem") else 0
 

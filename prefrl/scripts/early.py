@@ -118,7 +118,12 @@ class _Derived:
 
 
 def check_pairs_of_options(
-    algorithm: str, schema: Mapping[str, Any], options: Sequence[Mapping[str, Any]], given: Mapping[str, Any]
+    algorithm: str,
+    schema: Mapping[str, Any],
+    options: Sequence[Mapping[str, Any]],
+    given: Mapping[str, Any],
+    *,
+    knows_processes: bool = True,
 ) -> Any:
     """Check the options of an algorithm against each other.
 
@@ -127,6 +132,7 @@ def check_pairs_of_options(
         schema: The content of schema.json.
         options: Its options in the schema.
         given: Those that the user gives.
+        knows_processes: False: the run is started on other processes, so sizes of batches are left to them.
 
     Returns:
         The options as attributes.
@@ -136,6 +142,7 @@ def check_pairs_of_options(
     """
     rules, params = schema["rules"][algorithm], [_params(row) for row in schema["params"]]
     config = _config(rules, options, given)
+    config.knows_sizes = knows_processes and not config.parallelism_config
     _check_sizes(config)
     for name, (what, *known) in rules["known"].items():
         check_known(name, str(getattr(config, name)), known, what)
@@ -172,16 +179,16 @@ def _check_sizes(config: Any) -> None:
     if config.include_num_input_tokens_seen is False:
         config.include_num_input_tokens_seen = "no"
     check_warmup_evaluations(config)
-    config.sought = frozenset() if config.parallelism_config else derive_sizes(config, config.automatic)
+    config.sought = derive_sizes(config, config.automatic) if config.knows_sizes else frozenset()
 
 
 def _check_online(config: Any) -> None:
-    if not config.parallelism_config:
+    if config.knows_sizes:
         config.validate_generation_size()
+        config.validate_generation_mode()
     config.validate_prompts()
     config.validate_local(use_vllm=config.use_vllm)
     config.validate_vllm()
-    config.validate_generation_mode()
     if hasattr(config, "sync_ref_model"):
         config.validate_reference()
     if hasattr(config, "importance_sampling_level"):

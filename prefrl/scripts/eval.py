@@ -15,6 +15,9 @@ from rich.console import Console
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_unset, opt
 from prefrl.scripts.command_parser import CommandParser
+from prefrl.scripts.dataset_columns import ColumnArguments
+from prefrl.scripts.dataset_config import FILES
+from prefrl.scripts.reward_entry import RewardEntry, reward_entries
 from prefrl.scripts.samples_file import RESPONSES, load_rows, write_rows
 from prefrl.scripts.sampling import Sample, SamplingArguments, make_sampler
 
@@ -32,21 +35,21 @@ _BATCH = 256  # completions that are scored together
 
 
 @dataclass
-class EvalArguments(SamplingArguments):
+class EvalArguments(SamplingArguments, ColumnArguments):
     """The prompts, perhaps their responses, and the rewards."""
 
-    dataset_name: str | None = opt(None, "A dataset on the Hub, a folder, or a .jsonl or .parquet file.")
+    dataset_name: str | None = opt(None, f"A dataset on the Hub, a folder, or {FILES}.")
     dataset_split: str | None = opt(None, "Split, such as test[:100]; None: the whole of a file, otherwise test.")
     prompt_column: str = opt("prompt", "Column with the prompts, texts or lists of messages.")
     response_column: str = opt(RESPONSES, "Without a model: column with the responses, one or a list for each prompt.")
     data_source_column: str = opt("data_source", "Column that says where a prompt comes from, if there is one.")
     reference_column: str | None = opt(
         None,
-        "Column with what is right, for rewards that look for it in the columns answer, solution or ground_truth; "
+        "Column with the correct answer, for rewards that read it in the columns answer, solution or ground_truth; "
         "reward_model.ground_truth is an entry of a column. None: the columns as they are.",
     )
-    reward_funcs: list[str] | None = opt(
-        None, "Rewards, as for training: built-in names, module:function, file.py:function, or graders."
+    reward_funcs: list[RewardEntry] | None = opt(
+        None, "Rewards, as for training: built-in names, module.function, file.py:function, or graders."
     )
     reward_model_name_or_path: str | None = opt(None, "A sequence-classification model as one more reward.")
     reward_weights: list[float] | None = opt(None, "A weight for each reward; None: 1 each.")
@@ -59,7 +62,9 @@ class EvalArguments(SamplingArguments):
     output_dir: str | None = opt(None, "Folder for metrics.json and completions.parquet; None: nothing is written.")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        for part in (SamplingArguments, ColumnArguments):
+            part.__post_init__(self)
+        self.reward_funcs = reward_entries(self.reward_funcs)
         if self.dataset_name is None:
             raise ConfigError("dataset_name: not given. Set it to prompts, or to prompts with responses.")
         if not self.reward_funcs and self.reward_model_name_or_path is None:
@@ -115,7 +120,8 @@ def main(argv: Sequence[str]) -> int:
         PrefrlError: The options ask for something that cannot work.
     """
     (options,) = command_parser().parse(argv)
-    rows = load_rows(options.dataset_name, options.dataset_split, column=_needed_column(options))
+    needed = _needed_column(options)
+    rows = load_rows(options.dataset_name, options.dataset_split, column=needed, options=options)
     rewards = _rewards(options)  # before the model: it may be wrong, and the model is slow to load
     columns = _columns(rows, options)
     rewards.check_columns(columns)

@@ -67,7 +67,7 @@ def _summary(prompts: Sequence[PromptSamples], sizes: Sequence[int]) -> dict[str
 
 def evaluation_table(found: dict[str, dict[str, int | Estimate]]) -> Table:
     """A row for each quantity and a column for each source."""
-    table = Table(title="mean over prompts [95% interval]")
+    table = Table(title="means over prompts, 95% intervals", min_width=36)
     table.add_column("")
     for source in found:
         table.add_column(source, justify="right")

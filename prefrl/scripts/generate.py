@@ -13,6 +13,8 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
 from prefrl.scripts.command_parser import CommandParser
+from prefrl.scripts.dataset_columns import SHAPING, ColumnArguments
+from prefrl.scripts.dataset_config import FILES
 from prefrl.scripts.samples_file import RESPONSES, check_output_file, load_rows, write_rows
 from prefrl.scripts.sampling import Prompt, SamplingArguments, make_sampler
 
@@ -20,29 +22,30 @@ __all__ = ["GenerateArguments", "command_parser", "main"]
 
 
 @dataclass
-class GenerateArguments(SamplingArguments):
+class GenerateArguments(SamplingArguments, ColumnArguments):
     """The prompts, and where the completions go."""
 
     prompt: str | None = opt(None, "A prompt. Set this or dataset_name.")
     system: str | None = opt(None, "A system prompt, for prompt.")
     raw: bool = opt(False, "Continue the text of prompt as it is, without the chat template.")
-    dataset_name: str | None = opt(None, "Prompts: a dataset on the Hub, a folder, or a .jsonl or .parquet file.")
+    dataset_name: str | None = opt(None, f"Prompts: a dataset on the Hub, a folder, or {FILES}.")
     dataset_split: str | None = opt(None, "Split, such as test[:100]; None: the whole of a file, otherwise test.")
     prompt_column: str = opt("prompt", "Column with the prompts, texts or lists of messages.")
     output_file: str | None = opt(None, f"A .jsonl or .parquet file for the rows, with a column {RESPONSES}.")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        for part in (SamplingArguments, ColumnArguments):
+            part.__post_init__(self)
         if (self.prompt is None) == (self.dataset_name is None):
             given = "both are given" if self.prompt is not None else "not given"
             raise ConfigError(f'prompt, dataset_name: {given}. Write prefrl generate MODEL "..." or set dataset_name.')
         if self.dataset_name is None:
-            names = ("dataset_split", "prompt_column", "output_file")
+            names = ("dataset_split", "prompt_column", "output_file", *SHAPING)
             check_unset(self, *names, because="dataset_name is not set", remedy="Set dataset_name.")
             if self.raw:
                 check_unset(self, "system", because="raw=True", remedy="Write it in the prompt.")
             return
-        remedy = "Put it into the prompts of the dataset."
+        remedy = "system_prompt and conversational are the options for datasets."
         check_unset(self, "system", "raw", because="dataset_name is set", remedy=remedy)
         if self.output_file is None:
             raise ConfigError("output_file: not given. Set it to a .jsonl or .parquet file for the completions.")
@@ -82,7 +85,8 @@ def main(argv: Sequence[str]) -> int:
     (options,) = command_parser().parse(argv)
     if options.dataset_name is None:
         return _print(options)
-    rows = load_rows(options.dataset_name, options.dataset_split, column=options.prompt_column)
+    column = options.prompt_column
+    rows = load_rows(options.dataset_name, options.dataset_split, column=column, options=options)
     samples = make_sampler(options).sample([row[options.prompt_column] for row in rows])
     answered = [{**row, RESPONSES: [one.text for one in group]} for row, group in zip(rows, samples, strict=True)]
     write_rows(Path(options.output_file), answered)

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prefrl.registry import REGISTRY
 
-__all__ = ["GROUPS", "all_options", "common_options", "found_options", "kind_of"]
+__all__ = ["GROUPS", "all_options", "common_options", "found_options", "kind_of", "option_list"]
 
 _Options = Sequence[Mapping[str, Any]]
 _WIDTH = 118
 # The options that most runs set, in the order in which one thinks of them.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Model": ("model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_target_modules"),
-    "Data": ("dataset_name", "datasets", "dataset_train_split", "chat_template_path", "max_length"),
+    "Model": (
+        *("model_name_or_path", "dtype", "attn_implementation", "trust_remote_code"),
+        *("use_peft", "lora_r", "lora_target_modules"),
+    ),
+    "Data": (
+        *("dataset_name", "datasets", "dataset_train_split", "columns", "prompt_template", "system_prompt"),
+        *("conversational", "chat_template_path", "eos_token", "max_length"),
+    ),
     "Rewards": ("reward_funcs", "reward_weights", "reward_model_name_or_path"),
     "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
-        *("vllm_server_base_url", "log_completions"),
+        *("vllm", "vllm_python", "vllm_server_base_url", "log_completions"),
     ),
     "Training": (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
         *("per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch", "bf16", "seed"),
     ),
+    "Processes": ("num_processes", "accelerate_config"),
     "Output": (
         *("output_dir", "logging_steps", "report_to", "eval_strategy", "eval_steps", "save_steps"),
         *("resume_from_checkpoint", "push_to_hub"),
@@ -59,7 +66,7 @@ def found_options(algorithm: str, options: _Options, word: str) -> str:
     told = [option for option in options if word in option.get("help", "").lower() and option not in named]
     if not named + told:
         return f"No option of {algorithm} has {word!r} in its name or description. --help_all shows every option."
-    return "\n".join(map(_entry, named + told))
+    return option_list(named + told)
 
 
 def all_options(algorithm: str, options: _Options) -> str:
@@ -70,11 +77,18 @@ def all_options(algorithm: str, options: _Options) -> str:
     return "\n".join([usage, "", "Options of prefrl:", *own, "", "Options of transformers:", *inherited])
 
 
+def option_list(options: Iterable[Mapping[str, Any]]) -> str:
+    """Options with their whole descriptions."""
+    return "\n".join(map(_entry, options))
+
+
 def kind_of(option: Mapping[str, Any]) -> str:
     """The kind of value that an option takes."""
     if "choices" in option:
         return "{" + ",".join(map(str, option["choices"])) + "}"
-    kind = {"bool": "true|false", "str": "text", "dataset": "JSON"}.get(option["kind"], option["kind"])
+    kind = {"bool": "true|false", "str": "text", "dataset": "JSON", "reward": "text"}.get(
+        option["kind"], option["kind"]
+    )
     return f"{kind} ..." if option.get("is_list") else kind
 
 

@@ -60,7 +60,7 @@ def _text(algorithm: str) -> str:
     for group, names in GROUPS.items():
         entries = [_entry(by_name[name], filled) for name in names if name in by_name]
         if entries:
-            blocks.append("\n".join([f"# {group}", *entries]))
+            blocks.append("\n".join([f"# ---- {group} ----", *entries]))
     return "\n\n".join(blocks)
 
 

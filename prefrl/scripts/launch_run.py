@@ -10,12 +10,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from prefrl.generation.vllm.waiting import Waiting
 from prefrl.scripts.processes import Program, StopNote, kill_all, stop_signals_noted, with_variable
 from prefrl.scripts.supervisor import health
 
-__all__ = ["run_together"]
+__all__ = ["ServerProgram", "run_together"]
 
 _POLL_SECONDS = 0.2
 # torchrun gives its workers 30 s to end; `prefrl vllm-serve` gives its server 20 s, and 10 s more for killing it.
@@ -27,13 +29,20 @@ _TAIL_LINES = 20
 _MARK = "PREFRL_LAUNCH"
 
 
-def run_together(training: Program, server: Program | None, *, port: int, log: Path) -> int:
+@dataclass(frozen=True)
+class ServerProgram(Program):
+    """A vLLM server on this machine."""
+
+    port: int
+    start_timeout: float  # seconds within which it must answer, which it watches itself
+
+
+def run_together(training: Program, server: ServerProgram | None, *, log: Path) -> int:
     """Start the server, wait for it, train, and end whatever is left. Failures are reported on stderr.
 
     Args:
         training: Reports its own failures, unless a signal ends it.
         server: None: there is no server.
-        port: Port of the server on this machine.
         log: File for the server's output.
 
     Returns:
@@ -45,13 +54,26 @@ def run_together(training: Program, server: Program | None, *, port: int, log: P
             if server is not None:
                 print(f"prefrl launch: starting the vLLM server; its log is {log}", file=sys.stderr, flush=True)
                 launch.start("the vLLM server", server, log)
-                launch.watch(until=lambda: health(("127.0.0.1", port)) == 200)
+                launch.watch(until=_Answers(server))
             if launch.goes_on:
                 launch.start("training", training)
                 launch.watch()
             return launch.outcome()
         finally:
             launch.end()
+
+
+class _Answers:
+    """Whether a server answers by now; says from time to time that it does not."""
+
+    def __init__(self, server: ServerProgram) -> None:
+        self._port = server.port
+        self._began = time.monotonic()
+        self._waiting = Waiting(f"http://127.0.0.1:{server.port}", server.start_timeout)
+
+    def __call__(self) -> bool:
+        self._waiting.tell(time.monotonic() - self._began)
+        return health(("127.0.0.1", self._port)) == 200
 
 
 class _Part:

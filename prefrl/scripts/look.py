@@ -85,13 +85,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _files(run: Path) -> dict[int, list[Path]]:
-    """The files of each step; several processes wrote one each."""
+    """The files by the first step that learned from them, as logs count it; several processes wrote one each."""
     folder = run / "completions" if (run / "completions").is_dir() else run
     files: dict[int, list[Path]] = {}
     for path in sorted(folder.glob("completions_*.parquet")):
         number = path.stem.removeprefix("completions_").split("_")[0]
         if number.isdecimal():
-            files.setdefault(int(number), []).append(path)
+            files.setdefault(int(number) + 1, []).append(path)  # the number is that of the steps before it
     if not files:
         raise DataError(
             f"run_dir={str(run)!r}: has no completions. Runs that sample (GRPO, RLOO, PPO, ...) write them to the "
@@ -157,4 +157,4 @@ def _panel(row: Mapping[str, Any], title: str, rewards: Sequence[str]) -> Panel:
         text = printable(str(row[name]), max_characters=_SHOWN_CHARACTERS, max_lines=_SHOWN_LINES)
         shown.append(f"{name}\n", style="dim").append(f"{text}\n")
     shown.append(" | ".join([*numbers, about]), style="bold")
-    return Panel(shown, title=f"{title}, step {row['step']}, prompt {row['group']}", title_align="left")
+    return Panel(shown, title=f"{title}, step {row['step'] + 1}, prompt {row['group']}", title_align="left")

@@ -21,8 +21,9 @@ __all__ = ["main"]
 # Descriptions of the other commands. With underscores, the name is that of the module with `main(argv) -> exit code`.
 _OTHERS = {
     "init": "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml",
-    "doctor": "look at a run before it begins: data, rewards, server, batches, memory, time",
-    "launch": "an algorithm on several GPUs and nodes, with a vLLM server beside it if asked for",
+    "doctor": "check a run before it starts: data, rewards, server, batches, memory, time",
+    "launch": "run an algorithm on several GPUs or nodes, with a vLLM server if asked for",
+    "resume": "go on with a run from its last checkpoint, with the options that it was started with",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
     "watch": "show a run in the browser while it trains",
     "report": "write one HTML file about a run, or about two",
@@ -98,6 +99,9 @@ def _train(command: str, arguments: Sequence[str]) -> int:
     atexit.register(_leave_worker, is_done)  # before torch is imported: exit handlers run in reverse order
     train, algorithm = importlib.import_module("prefrl.scripts.train"), REGISTRY[command]
     given = train.read(algorithm, arguments)  # refuses mistakes before torch is imported
+    options = importlib.import_module("prefrl.scripts.launch_arguments").launch_options(given, os.environ)
+    if options is not None:
+        return int(importlib.import_module("prefrl.scripts.launch").start([command, *arguments], given, options))
     as_worker = importlib.import_module("prefrl.distributed.launcher").as_worker
     code = int(as_worker(lambda: train.main(algorithm, given)))
     is_done.set()

@@ -96,6 +96,9 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
         module = run.options["reward_funcs"][0].partition(":")[0]
         run.options["reward_funcs"] = [f"{module}:{run.value('custom_reward_function.name', 'compute_score')}"]
     _files_of_verl(run)
+    if "columns" in run.options and "datasets" in run.options:
+        columns = run.options.pop("columns")
+        run.options["datasets"] = [{**part, "columns": columns} for part in run.options["datasets"]]
     _kl_of_verl(run)
     _loss_of_verl(run)
     processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)
@@ -259,9 +262,9 @@ class _Run:
             value = self.options.pop(name)
             notes = self.changes if _is_off(value) or name in self.defaults else self.open
             notes.append((1, f"{name}={value!r}: left out, prefrl {command} has no such option"))
-        start = f"prefrl {command}" if processes == 1 else f"prefrl launch {command}"
-        count = "" if processes == 1 else f" --num_processes {processes}"
-        head = [f"# {start} --config FILE{count}"]
+        if processes > 1:
+            self.options["num_processes"] = processes
+        head = [f"# prefrl {command} --config FILE"]
         if self.options.get("use_vllm"):
             model = self.options.get("model_name_or_path", "MODEL")
             head.append(f"# prefrl vllm-serve --model {model} {' '.join(self.server)}".rstrip())

@@ -18,6 +18,7 @@ from prefrl.options.foreign import advice
 from prefrl.options.suggest import nearest
 from prefrl.options.switches import SWITCHES
 from prefrl.scripts.dataset_config import DatasetConfig
+from prefrl.scripts.reward_entry import RewardEntry
 from prefrl.scripts.yaml_file import NULL_TAG, read_yaml
 
 __all__ = ["EarlyParser", "Form", "OptionParser", "boolean", "form_of"]
@@ -63,7 +64,7 @@ class OptionParser(argparse.ArgumentParser):
         self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
         self._own = {action.dest for action in self._actions}
         self._forms: dict[str, Form] = {}
-        self.places: dict[str, str] = {}  # the options of the file: where each stands
+        self.places: dict[str, str] = {}  # the options of the file, and their entries: where each stands
 
     def add_option(self, option: Mapping[str, Any], *aliases: str) -> None:
         """Add an option as schema.json describes it; see `prefrl.scripts.schema_writer`.
@@ -217,7 +218,7 @@ class OptionParser(argparse.ArgumentParser):
                 note = f"note: {where}: {name} is left out, because the command line switches {off[name]} off"
                 print(note, file=sys.stderr)
                 continue
-            self.places[name] = where
+            self.places |= _places(name, node, path, line)
             try:
                 for parser in parsers:
                     if name in parser._by_name:
@@ -253,12 +254,20 @@ def form_of(hint: Any) -> Form:
     return Form(
         is_nullable=type(None) in parts,
         is_mapping=any(typing.get_origin(part) is dict for part in parts),
-        is_mappings=any(typing.get_origin(item) is dict or dataclasses.is_dataclass(item) for item in items),
+        is_mappings=any(
+            typing.get_origin(item) is dict or dataclasses.is_dataclass(item) or item is RewardEntry for item in items
+        ),
     )
 
 
 def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
-    kinds: dict[str, Any] = {"int": int, "float": float, "bool": boolean, "dataset": DatasetConfig}
+    kinds: dict[str, Any] = {
+        "int": int,
+        "float": float,
+        "bool": boolean,
+        "dataset": DatasetConfig,
+        "reward": RewardEntry,
+    }
     convert: Callable[[str], Any] = kinds.get(option["kind"], str)
     if not option.get("is_auto"):
         return convert
@@ -326,6 +335,18 @@ def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
             raise ConfigError(f"{path}:{line}: {name} was set in line {lines[name]} already. Remove one of them.")
         lines[name] = line
     return entries
+
+
+def _places(name: str, node: yaml.Node, path: Path, line: int) -> dict[str, str]:
+    """Where an option of the file stands, and each entry in it, by names such as datasets[1].path."""
+    places = {name: f"{path}:{line}"}
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            places |= _places(f"{name}[{i}]", item, path, item.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            places |= _places(f"{name}.{key.value}", value, path, key.start_mark.line + 1)
+    return places
 
 
 def _has_form(form: Form, node: yaml.Node) -> bool:

@@ -124,6 +124,20 @@ class ArgumentParser(OptionParser, HfArgumentParser):
         """The same as `parse_args_and_config`."""
         return self.parse_args_and_config(args, return_remaining_strings)
 
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        """Set defaults of options, those of commands included; an option with a default need not be given.
+
+        Returns:
+            The words of values that no option has, as on a command line.
+        """
+        known: set[str] = set()
+        for parser in self._with_subparsers():
+            for name, action in parser._by_name.items():
+                if name in values:
+                    action.default, action.required = values[name], False
+                    known.add(name)
+        return [word for name in values if name not in known for word in (f"--{name}", str(values[name]))]
+
     def _arguments(self, cls: type, values: dict[str, Any]) -> dict[str, Any]:
         names = [field.name for field in _fields(cls)]
         return {name: values[name] for name in [*names, *self._flat[cls]]}

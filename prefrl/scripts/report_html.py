@@ -57,7 +57,7 @@ def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
         name: [[_short(point) for point in thinned(s.get(name, []), _MAX_POINTS)] for s in series] for name in metrics
     }
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
-    environment.filters["number"] = _number
+    environment.filters |= {"number": _number, "clock": _clock}
     return environment.get_template("page.html").render(
         runs=runs,
         names=names,
@@ -86,6 +86,8 @@ def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
 def _main_metrics(series: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of the metrics whose curves come first."""
     names = {name for of_run in series for name in of_run}
+    if "reward" in names:  # the loss of a policy gradient says nothing about progress
+        names -= {"loss", "eval_loss"}
     parts = sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean"))
     return [*(name for name in _FIRST if name in names), *parts][:_NUM_FIRST]
 
@@ -130,6 +132,14 @@ def _table(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _text(value: Any) -> str:
     return printable("null" if value is None else str(value), max_characters=_MAX_CHARACTERS)
+
+
+def _clock(time: str) -> str:
+    """A time in ISO 8601 as people read it; other texts as they are."""
+    try:
+        return datetime.fromisoformat(time).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except ValueError:
+        return time
 
 
 def _number(value: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from prefrl.errors import ConfigError
 from prefrl.printable import masked
 from prefrl.run.checkpoints import step_of
 from prefrl.run.identity import IDENTITY, Identity, read_identity
+from prefrl.run.metrics_file import METRICS_FILE, read_metrics
 from prefrl.run.starts import Start, read_starts
 
-__all__ = ["METRICS", "Point", "RunRecord", "read_run", "series_of", "thinned"]
+__all__ = ["Point", "RunRecord", "read_run", "series_of", "thinned"]
 
-METRICS = "metrics.jsonl"
 _TIME = re.compile(r"time/(\w+)_s")
 _NOT_METRICS = ("step", "epoch", "stage", "run", "time")
 
@@ -74,17 +74,13 @@ def read_run(folder: Path) -> RunRecord:
     """
     checkpoint = _last_checkpoint(folder)
     identity = read_identity(folder) or (read_identity(checkpoint) if checkpoint else None)
-    if identity is None and checkpoint is None and not (folder / METRICS).is_file():
+    if identity is None and checkpoint is None and not (folder / METRICS_FILE).is_file():
         raise ConfigError(
-            f"{str(folder)!r} is not the folder of a run: it has no {IDENTITY}, {METRICS} or checkpoint-N. Give the "
-            "output_dir of a training."
+            f"{str(folder)!r} is not the folder of a run: it has no {IDENTITY}, {METRICS_FILE} or checkpoint-N. Give "
+            "the output_dir of a training."
         )
     state = _json(checkpoint / "trainer_state.json") if checkpoint else {}
-    if (folder / METRICS).is_file():
-        lines = _json_lines(folder / METRICS)
-        rows = in_order([line for line in lines if line.get("run") == lines[-1].get("run")])
-    else:
-        rows = in_order(state.get("log_history", []))
+    rows = read_metrics(folder) if (folder / METRICS_FILE).is_file() else state.get("log_history", [])
     arguments = _json(folder / "training_args.json") or (
         _json(checkpoint / "training_args.json") if checkpoint else {}
     )
@@ -98,20 +94,6 @@ def read_run(folder: Path) -> RunRecord:
         read_starts(folder, identity.run) if identity else [],
         planned if planned > 0 else None,
     )
-
-
-def in_order(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Logged rows with steps that never go down: those that an earlier attempt logged, and a later one again, go."""
-    kept: list[dict[str, Any]] = []
-    for row in rows:
-        if not isinstance(row, Mapping) or not isinstance(row.get("step"), int):
-            continue
-        # A step is logged once with its loss; evaluations of the same step follow.
-        first_repeated = row["step"] if "loss" in row else row["step"] + 1
-        while kept and kept[-1]["step"] >= first_repeated:
-            kept.pop()
-        kept.append(dict(row))
-    return kept
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
@@ -150,16 +132,3 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    def parsed() -> Iterator[dict[str, Any]]:
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # the last line, while it is being written
-            if isinstance(row, dict):
-                yield row
-
-    return list(parsed())

@@ -9,6 +9,7 @@ from typing import Any
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.suggest import nearest
+from prefrl.scripts.dataset_columns import SHAPING, ColumnArguments
 from prefrl.scripts.dataset_config import DatasetConfig, load_part
 
 __all__ = ["RESPONSES", "check_output_file", "load_rows", "write_rows"]
@@ -17,20 +18,24 @@ RESPONSES = "responses"  # the column of a file that holds the responses of each
 _SUFFIXES = (".jsonl", ".parquet")
 
 
-def load_rows(dataset: str, split: str | None, *, column: str) -> list[dict[str, Any]]:
+def load_rows(
+    dataset: str, split: str | None, *, column: str, options: ColumnArguments | None = None
+) -> list[dict[str, Any]]:
     """The rows of a dataset.
 
     Args:
         dataset: A name on the Hub, a folder or a file.
         split: Its split; None: the whole of a file, otherwise "test".
         column: A column that it must have.
+        options: What to make of its columns before.
 
     Raises:
         DataError: It cannot be loaded, is empty, or lacks the column.
     """
     split = split or ("train" if Path(dataset).is_file() else "test")
+    shaping: dict[str, Any] = {} if options is None else {name: getattr(options, name) for name in SHAPING}
     loaded: Any = load_part(
-        DatasetConfig(path=dataset, split=split),
+        DatasetConfig(path=dataset, split=split, **shaping),
         streaming=False,
         path_option="dataset_name",
         split_option="dataset_split",

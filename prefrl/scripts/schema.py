@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.fields import check_bounds
 from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
@@ -24,6 +25,7 @@ __all__ = ["SCHEMA_FILE", "Given", "SchemaParser", "options_of"]
 
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
 _LIMITS = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
+_E = TypeVar("_E", bound=PrefrlError)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Given:
 
     Args:
         values: The options that the command line or the file sets.
-        places: Where those of the file stand, as file:line.
+        places: Where those of the file stand, as file:line; also their entries, such as datasets[1].path.
         takes_rewards: Whether the algorithm learns from rewards.
     """
 
@@ -40,11 +42,24 @@ class Given:
     places: Mapping[str, str]
     takes_rewards: bool
 
-    def located(self, error: ConfigError) -> ConfigError:
+    def located(self, error: _E) -> _E:
         """The error with the line of the option that its message begins with, if the file sets it."""
-        name = re.match(r"\w*", str(error))
-        where = self.places.get(name[0]) if name else None
-        return error if where is None else ConfigError(f"{where}: {error}")
+        name = re.match(r"[\w.\[\]]*(?=[=:])", str(error))
+        parts = re.findall(r"\w+|\.\w+|\[\d+\]", name[0]) if name else []
+        names = ["".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        where = next((self.places[name] for name in names if name in self.places), None)
+        return error if where is None else type(error)(f"{where}: {error}")
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Inside this context, errors name the line of the option that their messages begin with."""
+        try:
+            yield
+        except PrefrlError as error:
+            located = self.located(error)
+            if located is error:
+                raise
+            raise located from error
 
 
 @cache
@@ -82,9 +97,13 @@ class SchemaParser(OptionParser):
         """
         values = self.read(argv)[0]
         of_command_line = self.given(argv)
-        places = {name: place for name, place in self.places.items() if name not in of_command_line}
+        places = {
+            name: place for name, place in self.places.items() if re.split(r"\W", name)[0] not in of_command_line
+        }
         names = [name for name in values if name in of_command_line | places.keys()]
         options = {name: values[name] for name in names if name not in self._own}
+        if options.get("vllm") is not None and "use_vllm" not in options:
+            options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
         given = Given(options, places, takes_rewards="reward_funcs" in self._options)
         try:
             for name, value in given.values.items():
@@ -94,8 +113,12 @@ class SchemaParser(OptionParser):
             raise given.located(error) from None
         return given
 
-    def check(self, given: Given) -> Any:
+    def check(self, given: Given, *, knows_processes: bool = True) -> Any:
         """Check the options against each other, as far as that needs neither torch nor transformers.
+
+        Args:
+            given: Those that the user gives.
+            knows_processes: False: the run is started on other processes, so sizes of batches are left to them.
 
         Returns:
             The options as attributes.
@@ -105,7 +128,9 @@ class SchemaParser(OptionParser):
         """
         options = list(self._options.values())
         try:
-            return check_pairs_of_options(self._algorithm, _schema(), options, given.values)
+            return check_pairs_of_options(
+                self._algorithm, _schema(), options, given.values, knows_processes=knows_processes
+            )
         except ConfigError as error:
             raise given.located(error) from None
 

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
+from prefrl.scripts.launch_arguments import LaunchArguments, ProcessArguments
 from prefrl.scripts.parser import ArgumentParser
 from prefrl.scripts.schema import SCHEMA_FILE
 from prefrl.scripts.schema_rules import ParamsTable, rules_of
@@ -25,16 +26,29 @@ from prefrl.trainer.grpo_presets import PRESETS
 
 __all__ = ["parser_of", "schema_text"]
 
-_KINDS = {"int": "int", "float": "float", "string_to_bool": "bool", "DatasetConfig": "dataset"}
+_KINDS = {
+    "int": "int",
+    "float": "float",
+    "string_to_bool": "bool",
+    "DatasetConfig": "dataset",
+    "RewardEntry": "reward",
+}
+# What transformers says of its options where prefrl does something else.
+_HELP = {
+    "resume_from_checkpoint": "Checkpoint to go on from: a folder, a URL, or true for the last whole one in "
+    "output_dir; if it has none, training starts at step 0.",
+    "disable_tqdm": "Show one line for each log instead of the live view.",
+}
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
 
 def parser_of(algorithm: Algorithm) -> ArgumentParser:
     """The parser for the options of `prefrl <algorithm>`, made from the classes themselves."""
     config_class = algorithm.load_config()
-    takes_rewards = "reward_weights" in {field.name for field in dataclasses.fields(config_class)}
-    script_class = RewardArguments if takes_rewards else CommandArguments
-    return ArgumentParser((script_class, config_class))
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    script_class = RewardArguments if "reward_weights" in fields else CommandArguments
+    launch_class = LaunchArguments if "use_vllm" in fields else ProcessArguments
+    return ArgumentParser((script_class, config_class, launch_class))
 
 
 def schema_text() -> str:
@@ -82,7 +96,7 @@ def _entry(
     entry = {
         "name": name,
         "kind": _KINDS.get(str(getattr(action.type, "__name__", "str")), "str"),
-        "help": "" if is_hidden else (action.help or "").replace("%%", "%"),
+        "help": "" if is_hidden else _HELP.get(name, (action.help or "").replace("%%", "%")),
         "choices": None if action.choices is None else list(action.choices),
         "is_list": action.nargs == "+",
         "is_flag": action.nargs == "?",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
+from prefrl.scripts.dataset_columns import SHAPING
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
-from prefrl.scripts.ending import print_ending
+from prefrl.scripts.launch_arguments import LaunchArguments, launch_options
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import Given, SchemaParser
 
@@ -22,12 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["datasets_of", "lora_of", "main", "options_of", "read"]
 
 
-def read(algorithm: Algorithm, argv: Sequence[str]) -> Given:
+def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False) -> Given:
     """Read the command line, and check it as far as that needs no import of torch.
 
     Args:
         algorithm: The algorithm to train with.
         argv: The options.
+        is_launched: Whether other processes train, even if no option says so.
 
     Raises:
         ConfigError: A name, a value or a combination is wrong.
@@ -35,7 +38,8 @@ def read(algorithm: Algorithm, argv: Sequence[str]) -> Given:
     """
     parser = SchemaParser(algorithm.name)
     given = parser.parse(argv)
-    script, config = _script(given), parser.check(given)
+    is_launched = is_launched or launch_options(given, os.environ) is not None
+    script, config = _script(given), parser.check(given, knows_processes=not is_launched)
     _check_stream(script, config)
     _check_switches(config)
     return given
@@ -54,12 +58,13 @@ def main(algorithm: Algorithm, given: Given) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    script, config = options_of(algorithm, given)
-    extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
-    train_dataset, eval_dataset = datasets_of(script, config)
-    importlib.import_module("prefrl.scripts.checkup.run").check_before(
-        algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
-    )
+    with given.locating():
+        script, config = options_of(algorithm, given)
+        extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
+        train_dataset, eval_dataset = datasets_of(script, config)
+        importlib.import_module("prefrl.scripts.checkup.run").check_before(
+            algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
+        )
     trainer = algorithm.load_trainer()(
         model=script.model_name_or_path,
         args=config,
@@ -72,7 +77,10 @@ def main(algorithm: Algorithm, given: Given) -> int:
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
-        print_ending(trainer, dataset=script.dataset_name, rewards=getattr(script, "reward_funcs", None))
+        # With options of columns, the command that evaluates would be too long for the panel.
+        dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
+        ending = importlib.import_module("prefrl.scripts.ending")  # imports torch
+        ending.print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
     except KeyboardInterrupt:
         _say_stopped(algorithm.name, trainer)
         raise
@@ -99,7 +107,7 @@ def _say_stopped(command: str, trainer: Any) -> None:
     find_last = importlib.import_module("prefrl.run.checkpoints").find_last
     last = find_last(trainer.run_folder.path, run=trainer.run_folder.run).folder
     way = "there is no checkpoint yet" if last is None else f"the last checkpoint is {last}"
-    remedy = "" if last is None else ". To go on, run the same command with --resume_from_checkpoint true"
+    remedy = "" if last is None else f". To go on: prefrl resume {trainer.run_folder.path}"
     text = f"prefrl {command}: stopped in step {trainer.state.global_step + 1}; {way}{remedy}"
     print(text, file=sys.stderr)
 
@@ -116,7 +124,7 @@ def _script(given: Given) -> CommandArguments:
 
 def _config(algorithm: Algorithm, given: Given) -> Any:
     config_class = algorithm.load_config()
-    of_script = {field.name for field in dataclasses.fields(RewardArguments)}
+    of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
     try:
@@ -204,8 +212,9 @@ def datasets_of(script: CommandArguments, config: Any) -> tuple[Any, Any]:
 
 def _load_single(script: CommandArguments, option: str) -> Any:
     assert script.dataset_name is not None
+    shaping: dict[str, Any] = {name: getattr(script, name) for name in SHAPING}
     split, revision = getattr(script, option), script.dataset_revision
-    part = DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=split, revision=revision)
+    part = DatasetConfig(script.dataset_name, script.dataset_config, split=split, revision=revision, **shaping)
     return load_part(part, streaming=script.dataset_streaming, path_option="dataset_name", split_option=option)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from peft import PeftConfig
     from torch import Tensor, nn
-    from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import BitsAndBytesConfig, TrainerCallback
 
     from prefrl.data.images import ProcessingClass
     from prefrl.rewards.base import RewardSource
@@ -71,7 +71,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: ProcessingClass | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
+        reward_processing_classes: ProcessingClass | list[ProcessingClass | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,

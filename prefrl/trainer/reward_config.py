@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Gt
 
@@ -16,6 +16,8 @@ __all__ = ["RewardConfig"]
 @dataclass
 class RewardConfig(OfflineConfig):
     """Options of `RewardTrainer`."""
+
+    adds_tokens: ClassVar[bool] = True
 
     learning_rate: float = opt(1e-4, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")

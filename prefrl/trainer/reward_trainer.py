@@ -31,7 +31,7 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
     """Minimizes the mean over pairs of -log sigmoid(reward(chosen) - reward(rejected) - margin).
 
     The model is a sequence classifier with one label, whose score at the last token of a text is the reward. A causal
-    model given by name gets a classification head.
+    or vision-language model given by name gets a classification head.
 
     Args:
         model: Name, path or instance; trained in place.
@@ -59,7 +59,7 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
     ) -> None:
         super().__init__(model, args, *data, **arguments)
         # Sequence classifiers find the end of a text as the last token that is not the padding token.
-        self.policy.config.pad_token_id = self.tokenizer.pad_token_id
+        self.policy.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
         """The reward model; see `models.load.load_reward_model`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from prefrl.options.fields import mapping_of, opt
 from prefrl.options.length_bound import LengthBound
@@ -16,6 +16,8 @@ __all__ = ["SFTConfig"]
 @dataclass
 class SFTConfig(OfflineConfig):
     """Options of `SFTTrainer`."""
+
+    adds_tokens: ClassVar[bool] = True
 
     learning_rate: float = opt(2e-5, "Initial learning rate.")
     loss_type: Literal["nll", "dft"] = opt(

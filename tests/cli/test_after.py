@@ -31,6 +31,23 @@ LINES = [
 SHORT = ["--max_completion_length", "4"]
 
 
+def test_prompts_are_made_of_columns_as_in_training(workspace: Path, model_folder: Path) -> None:
+    data = ["--dataset_name", "prompts.jsonl", "--prompt_template", "{prompt}!", "--columns", '{"gold": "answer"}']
+    argv = [str(model_folder), *data, "--system_prompt", "Add.", *SHORT]
+    assert generate.main([*argv, "--output_file", "answered.jsonl"]) == 0
+    rows = [json.loads(line) for line in Path("answered.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [[turn["content"] for turn in row["prompt"]] for row in rows] == [
+        ["Add.", "1+1=!"],
+        ["Add.", "What is 20 + 3?!"],
+    ]
+    Path("gold.py").write_text("def known(completions, gold):\n    return [float(int(g)) for g in gold]\n")
+    assert eval.main([*argv, "--reward_funcs", "gold.py:known", "--output_dir", "scores"]) == 0
+    found = json.loads(Path("scores/metrics.json").read_text(encoding="utf-8"))["all"]
+    assert found["reward"]["value"] == 12.5
+    with pytest.raises(ConfigError, match=r"prompt_template='x\{y\}' has no effect because dataset_name is not set"):
+        generate.main([str(model_folder), "hi", "--prompt_template", "x{y}"])
+
+
 def test_prompts_of_a_file_get_responses_that_eval_can_score(
     workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,13 +183,13 @@ def test_the_worst_and_best_completions_of_a_run(workspace: Path, capsys: pytest
     write_entry(Entry("run", 1, 8, [Collected(rollouts[1:])]), Path("run/completions/completions_00008.parquet"))
     assert look.main(["run", "--worst", "1", "--best", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "step 8: 3 completions, reward -1 to 0.5, mean -0.25" in shown
+    assert "step 9: 3 completions, reward -1 to 0.5, mean -0.25" in shown
     assert shown.index("bad") < shown.index("middling")
     assert "question 1" in shown
     assert "right -1 | 3 tokens, stop" in shown.replace("reward -1 | ", "")
     assert look.main(["run", "--worst", "0", "--best", "1", "--all_steps"]) == 0
     assert "good" in capsys.readouterr().out
-    assert look.main(["run", "--step", "5"]) == 0
+    assert look.main(["run", "--step", "8"]) == 0
     assert "good" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="Did you mean 'right'"):
         look.main(["run", "--reward", "righ"])

@@ -14,6 +14,7 @@ from prefrl.scripts import doctor
 from prefrl.scripts.checkup.resources import footprint_of
 from prefrl.scripts.checkup.run import checkup_of
 from prefrl.scripts.checkup.subject import Subject
+from prefrl.scripts.launch_arguments import launch_options
 from prefrl.scripts.main import main
 from prefrl.scripts.train import options_of, read
 from tests.cli.conftest import write_jsonl
@@ -22,7 +23,8 @@ from tests.cli.conftest import write_jsonl
 def checked(name: str, model: Path, *options: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
     """The entries of each section, and the rows that are shown."""
     argv = ["--model_name_or_path", str(model), "--use_cpu", "--output_dir", "out", *options]
-    checkup = checkup_of(REGISTRY[name], *options_of(REGISTRY[name], read(REGISTRY[name], argv)))
+    given = read(REGISTRY[name], argv)
+    checkup = checkup_of(REGISTRY[name], given, launch_options(given, {}))
     texts = [str(shown) for section in checkup.sections for shown in section.shown]
     return {section.title: list(section.entries) for section in checkup.sections}, texts
 
@@ -42,6 +44,34 @@ def test_a_run_in_order_has_no_problem_and_the_mask_of_its_rows_is_shown(
     assert "<|assistant|>[+two<|end|>+]" in printed
     assert "[+1+1" not in printed
     assert "0 problems, 0 warnings" in printed
+
+
+def test_a_server_that_the_run_starts_need_not_answer_yet(workspace: Path, model_folder: Path) -> None:
+    prompts = workspace / "prompts.jsonl"
+    write_jsonl(prompts, [{"prompt": "1+1=", "answer": "2"}] * 8)
+    words = ["--dataset_name", str(prompts), "--reward_funcs", "numeric_reward", "--vllm", "auto"]
+    found, _ = checked("grpo", model_folder, *words, "--num_processes", "2")
+    assert found["Server"] == [("ok", "the run starts it (vllm='auto')")]
+    assert any(level == "warning" and text.startswith("num_processes=2: ") for level, text in found["Batches"])
+
+
+def test_mapped_columns_are_what_the_rows_show_and_a_mistake_has_its_line(
+    workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(workspace / "raw.jsonl", [{"question": "1+1?", "answer": "####2"}])
+    text = (
+        f"# prefrl sft run.yaml\nmodel_name_or_path: {model_folder}\ndataset_name: raw.jsonl\nuse_cpu: true\n"
+        "columns:\n  completion: answer\nprompt_template: 'Q:{question}A:'\nsystem_prompt: Add.\n"
+    )
+    (workspace / "run.yaml").write_text(text, encoding="utf-8")
+    _, shown = checked("sft", model_folder, "--config", "run.yaml")
+    assert "<|system|>Add.<|end|><|user|>Q:1+1?A:<|end|><|assistant|>[+####2<|end|>+]" in "".join(shown)
+    (workspace / "run.yaml").write_text(text.replace(": answer", ": anser"), encoding="utf-8")
+    assert main(["doctor", "run.yaml"]) == 2
+    expected = "run.yaml:5: columns: the dataset has no column 'anser'. Did you mean 'answer'?"
+    assert f"problem  {expected}" in capsys.readouterr().out
+    assert main(["sft", "run.yaml"]) == 2
+    assert capsys.readouterr().err.endswith(f"prefrl sft: DataError: {expected}\n")
 
 
 def test_pairs_with_equal_sides_duplicates_overlap_and_truncation_are_found(

@@ -11,6 +11,7 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.schema import Given, SchemaParser
+from prefrl.scripts.train import read
 from prefrl.trainer.grpo_presets import PRESETS
 
 SERVER = {"use_vllm": True}
@@ -114,3 +115,11 @@ def test_every_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         check("grpo", {"num_generations": 16})
     monkeypatch.setenv("WORLD_SIZE", "2")
     check("grpo", {"num_generations": 16})
+
+
+def test_sizes_are_left_to_the_processes_that_train() -> None:
+    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r", "--num_generations", "16"]
+    with pytest.raises(ConfigError, match="must be a multiple of num_generations=16"):
+        read(REGISTRY["grpo"], words)
+    read(REGISTRY["grpo"], [*words, "--num_processes", "2"])
+    read(REGISTRY["grpo"], words, is_launched=True)

@@ -72,6 +72,21 @@ def test_when_a_process_fails_the_others_end_and_its_error_is_told(workspace: Pa
     )
 
 
+def test_num_processes_in_the_file_of_a_run_trains_with_that_many(workspace: Path, model_folder: Path) -> None:
+    (workspace / "run.yaml").write_text(
+        f"model_name_or_path: {model_folder}\ndataset_name: texts.jsonl\noutput_dir: out\nuse_cpu: true\n"
+        "max_steps: 2\nsave_steps: 2\nper_device_train_batch_size: 1\nnum_processes: 2\n",
+        encoding="utf-8",
+    )
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "prefrl.scripts.main", "sft", "run.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    # Random states of two processes of one training.
+    names = {path.name for path in (workspace / "out/checkpoint-2").glob("rng_state_*")}
+    assert names == {"rng_state_0.pth", "rng_state_1.pth"}
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -103,11 +118,11 @@ def test_a_dry_run_prints_the_commands_without_the_key(
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     argv = ["grpo", "--config", str(ROOT / "examples/grpo_vllm.yaml"), "--use_cpu", "--num_processes", "2"]
-    assert main(["launch", *argv, "--vllm_gpus", "cpu", "--dry_run"]) == 0
+    assert main(["launch", *argv, "--vllm", "cpu", "--dry_run"]) == 0
     server, training = capsys.readouterr().out.splitlines()
     assert server.endswith("vllm-serve --model Qwen/Qwen2.5-0.5B-Instruct --port 8000")
     assert training.startswith("PREFRL_NUM_PROCESSES=2 ")
-    assert training.endswith(f"grpo --config {ROOT}/examples/grpo_vllm.yaml --use_cpu --use_vllm true")
+    assert training.endswith(f"grpo --config {ROOT}/examples/grpo_vllm.yaml --use_cpu --num_processes 2 --vllm cpu")
     assert "secret" not in server + training
 
 
@@ -115,7 +130,7 @@ def test_help_lists_the_options_of_the_launch(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["launch", "grpo", "--help"])
     text = capsys.readouterr().out
-    assert "--vllm_gpus" in text
+    assert "--vllm" in text
     assert "--config" not in text  # it is the run's
 
 

@@ -24,7 +24,7 @@ from tests.contract.cases import ONLINE
 ROOT = Path(__file__).parents[2]
 OTHERS = (
     *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "replay"),
-    *("report", "soup", "verify", "vllm-serve", "watch"),
+    *("report", "resume", "soup", "verify", "vllm-serve", "watch"),
 )
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
@@ -70,12 +70,10 @@ import atexit, ctypes, sys, types
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.abort, None, None)  # as a native thread does now and then
 train = types.ModuleType("prefrl.scripts.train")
-train.read = lambda *_: None
+train.read = lambda *_: types.SimpleNamespace(values={{}})
 train.main = lambda *_: atexit.register(print, "exit handler") and {code}
 sys.modules["prefrl.scripts.train"] = train
-from prefrl.scripts import schema_writer
 from prefrl.scripts.main import main
-from prefrl.scripts.schema import SCHEMA_FILE, SchemaParser
 sys.exit(main(["sft"]))
 """
 
@@ -138,6 +136,7 @@ def test_help_and_mistakes_import_nothing_heavy_and_are_short() -> None:
         ["sft", "--seed", "x"],
         ["grpo", "--dtype", "int8"],
         ["grpo", "--model_name_or_path", "m", "--max_staleness", "2", "--dataset_name", "d"],
+        ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r", "--vllm", "yes"],
         ["init", "grop"],
         *([*DATA, *words] for words in PAIRS),
     ]

@@ -353,8 +353,9 @@ def parsed(text: str, tmp_path: Path, command: str) -> Any:
 )
 def test_a_verl_run_means_the_same_here(estimator: str, command: str, tmp_path: Path) -> None:
     result = migrate_verl(VERL.format(estimator=estimator, kl=True), is_command=True)
-    assert result.text.startswith(f"# prefrl launch {command} --config FILE --num_processes 2\n")
-    script, config = parsed(result.text, tmp_path, command)
+    assert result.text.startswith(f"# prefrl {command} --config FILE\n")
+    assert "\nnum_processes: 2\n" in result.text
+    script, config, _ = parsed(result.text, tmp_path, command)
     assert (script.dataset_name, script.lora_r, script.use_peft) == ("/data/gsm8k/train.parquet", 8, True)
     assert script.reward_model_name_or_path == "org/reward"
     assert (config.learning_rate, config.truncation_mode, config.max_completion_length) == (3e-6, "keep_end", 128)
@@ -417,18 +418,19 @@ def test_yaml_of_verl_and_what_it_leaves_open(tmp_path: Path) -> None:
     )
     result = migrate_verl(text, is_command=False)
     (tmp_path / "data.jsonl").touch()
-    config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")[1]
+    script, config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")
     assert (config.loss_type, config.loss_kwargs, config.delta) == ("clip_cov", {"lb": 0.5}, None)
-    assert [line for line, _ in result.open] == [7, 10, 17]
+    assert [line for line, _ in result.open] == [7, 10]
     assert yaml.safe_load(result.text)["reward_funcs"] == ["my/rewards.py:score"]
-    assert "# Open: line 17: data.prompt_key: the column must be called 'prompt'" in result.text
+    assert script.columns == {"prompt": "question"}
 
 
 def test_files_of_verl_are_splits_of_a_dataset(tmp_path: Path) -> None:
     for name, prompts in (("a", ["1"]), ("b", ["2", "3"]), ("c", ["4", "5", "6"])):
-        Dataset.from_dict({"prompt": prompts}).to_parquet(tmp_path / f"{name}.parquet")
+        Dataset.from_dict({"question": prompts}).to_parquet(tmp_path / f"{name}.parquet")
     a, b, c = (f"{tmp_path}/{name}.parquet" for name in "abc")
-    result = migrate_verl(f"data:\n  train_files: [{a}, {b}]\n  val_files: {c}\n", is_command=False)
+    text = f"data:\n  train_files: [{a}, {b}]\n  val_files: {c}\n  prompt_key: question\n"
+    result = migrate_verl(text, is_command=False)
     (entry,) = yaml.safe_load(result.text)["datasets"]
     found = {split: load_part(DatasetConfig(**entry, split=split), streaming=False) for split in ("train", "test")}
     assert [rows["prompt"][:] for rows in found.values()] == [["1", "2", "3"], ["4", "5", "6"]]
@@ -530,7 +532,7 @@ POLICIES = {
 @pytest.mark.parametrize("command", POLICIES)
 def test_a_file_of_cosmos_rl_means_the_same_here(command: str, tmp_path: Path) -> None:
     result = migrate_cosmos_rl(COSMOS + POLICIES[command])
-    script, config = parsed(result.text, tmp_path, command)
+    script, config, _ = parsed(result.text, tmp_path, command)
     assert (script.model_name_or_path, script.dataset_train_split) == ("m", "train+more")
     assert (config.num_train_epochs, config.learning_rate, config.bf16, config.report_to) == (2, 1e-6, True, [])
     assert (config.lr_scheduler_type, config.warmup_steps) == ("constant_with_warmup", 20)

@@ -228,12 +228,17 @@ def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
         pytest.param(REQUIRED + "test_split_size: 0.1\n", "test_split_size=0.1 has no effect", id="split of one"),
         pytest.param(MIXTURE + "- {path: 3}\n", r"datasets\[0\].path=3: must be a string", id="path"),
         pytest.param(MIXTURE + "- {path: a, columns: b}\n", "columns='b': must be a list of names", id="columns"),
+        pytest.param(
+            MIXTURE + "- {path: a, prompt_template: '{}'}\n", r"\[0\].prompt_template='{}': {} is no", id="template"
+        ),
+        pytest.param(
+            MIXTURE + "- path: a\nsystem_prompt: s\n", "system_prompt='s' has no effect because datasets", id="system"
+        ),
         pytest.param(MIXTURE + "- {path: a, weight: 0}\n", "weight=0: must be a number > 0", id="weight"),
         pytest.param(MIXTURE + "- {path: a, weight: much}\n", "weight='much': must be a number > 0", id="no number"),
         pytest.param(
             MIXTURE + "- path: a\ndataset_train_split: test\n",
-            "dataset_train_split='test' has no effect because datasets is set. Set name, split and revision in "
-            "datasets",
+            "dataset_train_split='test' has no effect because datasets is set. Set it for each dataset",
             id="split",
         ),
         pytest.param(MIXTURE + "- path: a\ndataset_config: en\n", "dataset_config='en' has no effect", id="config"),
@@ -394,6 +399,17 @@ def test_a_file_gives_defaults_to_commands_of_a_script(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit):
         parser.parse_args_and_config(["place", "--help"])
     assert "--folder text" in capsys.readouterr().out
+
+
+def test_defaults_reach_commands_and_options_that_had_to_be_given() -> None:
+    parser = TrlParser()
+    commands = parser.add_subparsers(dest="command")
+    for command in ("run", "again"):
+        commands.add_parser(command, dataclass_types=[Run])
+    assert parser.set_defaults_with_config(steps=2, name="beta", other=3) == ["--other", "3"]
+    for command in ("run", "again"):
+        (values,) = parser.parse_args_and_config([command, "--name", "gamma"])
+        assert (values.command, values.steps, values.name) == (command, 2, "gamma")
 
 
 def test_options_of_add_argument_come_back_in_a_namespace(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
+from prefrl.scripts.reward_entry import reward_entries
 from prefrl.scripts.schema import Given, SchemaParser, options_of
 from prefrl.scripts.train import read
 from prefrl.trainer.grpo_config import GRPOConfig
@@ -147,3 +148,25 @@ def test_the_suggestion_for_a_typo_of_one_edit_is_nearly_always_right() -> None:
                 is_right.append(parser.remedy(f"--{typo}", known) == f"Did you mean '--{name}'?")
     assert len(is_right) > 120
     assert sum(is_right) / len(is_right) >= 0.95
+
+
+def test_rewards_of_a_file_may_be_mappings(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model_name_or_path: m\ndataset_name: d\nreward_funcs:\n  - numeric_reward\n"
+        "  - {name: length_reward, target_len: 8}\n",
+        encoding="utf-8",
+    )
+    given = read(REGISTRY["grpo"], [str(path)])
+    assert reward_entries(given.values["reward_funcs"]) == ["numeric_reward", "length_reward(target_len=8)"]
+
+
+def test_a_mistake_within_a_list_is_told_with_its_own_line(tmp_path: Path) -> None:
+    text = "datasets:\n  - path: a.jsonl\n  - path: b.jsonl\n    prompt_template: '{'\n"
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: m\n" + text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run.yaml:5: datasets\[1\].prompt_template='{': cannot be read"):
+        read(REGISTRY["sft"], [str(path)])
+    path.write_text(REQUIRED.replace("[numeric", "\n- a\n- 3\n#"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run.yaml:5: reward_funcs\[1\]=3: must be a name, or a mapping"):
+        read(REGISTRY["grpo"], [str(path)])

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from prefrl.registry import REGISTRY
 from prefrl.scripts.command_parser import CommandParser
-from prefrl.scripts.launch import LaunchArguments
+from prefrl.scripts.launch_arguments import launch_options
 from prefrl.scripts.schema import SchemaParser
+from prefrl.scripts.train import read
 from prefrl.scripts.vllm_serve import ServeArguments
 
 ROOT = Path(__file__).parents[2]
@@ -95,11 +97,12 @@ def test_four_nodes_train_and_the_fifth_serves(tmp_path: Path) -> None:
     (serve,) = CommandParser("vllm-serve", (ServeArguments,), "").parse(server[1:])
     launches, runs = [], []
     for call in training:
-        parser = CommandParser("launch", (LaunchArguments,), "", takes_config=False)
-        (launch,), forwarded = parser.parse_known(call["argv"][2:])
+        given = read(REGISTRY[call["argv"][1]], call["argv"][2:])
+        launch = launch_options(given, {})
+        assert launch is not None
         launch.check_machines()
         launches.append(launch)
-        runs.append(SchemaParser(call["argv"][1]).values(forwarded))
+        runs.append(SchemaParser("grpo").values(call["argv"][2:]))
     assert [launch.machine_rank for launch in launches] == [0, 1, 2, 3]
     assert {(launch.num_machines, launch.num_processes) for launch in launches} == {(4, 32)}
     assert {launch.main_process_ip for launch in launches} == {"127.0.0.1"}

@@ -163,7 +163,7 @@ def recorded(algorithm: str, argv: list[str]) -> dict[str, Any]:
     row = dataclasses.replace(REGISTRY[algorithm], trainer=f"{__name__}:Recorder")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "check_before", lambda *_: None)
-        assert train.main(row, ["--model_name_or_path", "m", *QUICK, *argv]) == 0
+        assert train.main(row, train.read(row, ["--model_name_or_path", "m", *QUICK, *argv])) == 0
     return Recorder.given
 
 
@@ -208,6 +208,14 @@ def write_mixture(folder: Path, *parts: str, **options: str) -> list[str]:
     lines = ["datasets:", *(f"  - {part}" for part in parts), *(f"{name}: {value}" for name, value in options.items())]
     (folder / "mix.yaml").write_text("\n".join(lines), encoding="utf-8")
     return ["--config", "mix.yaml"]
+
+
+def test_columns_are_mapped_for_training_and_evaluation(workspace: Path) -> None:
+    argv = ["--dataset_name", "prompts.jsonl", "--columns", '{"completion": "answer"}']
+    argv += ["--prompt_template", "{prompt}?"]
+    given = recorded("sft", [*argv, "--eval_strategy", "steps", "--dataset_test_split", "train[1:]"])
+    assert given["train_dataset"][0] == {"prompt": "1+1=?", "completion": "2"}
+    assert given["eval_dataset"].to_list() == [{"prompt": "What is 20 + 3??", "completion": "23"}]
 
 
 def test_a_mixture_without_weights_is_all_rows(workspace: Path) -> None:
@@ -255,9 +263,13 @@ def test_a_stream_is_read_in_order_and_needs_a_number_of_steps(workspace: Path) 
 @pytest.mark.parametrize(
     ("part", "error", "message"),
     [
-        ("{path: no.jsonl}", DataError, "datasets.path='no.jsonl': there is no such file"),
-        ("{path: a.jsonl, split: test}", DataError, "datasets.path='a.jsonl' with split='test' cannot be loaded"),
-        ("{path: a.jsonl, columns: [txt]}", DataError, "datasets.path='a.jsonl' with split='train' cannot .*txt"),
+        ("{path: no.jsonl}", DataError, r"datasets\[0\].path='no.jsonl': there is no such file"),
+        (
+            "{path: a.jsonl, split: test}",
+            DataError,
+            r"datasets\[0\].path='a.jsonl' with split='test' cannot be loaded",
+        ),
+        ("{path: a.jsonl, columns: [txt]}", DataError, r"yaml:\d+: datasets\[0\].columns: .* no column 'txt'"),
         ("{path: a.jsonl, data_files: b.jsonl}", ConfigError, "is a file: remove data_files and data_dir"),
         ("{path: a.jsonl, columns: [text], weight: 1}", ConfigError, "some have a weight and others do not"),
         ("{path: a.jsonl}", DataError, "'extra'"),

@@ -22,7 +22,7 @@ from prefrl.types import Completion
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract import episodes
 from tests.launch import run
-from tests.vlms import image, tiny_vlm
+from tests.vlms import image, tiny_vision_judge, tiny_vlm
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,7 +157,7 @@ def make_trainer(
         reward = None
     pictures = options.pop("pictures", None)  # family of a vision-language model, which gets rows with images
     if pictures is not None:
-        model, processor = tiny_vlm(pictures)
+        model, processor = (tiny_vision_judge if algorithm == "reward" else tiny_vlm)(pictures)
         options = {
             "processing_class": processor,
             "train_dataset": with_pictures(dataset_of(algorithm, rows)),

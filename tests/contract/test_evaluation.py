@@ -140,17 +140,6 @@ def test_evaluation_says_how_many_tokens_were_trained_on_before(algorithm: str, 
     assert trainer.evaluate()["eval_num_tokens"] == num_tokens > 0
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_predict_is_refused_with_what_to_call_instead(algorithm: str, tmp_path: Path) -> None:
-    trainer = make_trainer(algorithm, tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"predict\(\) is not supported: .*evaluate\(dataset, metric_key_prefix='test'\)"
-    ):
-        trainer.predict(dataset_of(algorithm))
-    metrics = trainer.evaluate(dataset_of(algorithm, 4), metric_key_prefix="test")
-    assert all(name == "epoch" or name.startswith("test_") for name in metrics)
-
-
 class Seen:
     """A user's `compute_metrics` that keeps what it gets."""
 
@@ -220,6 +209,23 @@ def test_compute_metrics_gets_completions_rewards_and_dataset_rows(algorithm: st
     assert rewards.tolist() == pytest.approx(ragged_reward(texts))
     assert rewards.mean() == pytest.approx(metrics["eval_reward"])
     assert {row["prompt"] for row in rows} == set(dataset_of(algorithm, 5)["prompt"])
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "reward", "grpo"])
+def test_predict_returns_what_compute_metrics_gets(algorithm: str, tmp_path: Path) -> None:
+    seen, dataset = Seen(), dataset_of(algorithm, 4)
+    with_metrics = make_trainer(algorithm, tmp_path / "metrics", compute_metrics=seen)
+    evaluated = with_metrics.evaluate(dataset, metric_key_prefix="test")
+    trainer = make_trainer(algorithm, tmp_path / "plain")
+    output = trainer.predict(dataset)
+    np.testing.assert_array_equal(output.predictions, seen.given.predictions)
+    np.testing.assert_array_equal(output.label_ids, seen.given.label_ids)
+    assert output.metrics["test_loss"] == evaluated["test_loss"]
+    assert "test_mine" not in output.metrics
+    assert with_metrics.predict(dataset).metrics["test_mine"] == 0.5
+    assert trainer.state.log_history == []
+    with pytest.raises(ConfigError, match=r"test_dataset is dict: predict\(\) needs one dataset"):
+        trainer.predict({"part": dataset})
 
 
 def test_metrics_that_are_no_numbers_by_name_are_refused(tmp_path: Path) -> None:

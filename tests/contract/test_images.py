@@ -12,15 +12,25 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from prefrl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from prefrl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.base import SamplingParams
 from prefrl.models.forward import token_logprobs
+from prefrl.rewards import ModelReward
 from prefrl.rollout.rows import sampled_batch
 from prefrl.types import Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, update_of, weights_of, with_pictures
-from tests.vlms import FAMILIES, image, tiny_vlm
+from tests.vlms import FAMILIES, forget_classifiers, image, tiny_vision_judge, tiny_vlm
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 QUIET: dict[str, Any] = {
@@ -48,6 +58,12 @@ def squares(count: int, *, seed: int) -> Dataset:
             for color, other in zip(colors, others, strict=True)
         ]
     )
+
+
+def color_pairs(seed: int) -> Dataset:
+    """Squares, with the name of the color and of another one."""
+    rows = squares(64, seed=seed).map(lambda row: {"chosen": said(row["color"]), "rejected": said(row["other"])})
+    return rows.remove_columns(["color", "other"])
 
 
 def names_color(completions: list[Any], color: list[str], **_: Any) -> list[float]:
@@ -85,15 +101,68 @@ def test_dpo_learns_which_color_is_right(tmp_path: Path) -> None:
     model, processor = tiny_vlm("idefics3")
     config = DPOConfig(tmp_path, max_steps=30, per_device_train_batch_size=16, learning_rate=1e-3, beta=0.5, **QUIET)
 
-    def pairs(seed: int) -> Dataset:
-        rows = squares(64, seed=seed).map(lambda row: {"chosen": said(row["color"]), "rejected": said(row["other"])})
-        return rows.remove_columns(["color", "other"])
-
     trainer = DPOTrainer(
-        model, None, config, train_dataset=pairs(1), eval_dataset=pairs(2), processing_class=processor
+        model, None, config, train_dataset=color_pairs(1), eval_dataset=color_pairs(2), processing_class=processor
     )
     trainer.train()
     assert trainer.evaluate()["eval_rewards/accuracies"] > 0.9
+
+
+def test_a_reward_model_learns_which_color_is_right_and_rewards_it(tmp_path: Path) -> None:
+    judge, processor = tiny_vision_judge("llava")
+    judge.config.get_text_config().pad_token_id = None
+    config = RewardConfig(tmp_path, max_steps=24, per_device_train_batch_size=16, learning_rate=2e-3, **QUIET)
+    trainer = RewardTrainer(
+        judge, config, train_dataset=color_pairs(1), eval_dataset=color_pairs(2), processing_class=processor
+    )
+    assert judge.config.get_text_config().pad_token_id == processor.tokenizer.pad_token_id
+    assert trainer.evaluate()["eval_accuracy"] < 0.8
+    trainer.train()
+    assert trainer.evaluate()["eval_accuracy"] > 0.9
+    trainer.save_model(str(tmp_path / "judge"))
+
+    held_out = squares(24, seed=5)
+    stored = [row["images"] for row in held_out]
+    reward = ModelReward(tmp_path / "judge")
+    right, wrong = (
+        reward([PROMPT] * 24, [said(row[column]) for row in held_out], images=stored) for column in ("color", "other")
+    )
+    assert sum(good > bad for good, bad in zip(right, wrong, strict=True)) > 21
+    grpo = make_trainer("grpo", tmp_path / "grpo", pictures="llava", reward=str(tmp_path / "judge"))
+    grpo.train()
+    assert "rewards/judge/mean" in grpo.state.log_history[0]
+
+
+def test_an_adapter_of_a_reward_model_rewards_images_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = tiny_vlm("llava")
+    model.save_pretrained(tmp_path / "llava")
+    processor.save_pretrained(tmp_path / "llava")
+    rows = with_pictures(dataset_of("reward", 4))
+    config = RewardConfig(tmp_path, max_steps=2, learning_rate=0.05, max_length=None, **QUIET)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
+    trainer: Any = RewardTrainer(str(tmp_path / "llava"), config, train_dataset=rows, peft_config=lora)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "judge"))
+    with torch.no_grad():
+        expected = trainer.rewards(trainer.model.eval(), trainer.collate(list(trainer.train_dataset))).tolist()
+    assert len({round(value, 3) for value in expected}) == 8
+    twice = {name: [row[name] for row in rows for _ in range(2)] for name in ("prompt", "images")}
+    sides = [row[side] for row in rows for side in ("chosen", "rejected")]
+    forget_classifiers(monkeypatch)
+    reward = ModelReward(tmp_path / "judge")
+    assert reward(twice["prompt"], sides, images=twice["images"]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_resumed_reward_model_with_images_is_bit_exact(tmp_path: Path) -> None:
+    settings = {"pictures": "qwen2_5_vl", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = make_trainer("reward", tmp_path, **settings)
+    whole.train()
+    resumed = make_trainer("reward", tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    expected, actual = weights_of(whole.model), weights_of(resumed.model)
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

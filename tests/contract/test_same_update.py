@@ -58,7 +58,7 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"loss_type": "alphapo", "alpha": 0.5},
     ],
     "bco": [{"max_steps": 3}],
-    "reward": [{}, {"center_rewards_coefficient": 0.1}],
+    "reward": [{}, {"center_rewards_coefficient": 0.1}, {"pictures": "qwen2_5_vl"}],
     "grpo": [
         {"loss_type": "dapo", "beta": 0.0},
         {"loss_type": "grpo", "beta": 0.04, "updates": 2, "num_iterations": 2, "max_steps": 4},

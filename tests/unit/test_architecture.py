@@ -11,7 +11,6 @@ from typing import Generic, get_args, get_type_hints
 
 import grimp
 import pytest
-import yaml
 from transformers import Trainer
 
 import prefrl
@@ -21,8 +20,7 @@ from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.arguments import CommandArguments, RewardArguments
-from prefrl.scripts.parser import ArgumentParser
+from prefrl.scripts.schema_writer import parser_of
 from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer
@@ -75,6 +73,7 @@ HOOKS = {
     "floating_point_ops": ["inputs"],
     "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
     "get_eval_dataloader": ["eval_dataset"],
+    "get_test_dataloader": ["test_dataset"],
     "get_optimizer_cls_and_kwargs": ["args", "model"],
     "get_total_train_batch_size": ["args"],
     "get_train_dataloader": [],
@@ -286,9 +285,7 @@ def test_every_yaml_of_examples_and_docs_is_a_config(text: str, tmp_path: Path) 
     row = REGISTRY[found[1]]
     path = tmp_path / "config.yaml"
     path.write_text(text, encoding="utf-8")
-    arguments = RewardArguments if "reward_funcs" in yaml.safe_load(text) else CommandArguments
-    parser = ArgumentParser((arguments, row.load_config()))
-    parser.parse_args_and_config(
+    parser_of(row).parse_args_and_config(
         ["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
     )
 

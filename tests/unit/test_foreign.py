@@ -89,7 +89,7 @@ ADVICE = [
     (
         SFTConfig,
         "modality_dropout",
-        "'modality_dropout', an option of Ludwig, has no counterpart here: there are no enc",
+        "'modality_dropout', an option of Ludwig, has no counterpart here: there are no multi",
     ),
     (SFTConfig, "fp4", "'fp4', an option of cosmos-rl, has no counterpart here: fp8=True computes in 8 bits"),
     (SFTConfig, "enable_profiler", "'enable_profiler', an option of cosmos-rl, becomes here: profile=True."),

@@ -280,8 +280,8 @@ def until_cut(attempt: Callable[[float], list[Answer]]) -> None:
     Between its first and its last token are hundreds of others, so that one of the pauses does at any speed of the
     machine.
     """
-    for number in range(10):
-        if max(len(answer.versions) for answer in attempt(0.05 * 2**number)) > 1:
+    for number in range(18):
+        if max(len(answer.versions) for answer in attempt(0.05 * 1.4**number)) > 1:
             return
     raise AssertionError("no sync fell into a request")
 

@@ -32,4 +32,7 @@ AXOLOTL: dict[str, Row] = {
     "neftune_noise_alpha": not_there("noise on embeddings is not supported"),
     "wandb_project": not_there("set the variable WANDB_PROJECT, for example in env"),
     "special_tokens": not_there("set eos_token and pad_token"),
+    "chat_template_jinja": not_there("write it into a file and set chat_template_path"),
+    "default_system_message": renamed("system_prompt"),
+    "field_messages": not_there("set columns={messages: ...}, for one dataset or for each of datasets"),
 }

@@ -23,7 +23,7 @@ from prefrl.options.foreign.row import (
 
 __all__ = ["COSMOS_RL", "DECAYS", "DEFAULTS"]
 
-_LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
+_LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
 _REWARDS = {"boxed_math": "accuracy_reward", "format": "think_format_reward", "gsm8k": "numeric_reward"}
 # How the learning rate falls.
 DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
@@ -67,8 +67,8 @@ _POLICY: dict[str, Row] = {
     "dataset.revision": if_set("dataset_revision"),
     "conversation_column_name": column("messages", "conversations"),
     "prompt_column_name": column("prompt"),
-    "response_column_name": not_there("the rewards read a column by its name: answer or solution for built-in ones"),
-    "system_prompt": not_there("put a message of the role system into the column prompt or messages"),
+    "response_column_name": column("answer", "solution"),
+    "system_prompt": if_set("system_prompt"),
     "dataloader_shuffle": renamed("shuffle_dataset"),
     "dataloader_prefetch_factor": not_needed("rows are tokenized once, at the start"),
     "dataloader_num_workers": not_needed("rows are tokenized once, at the start"),

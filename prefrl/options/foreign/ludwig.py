@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from prefrl.options.foreign.row import Row, becomes, not_needed, not_there, renamed
+from prefrl.options.foreign.row import Row, becomes, column, not_needed, not_there, renamed
 
 __all__ = ["LUDWIG"]
 
-_ENCODERS = "there are no encoders of several inputs; a vision-language model reads images, see docs/images.md"
+_ENCODERS = "there are no multi-input encoders; a vision-language model reads images, see docs/images.md"
 
 LUDWIG: dict[str, Row] = {
     "epochs": renamed("num_train_epochs"),
@@ -46,5 +46,5 @@ LUDWIG: dict[str, Row] = {
     "dpo_label_smoothing": renamed("label_smoothing"),
     "grpo_epsilon": renamed("epsilon"),
     "grpo_num_generations": renamed("num_generations"),
-    "rejected_column": not_there("the column must be called 'rejected': rename it with dataset.rename_column"),
+    "rejected_column": column("rejected"),
 }

@@ -85,16 +85,13 @@ def sampled_top_k() -> Row:
     return becomes(f"the key 'top_k' of {option}, 0 for all tokens", lambda n: {option: {"top_k": max(n, 0)}}, option)
 
 
-def column(*names: str) -> Row:
-    """The name of a column of the dataset, which is fixed here."""
-    text = f"the column must be called {' or '.join(map(repr, names))}: rename it with dataset.rename_column"
+def column(name: str, *others: str) -> Row:
+    """The name of a column of the dataset; here it is `name`, or one of the others, unless `columns` maps it."""
 
     def convert(value: Any) -> Mapping[str, Any]:
-        if value not in (*names, None, ""):
-            raise ValueError("it has another name")
-        return {}
+        return {} if value in (name, *others, None, "") else {"columns": {name: value}}
 
-    return becomes(text, convert)
+    return becomes(f"columns, as {{{name}: ...}}", convert, "columns")
 
 
 def layers() -> Row:

@@ -23,7 +23,7 @@ from prefrl.options.foreign.row import (
 
 __all__ = ["DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
 
-_LAUNCH = "give prefrl launch --num_processes, --num_machines and a config of accelerate; see docs/distributed.md"
+_LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
 _PYTHON = "give the trainer a dataset in Python"
 _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.
@@ -152,7 +152,7 @@ _ACTOR: dict[str, Row] = {
     "strategy": not_there(_LAUNCH),
     "fsdp_config": not_there(_LAUNCH),
     "megatron": not_there(
-        "Megatron-LM has models of its own; DeepSpeed ZeRO and FSDP2 share out weights: see docs/distributed.md"
+        "Megatron-LM has models of its own; DeepSpeed ZeRO and FSDP2 shard weights: see docs/distributed.md"
     ),
     "ulysses_sequence_parallel_size": not_there("see sequence parallelism in docs/distributed.md"),
     "ppo_mini_batch_size": not_there(
@@ -227,7 +227,7 @@ _ACTOR: dict[str, Row] = {
         "weight_decay_schedule",
     ),
     "optim.use_checkpoint_opt_param_scheduler": not_needed(
-        "a resumed run goes on with its schedule; allow_resume_changes names options that may be others"
+        "a resumed run goes on with its schedule; allow_resume_changes names options that may differ"
     ),
     "optim.clip_grad": renamed("max_grad_norm"),
     "optim.optimizer": asked("optim", _OPTIMIZERS),
@@ -235,13 +235,13 @@ _ACTOR: dict[str, Row] = {
     "optim.override_optimizer_config": not_there("optim_args, adam_epsilon; see docs/optimizers.md"),
     "optim": not_there("see the options of transformers.TrainingArguments"),
     "checkpoint.save_contents": becomes(
-        "checkpoint_kwargs={'save_optimizer': False} without optimizer, save_only_model=True for the model alone; "
+        "checkpoint_kwargs={'save_optimizer': False} without optimizer, save_only_model=True for the model only; "
         "hf_model is always there, under ZeRO-3 and FSDP2 with the key 'export_weights'",
         _saved,
         "checkpoint_kwargs",
     ),
     "checkpoint.load_contents": becomes(
-        "checkpoint_kwargs={'load_optimizer': False} without optimizer; to load the model alone, give its folder as "
+        "checkpoint_kwargs={'load_optimizer': False} without optimizer; to load only the model, give its folder as "
         "the model of a new training",
         _loaded,
         "checkpoint_kwargs",
@@ -326,15 +326,15 @@ _CRITIC: dict[str, Row] = {
     ),
     "grad_clip": renamed("critic_optim_kwargs", "max_grad_norm"),
     "cliprange_value": renamed("cliprange_value"),
-    "model": not_there("set critic='model', and in Python value_model; critic='head' needs no other model"),
+    "model": not_there("set critic='model' (and value_model in Python); critic='head' needs no other model"),
 }
 _REWARD: dict[str, Row] = {
     "enable": not_needed("a reward model is on if it is given"),
     "model.path": renamed("reward_model_name_or_path"),
     "model.input_tokenizer": not_needed("messages get the chat template of the reward model"),
-    "model.trust_remote_code": not_there("load the reward model in Python, and give the trainer the instance"),
+    "model.trust_remote_code": not_there("load the reward model in Python, and pass the instance to the trainer"),
     "model.external_lib": not_there("import it in a script of your own"),
-    "model.fsdp_config": not_there(f"a reward model is partitioned as the policy is: {_LAUNCH}"),
+    "model.fsdp_config": not_there(f"a reward model is partitioned like the policy; {_LAUNCH}"),
     "micro_batch_size": not_there("prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"),
     "micro_batch_size_per_gpu": not_there(
         "prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"
@@ -422,7 +422,7 @@ VERL: dict[str, Row] = {
     "actor_rollout_ref.hybrid_engine": not_needed("the sampler is a server, or the training process"),
     "actor_rollout_ref.nccl_timeout": renamed("ddp_timeout"),
     **{
-        f"actor_rollout_ref.ref.{name}": not_there(f"the reference is partitioned as the policy is: {_LAUNCH}")
+        f"actor_rollout_ref.ref.{name}": not_there(f"the reference is partitioned like the policy; {_LAUNCH}")
         for name in ("fsdp_config", "megatron", "strategy")
     },
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": not_there(
@@ -437,6 +437,9 @@ VERL: dict[str, Row] = {
         "reward_funcs",
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
+    "custom_reward_function.reward_kwargs": not_there(
+        "parameters behind the function: reward_funcs: [{name: file.py:compute_score, tolerance: 0.1}]"
+    ),
     "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),
     "global_profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
     "ray_kwargs": not_needed("there is no Ray"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -54,9 +54,15 @@ class Section:
 
 @dataclass
 class Checkup:
-    """All sections."""
+    """All sections.
+
+    Args:
+        sections: In the order of the checks.
+        located: Adds file and line to an error, if the file of options sets what is wrong.
+    """
 
     sections: list[Section] = field(default_factory=list)
+    located: Callable[[PrefrlError], PrefrlError] = lambda error: error
 
     @contextmanager
     def section(self, title: str) -> Iterator[Section]:
@@ -66,7 +72,9 @@ class Checkup:
         try:
             with logged_into(section):
                 yield section
-        except (PrefrlError, ImportError) as error:
+        except PrefrlError as error:
+            section.problem(str(self.located(error)))
+        except ImportError as error:
             section.problem(str(error))
 
     def count(self, level: Level) -> int:

@@ -12,7 +12,14 @@ import torch
 from rich.table import Table
 
 from prefrl.models.adapters import add_adapter
-from prefrl.models.footprint import Footprint, activations_of, cache_bytes, head_bytes, weights_of
+from prefrl.models.footprint import (
+    Footprint,
+    activations_of,
+    cache_bytes,
+    head_bytes,
+    optimizer_bytes,
+    weights_of,
+)
 from prefrl.models.outline import outline_of
 from prefrl.scripts.checkup.rows import row_lengths
 from prefrl.scripts.train import lora_of
@@ -29,9 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["check_resources", "estimated_footprint", "footprint_of"]
 
 _MIB, _GIB = 2**20, 2**30
-# Numbers of the optimizer's state for each trained weight, in the weights' dtype; others are taken for Adam.
-_STATES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "muon": 1, "rmsprop": 1}
-_ADAM = 2
 _SECONDS = 0.1  # for which a speed is measured
 
 
@@ -91,17 +95,13 @@ def footprint_of(subject: Subject, *, num_fed: int, num_scored: int, num_rows: i
     autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
     kept = activations_of(model, num_fed, peft_config=adapter, autocast=autocast)
     head = head_bytes(model, num_scored, device=config.device)
-    states = _STATES.get(str(getattr(config.optim, "value", config.optim)), _ADAM)
-    optimizer = weights.trained * states
-    if "8bit" in str(config.optim):
-        optimizer = weights.num_trained * states
     keeps_copy = isinstance(config, ReferenceOptions) and config.beta > 0 and adapter is None
     keeps_copy = keeps_copy and not getattr(config, "precompute_ref_log_probs", False)
     is_cut = config.gradient_accumulation_steps > 1 or config.max_tokens_per_micro_batch is not None
     return Footprint(
         weights=_stored(subject, weights.total),
         gradients=weights.trained,
-        optimizer=optimizer,
+        optimizer=optimizer_bytes(weights, str(getattr(config.optim, "value", config.optim))),
         reference=weights.total if keeps_copy else 0,
         activations=kept.peak(head, checkpointed=bool(config.activation_checkpointing)),
         cache=_cache(subject, num_rows),

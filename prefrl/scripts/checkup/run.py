@@ -17,11 +17,13 @@ from prefrl.scripts.checkup.rewards import try_rewards
 from prefrl.scripts.checkup.rows import UNLIMITED, check_columns, check_rows, first_rows, show_rows
 from prefrl.scripts.checkup.server import check_servers
 from prefrl.scripts.checkup.subject import Subject
-from prefrl.scripts.train import datasets_of, lora_of
+from prefrl.scripts.train import datasets_of, lora_of, options_of
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
     from prefrl.scripts.arguments import CommandArguments
+    from prefrl.scripts.launch_arguments import LaunchArguments
+    from prefrl.scripts.schema import Given
 
 __all__ = ["check_before", "checkup_of"]
 
@@ -64,9 +66,20 @@ def check_before(
         check_servers(Section("Server"), subject)
 
 
-def checkup_of(algorithm: Algorithm, script: CommandArguments, config: Any) -> Checkup:
-    """Check everything. What cannot be checked after a problem is left out."""
-    checkup = Checkup()
+def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | None = None) -> Checkup:
+    """Check everything. What cannot be checked after a problem is left out.
+
+    Args:
+        algorithm: The algorithm.
+        given: Its options.
+        launch: How the run is started; None: in one process, without a server of its own.
+
+    Raises:
+        ConfigError: Options exclude each other.
+    """
+    with given.locating():
+        script, config = options_of(algorithm, given)
+    checkup = Checkup(located=given.located)
     subject = Subject(algorithm, script, config)
     raw = rows = None
     with checkup.section("Data"):
@@ -88,10 +101,17 @@ def checkup_of(algorithm: Algorithm, script: CommandArguments, config: Any) -> C
             try_rewards(section, subject, raw)
         if config.use_vllm:
             with checkup.section("Server") as section:
-                check_servers(section, subject)
+                if launch is not None and launch.vllm is not None:
+                    section.ok(f"the run starts it (vllm={launch.vllm!r})")
+                else:
+                    check_servers(section, subject)
     with checkup.section("Batches") as section:
         batches = Batches.of(subject, None if isinstance(raw, datasets.IterableDataset) else len(raw))
         batches.report(section)
+        if launch is not None and (count := launch.num_processes or 1) > 1:
+            section.warn(
+                f"num_processes={count}: the sizes are those of one process; a step has {count} times as many"
+            )
     if rows is not None:
         with checkup.section("Memory and time") as section:
             check_resources(section, subject, rows, batches)

@@ -30,7 +30,7 @@ class GrowthParams(Params):
     """When the batch grows, and by how much."""
 
     patience: Annotated[int, Ge(1)] = opt(
-        5, "Values of the metric, one after another, without an improvement, after which the batch grows."
+        5, "Consecutive values of the metric without an improvement after which the batch grows."
     )
     rate: Annotated[float, Gt(1)] = opt(
         2.0, "Factor by which a step's rows grow each time, rounded up to a multiple of the rows that it began with."
@@ -133,7 +133,7 @@ class AutopilotOptions:
 
     early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
         None,
-        "End training after this many evaluations one after another without an improvement of "
+        "End training after this many consecutive evaluations without an improvement of "
         "metric_for_best_model; None: it does not end early.",
     )
     early_stopping_kwargs: KwargsValue = opt(None, EARLY_STOPPING.help)

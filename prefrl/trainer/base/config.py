@@ -119,7 +119,7 @@ class BaseConfig(
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
     )
-    trust_remote_code: bool = opt(False, "Run code that comes with the model; the same key of model_init_kwargs.")
+    trust_remote_code: bool = opt(False, "Run code that comes with the model, as the key of model_init_kwargs does.")
     disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, including those of adapters.")
     freeze: list[str] | None = opt(
         None, "Regular expressions; parameters whose names contain a match are not trained."
@@ -173,7 +173,7 @@ class BaseConfig(
 
     allow_resume_changes: list[str] | None = opt(
         None,
-        "What may differ from the checkpoint that training resumes from although it decides the updates: names of "
+        "What may differ from the checkpoint that training resumes from, although it changes the updates: names of "
         "options, or model, data, rewards. Without it, a difference is an error that lists the names.",
     )
     save_in_background: bool = opt(
@@ -250,6 +250,14 @@ class BaseConfig(
                 raise ConfigError(
                     f"report_to={name!r}: unknown tracker. {nearest(str(name), INTEGRATION_TO_CALLBACK)}"
                 )
+
+    def check_trackers_installed(self) -> None:
+        """Refuse trackers whose packages are missing. Trainers ask for it: a config may be read on another machine.
+
+        Raises:
+            ConfigError: See above.
+        """
+        for name in self.report_to:
             if name in _TRACKERS and name not in get_available_reporting_integrations():
                 raise ConfigError(
                     f"report_to={name!r}: its package is not installed. Run `pip install {_TRACKERS[name]}`, or set "
@@ -278,7 +286,9 @@ class BaseConfig(
     def rows_in_words(self) -> str:
         """The rows of an optimizer step, for people."""
         rows, steps = self.rows_per_micro_batch, int(self.gradient_accumulation_steps)
-        return f"{rows * steps * int(self.world_size):,} rows: {rows} x {steps} on each of {self.world_size} processes"
+        processes = int(self.world_size)
+        where = f" on each of {processes} processes" if processes > 1 else ""
+        return f"{rows * steps * processes:,} rows" + (f": {rows} x {steps}{where}" if steps * processes > 1 else "")
 
     @property
     def steps_of_a_generation(self) -> int:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from datasets import IterableDataset
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.modes import eval_mode
 from prefrl.trainer.base.memory import EVALUATION, explained
-from prefrl.trainer.base.predictions import PredictedRows
+from prefrl.trainer.base.predictions import PredictedRows, metrics_of
 from prefrl.trainer.base.schedule_free import use_averaged_weights
 from prefrl.trainer.base.sized import SizedTrainer
 
@@ -37,6 +37,8 @@ class EvaluatingTrainer(SizedTrainer):
     """
 
     account: StepAccount
+    predicted: PredictedRows | None = None  # of the running evaluation, if anybody asks for them
+    _predicts = False
 
     @abstractmethod
     def _prepared(self, dataset: Any, processing_class: ProcessingClass, *, training: bool) -> Any:
@@ -64,6 +66,31 @@ class EvaluatingTrainer(SizedTrainer):
         for name, part in parts.items():
             metrics |= super().evaluate(part, ignore_keys, f"{metric_key_prefix}{name}")
         return metrics
+
+    def predict(
+        self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """What `compute_metrics` gets about raw data, as `predictions` and `label_ids`, and metrics as of `evaluate`.
+
+        The metrics are returned and not logged.
+
+        Raises:
+            ConfigError: There is no dataset, or there are several.
+        """
+        if test_dataset is None or isinstance(test_dataset, Mapping):
+            raise ConfigError(f"test_dataset is {type(test_dataset).__name__}: predict() needs one dataset")
+        use_averaged_weights(self.optimizer)
+        prepared = self._prepared(test_dataset, self.processing_class, training=False)
+        self._predicts = True
+        try:
+            return super().predict(prepared, ignore_keys, metric_key_prefix)
+        finally:
+            self._predicts = False
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """The loader of an evaluation."""
+        loader: DataLoader[Any] = self.get_eval_dataloader(test_dataset)
+        return loader
 
     def check_training_set(self) -> None:
         """Reject `evaluate_training_set` where the training set cannot be evaluated.
@@ -100,7 +127,8 @@ class EvaluatingTrainer(SizedTrainer):
     ) -> EvalLoopOutput:
         """Run `evaluation_step` on every item; the means are over the whole dataset and all ranks."""
         model = self.policy if distributed.is_sharded(self.policy) else self.policy.to(self.args.device)
-        num_rows, self.predicted = 0, PredictedRows()
+        wants_rows = self._predicts or self.compute_metrics is not None
+        num_rows, self.predicted = 0, PredictedRows() if wants_rows else None
         memory = explained(lambda: f"evaluation, after {num_rows} rows", self.args, EVALUATION)
         with self.account.phase(None), eval_mode(model), torch.no_grad(), distributed.usable(model), memory:
             for item in dataloader:
@@ -110,12 +138,15 @@ class EvaluatingTrainer(SizedTrainer):
         distributed.release(model)
         (num_samples,) = distributed.sum_over_ranks([num_rows], self.args.device)
         found = self._drain("eval") | {"num_tokens": float(self.state.num_input_tokens_seen)}
-        if self.compute_metrics is not None:
-            found |= self.predicted.metrics(self.compute_metrics)
+        rows = None if self.predicted is None else self.predicted.gathered()
+        if rows is not None and self.compute_metrics is not None:
+            found |= metrics_of(self.compute_metrics, rows)
+        self.predicted = None
         values = {
             f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}": value for name, value in found.items()
         }
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=int(num_samples))
+        predictions, labels = (None, None) if rows is None else (rows.predictions, rows.label_ids)
+        return EvalLoopOutput(predictions, labels, metrics=values, num_samples=int(num_samples))
 
     @abstractmethod
     def evaluation_step(self, model: nn.Module, item: Any) -> dict[str, Metric]:

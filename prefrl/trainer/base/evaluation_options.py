@@ -26,11 +26,13 @@ class EvaluationOptions:
 
     eval_epochs: _Epochs = opt(
         1.0,
-        "With eval_strategy='epoch': epochs between evaluations; 0.25 is four an epoch, 2 one every two.",
+        "With eval_strategy='epoch': epochs between evaluations; 0.25 means four per epoch, 2 one every two epochs.",
     )
-    save_epochs: _Epochs = opt(1.0, "With save_strategy='epoch': epochs between checkpoints; 0.25 is four an epoch.")
+    save_epochs: _Epochs = opt(
+        1.0, "With save_strategy='epoch': epochs between checkpoints; 0.25 means four per epoch."
+    )
     max_eval_samples: Annotated[int, Ge(1)] | None = opt(
-        None, "Evaluate only the first so many rows of a dataset; None: all of them."
+        None, "Evaluate only this many rows of a dataset, from its start; None: all of them."
     )
     evaluate_training_set: bool = opt(
         False, "Evaluate the training dataset, too, in the same way; its metrics are named eval_train_..."

@@ -36,7 +36,7 @@ _MODEL = [
 # What of an output_dir is not: checkpoints, prompts and completions, and what only this run needs.
 _NOT_MODEL = [
     *("_*", ".*", "checkpoint-*", "completions/*", "evaluations/*", "profile/*", "nan-step-*", "*.log"),
-    *("run.json", "starts.jsonl", "report.html"),
+    *("run.json", "starts.jsonl", "metrics.jsonl", "report.html"),
 ]
 _MODEL_PLACE = ""  # the root of the repository
 _LATER = (408, 429)  # HTTP status codes of a server that asks for another try

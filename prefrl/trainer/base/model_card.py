@@ -166,7 +166,7 @@ model = {name}.from_pretrained(name)
 {end}
 ```
 
-{command}Nobody has checked the model for safety, for facts, or for what the base model and the data have of either.
+{command}The model was not checked for safety or for errors of fact, which it may have from its base model or its data.
 """
 
 
@@ -192,14 +192,15 @@ def _training(
     rewards = {"reward_funcs": list(facts.rewards)} if facts.rewards else {}
     options = yaml.safe_dump({**names, **rewards, **facts.options, **seed}, sort_keys=False, allow_unicode=True)
     step = max((int(entry.get("step", 0)) for entry in log_history), default=0)
-    return f"""{step:,} optimizer steps. These are the options that are not at their defaults, as a file for the
-command `prefrl {algorithm} --config run.yaml`:
+    start = "a model that is not on the Hub" if base is None else f"[{base}](https://hf.co/{base})"
+    return f"""{step:,} optimizer steps, from {start}. These are the options that differ from their defaults, as a file
+for the command `prefrl {algorithm} --config run.yaml`:
 
 ```yaml
 {options.rstrip()}
 ```
 
-Paths, and options that are texts, are left out.
+Paths, and options whose values are texts, are left out.
 """
 
 

@@ -40,8 +40,9 @@ class OptimizerOptions:
     )
     learning_rates: dict[str, float] | str | None = opt(
         None,
-        "Learning rates of some parameters: from regular expressions to rates, all with the same schedule. The first "
-        "expression that a name contains a match of decides; learning_rate is for all others. JSON on the command "
+        "Learning rates of some parameters: a mapping from regular expressions to rates, all with the same schedule. "
+        "The first expression that matches part of a parameter's name decides; all others have learning_rate. JSON on "
+        "the command "
         "line.",
     )
     max_grad_value: Annotated[float, Gt(0)] | None = opt(

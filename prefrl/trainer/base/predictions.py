@@ -1,4 +1,4 @@
-"""What an evaluation gives `compute_metrics`: the predictions of all rows, and what is known about them."""
+"""What `compute_metrics` gets and `predict` returns: the predictions of all rows, and what is known about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import EvalPrediction
 from prefrl import distributed
 from prefrl.errors import ConfigError
 
-__all__ = ["NO_TOKEN", "ComputeMetrics", "PredictedRows"]
+__all__ = ["NO_TOKEN", "ComputeMetrics", "PredictedRows", "metrics_of"]
 
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
 
@@ -33,24 +33,26 @@ class PredictedRows:
         self.labels += labels
         self.inputs += inputs
 
-    def metrics(self, compute_metrics: ComputeMetrics) -> dict[str, float]:
-        """What the user's function makes of the rows of all processes, which are then forgotten.
-
-        All processes must call it. Lists of ids are filled up with -100 to the longest one.
-
-        Raises:
-            ConfigError: The function does not return a mapping of names to numbers.
-        """
+    def gathered(self) -> EvalPrediction:
+        """The rows of all processes, which all must call it. Lists of ids are filled up with -100 to the longest."""
         parts = distributed.gather_objects((self.predictions, self.labels, self.inputs))
-        self.predictions, self.labels, self.inputs = [], [], []
         predictions, labels, inputs = ([row for part in parts for row in part[i]] for i in range(3))
-        found = compute_metrics(EvalPrediction(_array(predictions), _array(labels), inputs or None))
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"compute_metrics returned {found!r:.80}: must be a mapping of names to numbers")
-        wrong = [name for name, value in found.items() if np.ndim(value) != 0 or not np.isreal(value)]
-        if wrong:
-            raise ConfigError(f"compute_metrics: {wrong[0]!r} is {found[wrong[0]]!r:.80}: must be a number")
-        return {name: float(value) for name, value in found.items()}
+        return EvalPrediction(_array(predictions), _array(labels), inputs or None)
+
+
+def metrics_of(compute_metrics: ComputeMetrics, rows: EvalPrediction) -> dict[str, float]:
+    """What the user's function makes of the rows of all processes.
+
+    Raises:
+        ConfigError: The function does not return a mapping of names to numbers.
+    """
+    found = compute_metrics(rows)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"compute_metrics returned {found!r:.80}: must be a mapping of names to numbers")
+    wrong = [name for name, value in found.items() if np.ndim(value) != 0 or not np.isreal(value)]
+    if wrong:
+        raise ConfigError(f"compute_metrics: {wrong[0]!r} is {found[wrong[0]]!r:.80}: must be a number")
+    return {name: float(value) for name, value in found.items()}
 
 
 def _array(rows: Sequence[Any]) -> Any:

@@ -38,7 +38,9 @@ class ProfileParams(Params):
     """
 
     wait: Annotated[int, Ge(0)] = opt(1, "Steps of a cycle without profiling.")
-    warmup: Annotated[int, Ge(0)] = opt(1, "Steps that the profiler runs and forgets: its start distorts them.")
+    warmup: Annotated[int, Ge(0)] = opt(
+        1, "Steps that are profiled but not kept, because starting the profiler distorts them."
+    )
     active: Annotated[int, Ge(1)] = opt(3, "Steps in a trace.")
     repeat: Annotated[int, Ge(0)] = opt(1, "Number of cycles, each with a trace of its own; 0: until training ends.")
     skip_first: Annotated[int, Ge(0)] = opt(0, "Steps before the first cycle.")

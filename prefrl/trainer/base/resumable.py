@@ -9,14 +9,14 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, HubError, OutOfMemoryError, RewardError
+from prefrl.errors import HubError, OutOfMemoryError, RewardError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.load import load_renamed
 from prefrl.printable import reason_of
@@ -134,13 +134,6 @@ class ResumableTrainer(OptimizedTrainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Tokens are counted in `BaseTrainer.get_batch_samples`."""
-
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> NoReturn:
-        """HuggingFace's method, which would return the logits of all tokens. Not supported: always raises."""
-        raise ConfigError(
-            "predict() is not supported: rows of different lengths are not padded, and no logits are kept. For "
-            f"metrics use evaluate(dataset, metric_key_prefix={metric_key_prefix!r}), for completions model.generate."
-        )
 
     @contextmanager
     def _resumable_without_memory(self) -> Iterator[None]:

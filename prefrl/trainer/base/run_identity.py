@@ -31,8 +31,11 @@ _OF_HUGGINGFACE = frozenset({
 _LENGTH = frozenset({"max_steps", "num_train_epochs"})
 # Rows of a dataset that are hashed.
 _SAMPLED_ROWS = 64
-# Keys of a model's config that do not describe its architecture.
-_NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+# Keys of a model's config that do not describe its architecture. The ids become the tokenizer's when training begins.
+_NOT_ARCHITECTURE = (
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 def decisive_options(config: BaseConfig) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class PlateauParams(Params):
         None, "Whether the metric should fall or rise; None: fall, for a name that ends in loss."
     )
     patience: Annotated[int, Ge(0)] = opt(10, "Values in a row without improvement that change nothing.")
-    factor: Annotated[float, Gt(0), Lt(1)] = opt(0.1, "What a reduction multiplies the learning rate by.")
+    factor: Annotated[float, Gt(0), Lt(1)] = opt(0.1, "Factor by which a reduction multiplies the learning rate.")
     threshold: Annotated[float, Ge(0)] = opt(1e-4, "Share of the best value by which it must be surpassed.")
     window: Annotated[int, Ge(1)] = opt(1, "Logged values whose mean is one value.")
 
@@ -109,7 +109,7 @@ class ScheduleOptions(TrainingArguments):
         None, "Share of learning_rate with which the warm-up begins; None: 0, unless the schedule says otherwise."
     )
     warmup_evaluations: Annotated[int, Ge(0)] = opt(
-        0, "Sets warmup_steps to this many times eval_steps; needs eval_strategy='steps'; 0: does not."
+        0, "Set warmup_steps to this multiple of eval_steps; needs eval_strategy='steps'. 0: off."
     )
     learning_rate_scaling: Literal["constant", "sqrt", "linear"] = opt(
         "constant", "Multiply learning rates by 1, the square root of the number of processes, or this number."
@@ -119,7 +119,7 @@ class ScheduleOptions(TrainingArguments):
     )
     reduce_on_plateau_kwargs: KwargsValue = opt(None, PLATEAU.help)
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = opt(
-        "constant", "How the weight decay changes: not, along a line, or along half a cosine."
+        "constant", "How the weight decay changes: not at all, linearly, or along half a cosine."
     )
     weight_decay_schedule_kwargs: KwargsValue = opt(None, WEIGHT_DECAY.help)
 

@@ -52,7 +52,7 @@ class OneCycleParams(Params):
 class ExponentialParams(Params):
     """Of `exponential`."""
 
-    decay_rate: Annotated[float, Gt(0), Le(1)] = opt(0.96, "What decay_steps steps multiply the rate by.")
+    decay_rate: Annotated[float, Gt(0), Le(1)] = opt(0.96, "Factor by which the rate falls over decay_steps steps.")
     decay_steps: Annotated[int, Ge(1)] = opt(10000, "Steps in which the rate falls by decay_rate.")
     staircase: bool = opt(False, "Let the rate fall once every decay_steps steps instead of in each step.")
 
@@ -62,7 +62,7 @@ class CosineWarmRestartsParams(Params):
     """Of `cosine_warm_restarts`."""
 
     t_0: Annotated[int, Ge(1)] | None = opt(None, "Steps of the first cycle. Must be set.")
-    t_mult: Annotated[int, Ge(1)] = opt(1, "How many times as long as the cycle before it a cycle is.")
+    t_mult: Annotated[int, Ge(1)] = opt(1, "Length of a cycle as a multiple of that of the cycle before it.")
     eta_min: Annotated[float, Ge(0)] = opt(0.0, "Learning rate at the end of a cycle.")
 
 

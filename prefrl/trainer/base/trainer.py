@@ -101,6 +101,7 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
         check_writable(Path(args.output_dir))
+        args.check_trackers_installed()
         distributed.check_devices(args.n_gpu)
         distributed.tell_deepspeed()
         name = type(self).__name__
@@ -116,6 +117,8 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
             quantization_config=quantization_config,
         )
         distributed.check_model(model, trainer=name)
+        self.args = args
+        processing_class = self._loaded_processing_class(model, processing_class)
         self._router_coef = router_coef_of(model, args)
         change_policy(args, model)
         prepare_for_scoring(model)
@@ -123,8 +126,6 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         self.account = StepAccount(args.device)
         self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
         args.fit_context(self._position_limit)
-        self.args = args
-        processing_class = self._loaded_processing_class(model, processing_class)
         super().__init__(
             model=model,
             args=args,
@@ -152,7 +153,8 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
 
     def _facts(self) -> Mapping[str, str]:
-        return facts_of(self.args, self.policy, self.state, self.train_dataset, algorithm=self.algorithm)
+        models = (self.policy, self.ref_model)
+        return facts_of(self.args, *models, self.state, self.train_dataset, algorithm=self.algorithm)
 
     def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:
         kwargs = cast("dict[str, Any] | None", self.args.model_init_kwargs)

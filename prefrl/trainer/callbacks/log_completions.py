@@ -17,7 +17,7 @@ from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.printable import printable, reason_of
-from prefrl.rollout.tables import send_table
+from prefrl.rollout.tables import Tables
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
@@ -69,6 +69,7 @@ class LogCompletionsCallback(TrainerCallback):
         self.generation_config = generation_config
         self.num_prompts = num_prompts
         self.freq = freq
+        self._tables = Tables(trainer.args.report_to)
         self.table: list[tuple[int, str, str]] = []  # all rows so far, on the main process
 
     def on_step_end(
@@ -121,7 +122,7 @@ class LogCompletionsCallback(TrainerCallback):
 
     def _track(self, _: Sequence[tuple[int, str, str]]) -> None:
         step = self.trainer.state.global_step
-        send_table(self.trainer.args.report_to, "completions", _COLUMNS, self.table, step=step)
+        self._tables.send("completions", _COLUMNS, self.table, step=step)
 
 
 def _prompt_ids(row: Mapping[str, Any]) -> list[int]:

@@ -395,7 +395,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         # Other ranks may need one without rows to take part in a forward pass.
         for output in self._evaluated(model, batches, num_missing=int(not batches)):
             metrics = {"loss": Mean(output.total, count), **output.metrics}
-            if self.compute_metrics is not None and output.predictions is not None:
+            if self.predicted is not None and output.predictions is not None:
                 self.predicted.add(*self.predictions_of(batches[0], output.predictions))
         return metrics
 

@@ -10,8 +10,9 @@ from prefrl.trainer.base.trainer import Optimizers
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from peft import PeftConfig
-    from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import BitsAndBytesConfig, TrainerCallback
 
+    from prefrl.data.images import ProcessingClass
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
 
 __all__ = ["OnlineArguments"]
@@ -22,8 +23,8 @@ class OnlineArguments(TypedDict, total=False):
 
     train_dataset: Dataset | IterableDataset | None
     eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None
-    processing_class: PreTrainedTokenizerBase | None
-    reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None
+    processing_class: ProcessingClass | None
+    reward_processing_classes: ProcessingClass | list[ProcessingClass | None] | None
     callbacks: list[TrainerCallback] | None
     optimizers: Optimizers
     quantization_config: BitsAndBytesConfig | None

@@ -99,12 +99,12 @@ class RewardOptions:
     on_reward_error: Literal["raise", "skip"] = opt(
         "raise",
         "What an error of a reward function does. raise: it ends the run. skip: the function's rewards are None for "
-        "that batch; ten such batches one after another end the run.",
+        "that batch; ten such batches in a row end the run.",
     )
     stop_without_signal: Annotated[int, Ge(1)] | None = opt(
         None,
-        "End the run with an error after this many optimizer steps one after another in which rewards do not say "
-        "which completions are better; None: only warn.",
+        "End the run with an error after this many consecutive optimizer steps in which the rewards do not say which "
+        "completions are better; None: only warn.",
     )
     mask_truncated_completions: bool = opt(
         False, "Exclude completions that were cut off at max_completion_length from the loss (DAPO)."
@@ -229,8 +229,9 @@ class OnlineConfig(
         """See `BaseConfig.rows_in_words`."""
         completions = self.completions_of_generation
         shared = "" if self.steps_of_a_generation == 1 else f", for {self.steps_of_a_generation} steps"
+        kind = "completion" if self.num_generations == 1 else "completions"
         return (
-            f"{completions // self.num_generations:,} prompts x {self.num_generations} completions of at most "
+            f"{completions // self.num_generations:,} prompts x {self.num_generations} {kind} of at most "
             f"{self.max_completion_length} tokens{shared}"
         )
 

@@ -23,6 +23,7 @@ from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import collected_metrics, log_collected
+from prefrl.rollout.tables import Tables
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.auto_sizes import LongBatch
 from prefrl.trainer.base.references import loaded_reference
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
-    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
     from transformers.trainer_utils import EvalLoopOutput
 
     from prefrl.data.images import ProcessingClass
@@ -89,7 +90,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             in its order and needs `max_steps`.
         eval_dataset: One dataset, or several by name.
         processing_class: Tokenizer, or processor of a model that reads images; None: the model's.
-        reward_processing_classes: Tokenizers of reward models; None: their own.
+        reward_processing_classes: Tokenizers or processors of reward models; None: their own.
         callbacks: HuggingFace callbacks.
         optimizers: Optimizer and scheduler to use instead of those that `args` describes.
         quantization_config: Load the model, given by name, quantized; needs an adapter.
@@ -120,7 +121,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: ProcessingClass | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
+        reward_processing_classes: ProcessingClass | list[ProcessingClass | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
@@ -187,6 +188,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             args, self.objective, self.scorer, lambda batch: self.cut(batch, args.rows_per_micro_batch), hidden_size
         )
         place = (distributed.rank(), distributed.world_size())
+        self._tables = Tables(args.report_to)
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
         self.health = SignalHealth(args)
         self._fresh_logprobs: list[Tensor] = []
@@ -413,7 +415,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
         """The loss, as in a step that learns from all completions of the evaluation at once, and its metrics."""
         collected = self._evaluation.take()
-        if self.compute_metrics is not None:
+        if self.predicted is not None:
             add_rollouts(self.predicted, collected.rollouts)
         learned = self._learned(collected.rollouts, num_parts=1)
         (minibatch,) = self._minibatches.of(learned)
@@ -449,7 +451,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.history.show_samples(samples_of(collected.rollouts))
         if self.args.log_completions:
             limit, unique = self.args.num_completions_to_print, self.args.log_unique_prompts
-            log_collected(collected, step=step, limit=limit, unique=unique, trackers=self.args.report_to)
+            log_collected(collected, step=step, limit=limit, unique=unique, tables=self._tables)
 
     def decisive(self) -> dict[str, Any]:
         """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""

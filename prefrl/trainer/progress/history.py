@@ -75,6 +75,8 @@ class Row:
             known = max((key for key in _TITLES if plain == key or plain.endswith(f"_{key}")), key=len, default=None)
             if known is not None and name != plain and isinstance(value, int | float):
                 values[plain.removesuffix(known).replace("_", " ") + _TITLES[known]] = float(value)
+        for title in [title for title in values if title.endswith("reward")]:
+            values.pop(f"{title.removesuffix('reward')}loss", None)  # as in training
         return cls(step, values)
 
 
@@ -174,11 +176,16 @@ def duration(seconds: float | None) -> str:
 
 def _reward_parts(numbers: Mapping[str, float]) -> dict[str, float]:
     parts = {
-        _between(name, "rewards/", "/mean"): value
+        _name_of_part(_between(name, "rewards/", "/mean")): value
         for name, value in numbers.items()
         if name.startswith("rewards/") and name.endswith("/mean")
     }
     return parts if len(parts) > 1 else {}
+
+
+def _name_of_part(name: str) -> str:
+    """The name of a reward function; one that is also the title of a metric, such as `length`, is told from it."""
+    return f"{name} reward" if name in _TITLES.values() else name
 
 
 def _between(name: str, prefix: str, suffix: str) -> str:

@@ -12,9 +12,22 @@ ENVIRONMENT = {"machine": "a machine"}
 GOOD: dict[str, Any] = {
     "agreement": {"name": "dpo", "loss": (0.7, 0.7), "grad_norm": (3.0, 3.0), "difference": 1e-6},
     "logprobs": {"name": "trainer and local generation", "tokens": 2048, "mean": 1e-6, "largest": 1e-5},
-    "dpo": {"name": "dpo", "metrics": {"rewards/margins": (0.0, 0.4)}, "steps": 30, "seconds": 9.0},
-    "sft": {"name": "sft", "metrics": {"loss": (1.5, 1.2)}, "steps": 30, "seconds": 9.0},
-    "demo": {"seed": 1, "accuracy_base": 0.3, "accuracy_grpo": 0.7, "grpo_steps": 24, "seconds_total": 300.0},
+    "dpo": {
+        "name": "dpo",
+        "metrics": {"rewards/margins": (0.0, 0.4)},
+        "steps": 30,
+        "seconds": 9.0,
+        "cpu_seconds": 8.0,
+    },
+    "sft": {"name": "sft", "metrics": {"loss": (1.5, 1.2)}, "steps": 30, "seconds": 9.0, "cpu_seconds": 8.0},
+    "demo": {
+        "seed": 1,
+        "accuracy_base": 0.3,
+        "accuracy_grpo": 0.7,
+        "grpo_steps": 24,
+        "seconds_total": 300.0,
+        "cpu_seconds": 290.0,
+    },
 }
 
 
@@ -26,8 +39,8 @@ def test_good_results_have_a_table_each_and_no_failure() -> None:
     assert failures(stored()) == []
     text = tables(stored())
     assert text.count("Measured on: machine a machine.") == len(GOOD)
-    assert "| dpo | 0.0000 to 0.4000 | 30 | 9 |" in text
-    assert "| 1 | 0.300 | 0.700 | 0.400 | 24 | 300 |" in text
+    assert "| dpo | 0.0000 to 0.4000 | 30 | 9 | 8 |" in text
+    assert "| 1 | 0.300 | 0.700 | 0.400 | 24 | 300 | 290 |" in text
 
 
 @pytest.mark.parametrize(

@@ -288,3 +288,14 @@ def test_an_image_that_was_read_from_a_jpeg_is_written_without_loss():
     assert picture.format == "JPEG"
     again = datasets.Image().decode_example({"bytes": file_bytes(picture), "path": None})
     assert again.tobytes() == picture.tobytes()
+
+
+@pytest.mark.parametrize("prepare", [prepare_preference_dataset, prepare_reward_dataset])
+def test_images_after_the_first_difference_of_a_pair_are_refused(prepare, llava):
+    options = OPTIONS if prepare is prepare_preference_dataset else {"max_length": None, "invalid_rows": "error"}
+    turns = {"role": "user", "content": [IMAGE, text("And this?")]}
+    pair = {"chosen": [USER, RED, turns, BLUE], "rejected": [USER, BLUE, turns, BLUE]}
+    data = rows({side: [in_blocks(m) if isinstance(m["content"], str) else m for m in pair[side]] for side in pair})
+    data = data.add_column("images", [[{"bytes": file_bytes(image()), "path": None}]])
+    with pytest.raises(DataError, match="differ before the end of their last image"):
+        prepare(data, llava, **options)

@@ -58,6 +58,8 @@ def test_ids_of_preference_data_are_taken_as_they_are():
     assert pairs([PAIR | {"prompt": "of another tokenizer"}])[0] == PAIR
     whole = {"chosen_ids": [10, 12], "rejected_ids": [10, 13], "margin": 0.5}
     assert reward([whole])[0] == whole
+    old_names = {"chosen_input_ids": [10, 12], "rejected_input_ids": [10, 13], "margin": 0.5}
+    assert reward([old_names])[0] == whole
     rows = [{"prompt_ids": [10], "completion_ids": [12, 1], "label": True}]
     rows.append({"prompt_ids": [11], "completion_ids": [13], "label": False})
     assert list(unpaired(rows)) == rows

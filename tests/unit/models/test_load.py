@@ -246,7 +246,7 @@ def test_a_run_changes_the_tokenizer_before_padding_is_decided(tmp_path: Path) -
 def test_the_template_of_another_model_is_taken(tmp_path: Path) -> None:
     tiny_tokenizer(chat_template="of another model").save_pretrained(tmp_path)
     tokenizer = tiny_tokenizer()
-    TokenizerChanges(chat_template_path=str(tmp_path)).apply(tokenizer)
+    TokenizerChanges(chat_template_path=str(tmp_path)).apply(tokenizer, tiny_model())
     assert tokenizer.chat_template == "of another model"
 
 
@@ -259,7 +259,7 @@ def test_the_template_of_another_model_is_taken(tmp_path: Path) -> None:
 )
 def test_a_tokenizer_cannot_be_changed_to_what_there_is_not(changes: TokenizerChanges, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        changes.apply(tiny_tokenizer())
+        changes.apply(tiny_tokenizer(), tiny_model())
 
 
 def test_code_that_comes_with_a_model_may_be_allowed_for_an_instance_whose_tokenizer_is_loaded() -> None:

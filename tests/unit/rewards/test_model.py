@@ -353,7 +353,12 @@ def test_tokenizer_without_a_model_has_no_effect_and_is_refused() -> None:
         RewardRunner(lambda completions: [0.0] * len(completions), processing_classes=tiny_tokenizer())
 
 
-def test_one_tokenizer_serves_every_model() -> None:
+def test_one_tokenizer_for_several_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"one tokenizer for 2 models, .* give a list of 2"):
+        RewardRunner([reward_model(), reward_model()], processing_classes=tiny_tokenizer())
+
+
+def test_one_tokenizer_serves_the_only_model() -> None:
     model = reward_model()
     runner = RewardRunner([lambda completions: [0.5] * len(completions), model], processing_classes=tiny_tokenizer())
     assert runner.names == ["<lambda>", "Qwen2ForSequenceClassification"]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from prefrl.errors import ConfigError
-from prefrl.scripts.dataset_config import DatasetConfig, DatasetMixtureConfig, get_dataset
+from prefrl.errors import ConfigError, DataError
+from prefrl.scripts.dataset_config import DatasetConfig, DatasetMixtureConfig, get_dataset, load_part
 
 
 @pytest.fixture(autouse=True)
@@ -79,5 +82,60 @@ def test_a_revision_is_that_of_a_dataset_on_the_hub(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     mixed({"path": "owner/name", "revision": "v1"}, "b.jsonl")
     assert asked == [("owner/name", "v1"), ("json", None)]
-    with pytest.raises(ConfigError, match=r"datasets\.path='b\.jsonl' is on this machine: revision='v1'"):
+    with pytest.raises(ConfigError, match=r"datasets\[0\]\.path='b\.jsonl' is on this machine: revision='v1'"):
         mixed({"path": "b.jsonl", "revision": "v1"})
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_local_files_are_read_by_their_endings(tmp_path: Path, packed: str, streaming: bool) -> None:
+    rows = [{"text": "to be,\tor", "id": 1}, {"text": "not", "id": 2}]
+    table = pa.Table.from_pylist(rows)
+    contents = {
+        "rows.csv": b'text,id\n"to be,\tor",1\nnot,2\n',
+        "rows.TSV": b'text\tid\n"to be,\tor"\t1\nnot\t2\n',
+        "rows.txt": b"to be,\tor\nnot\n",
+        "rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}{packed}").write_bytes(gzip.compress(content) if packed else content)
+    pq.write_table(table, tmp_path / "rows.parquet")
+    for name in ["rows.parquet", *(f"{name}{packed}" for name in contents)]:
+        expected = [{"text": row["text"]} for row in rows] if ".txt" in name else rows
+        assert list(load_part(DatasetConfig(name), streaming=streaming)) == expected, name
+
+
+def test_a_file_that_cannot_be_read_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "rows.xlsx").write_bytes(b"")
+    with pytest.raises(DataError, match=r"path='rows\.xlsx': this file cannot be read. .* \.parquet, \.csv"):
+        load_part(DatasetConfig("rows.xlsx"), streaming=False)
+    with pytest.raises(DataError, match=r"path='no\.csv\.gz': there is no such file"):
+        load_part(DatasetConfig("no.csv.gz"), streaming=False)
+
+
+def test_each_part_of_a_mixture_has_its_own_columns_and_template() -> None:
+    mixture = mixed(
+        {"path": "a.jsonl", "split": "train[:1]", "columns": [{"completion": "text"}], "prompt_template": "{id}:"},
+        {"path": "b.jsonl", "split": "train[:1]", "columns": [{"completion": "text"}], "prompt_template": "{text}?"},
+    )
+    assert mixture["train"].to_list() == [{"completion": "a0", "prompt": "0:"}, {"completion": "b0", "prompt": "b0?"}]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"columns": {"prompt": 1}}, r"datasets\[0\].columns={'prompt': 1}: must hold names of columns"),
+        ({"columns": {}}, "columns={}: must hold names of columns"),
+        ({"columns": {"a": "text", "b": "text"}}, "names the dataset's column 'text' twice"),
+        ({"columns": ["text", {"text": "id"}]}, "names the new column 'text' twice"),
+        ({"prompt_template": "no column"}, "prompt_template='no column': names no column"),
+        ({"prompt_template": "{a"}, "prompt_template='{a': cannot be read: expected '}'"),
+        ({"prompt_template": "{a.b}"}, "{a.b} is no name of a column"),
+        ({"prompt_template": r"\boxed{}"}, "{} is no name of a column. .* double each brace"),
+        ({"system_prompt": ""}, "system_prompt='': must be a text that is not empty"),
+        ({"conversational": "yes"}, "conversational='yes': must be true or false"),
+    ],
+)
+def test_options_of_columns_are_checked_before_the_dataset_is_read(entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DatasetMixtureConfig(datasets=[{"path": "a.jsonl", **entry}])  # type: ignore[list-item]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from prefrl.scripts.ending import ending
+from prefrl.scripts.ending import ending, next_commands
 
 HISTORY = [
     {"step": 1, "loss": 0.5, "reward": 0.25},
@@ -19,42 +19,45 @@ HISTORY = [
 ]
 
 
-def shown(folder: Path, algorithm: str, **given: Any) -> str:
-    about = {"steps": 4, "max_steps": 4, "dataset": "data.jsonl", "rewards": None, "is_chat": True}
-    about |= {"folder": str(folder), **given}
+def panel(history: list[dict[str, Any]], *, steps: int, max_steps: int) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(ending(algorithm, HISTORY, **about))
+    console.print(ending("grpo", history, folder="runs/a", steps=steps, max_steps=max_steps))
     return console.export_text()
 
 
-def test_the_panel_says_where_how_it_went_and_how_to_go_on(tmp_path: Path) -> None:
+def commands(folder: Path, algorithm: str, **given: Any) -> list[str]:
+    about = {"dataset": "data.jsonl", "rewards": None, "is_chat": True} | given
+    return next_commands(algorithm, str(folder), **about)
+
+
+def test_the_panel_says_where_and_how_it_went() -> None:
+    text = panel(HISTORY, steps=4, max_steps=4)
+    assert "runs/a" in text
+    assert "4 in 1 h 2 min" in text
+    assert "first 0.25, last 0.5 at step 4, best 0.75 at step 2" in text  # the reward, not the loss
+
+
+def test_a_loss_is_best_where_it_is_lowest() -> None:
+    text = panel([{k: v for k, v in entry.items() if k != "reward"} for entry in HISTORY], steps=2, max_steps=9)
+    assert "first 0.5, last 0.2 at step 4, best 0.1 at step 2" in text
+    assert "2 of 9 in 1 h 2 min: ended early" in text
+
+
+def test_the_commands_have_the_paths_filled_in(tmp_path: Path) -> None:
     (tmp_path / "completions").mkdir()
     (tmp_path / "adapter_config.json").touch()
-    text = shown(tmp_path, "grpo", rewards=["my.py:f", "string_check(reference='7')"])
-    assert "4 in 1 h 2 min" in text
-    assert "first 0.25, last 0.5, best 0.75 at step 2" in text  # the reward, not the loss
-    for command in ("chat", "generate", "look", "merge"):
-        assert f"prefrl {command} {tmp_path}" in text
-    assert f"prefrl eval {tmp_path} data.jsonl --reward_funcs my.py:f 'string_check(reference='" in text
-
-
-def test_a_loss_is_best_where_it_is_lowest(tmp_path: Path) -> None:
-    history = [{name: value for name, value in entry.items() if name != "reward"} for entry in HISTORY]
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(
-        ending("sft", history, folder=str(tmp_path), steps=2, max_steps=9, dataset=None, rewards=None, is_chat=True)
+    lines = commands(tmp_path, "grpo", rewards=["my.py:f", "string_check(reference='7')"])
+    assert [line.split()[1] for line in lines] == ["chat", "generate", "eval", "look", "merge", "report"]
+    assert all(f" {tmp_path}" in line for line in lines)
+    assert any(
+        f"prefrl eval {tmp_path} data.jsonl --reward_funcs my.py:f 'string_check(reference='" in x for x in lines
     )
-    text = console.export_text()
-    assert "first 0.5, last 0.2, best 0.1 at step 2" in text
-    assert "2 of 9 in 1 h 2 min: ended early" in text
-    assert not any(f"prefrl {command}" in text for command in ("eval", "look", "merge"))
 
 
-def test_a_reward_model_is_not_asked_to_write(tmp_path: Path) -> None:
-    assert "prefrl chat" not in shown(tmp_path, "reward")
+def test_commands_that_the_run_has_no_use_for_are_left_out(tmp_path: Path) -> None:
+    assert [line.split()[1] for line in commands(tmp_path, "sft")] == ["chat", "generate", "report"]
+    assert commands(tmp_path, "reward") == [f"prefrl report {tmp_path}"]  # a reward model does not write
 
 
 def test_a_model_without_a_chat_template_continues_texts(tmp_path: Path) -> None:
-    text = shown(tmp_path, "sft", is_chat=False)
-    assert "prefrl chat" not in text
-    assert f"prefrl generate {tmp_path} ... --raw" in text
+    assert commands(tmp_path, "sft", is_chat=False)[0] == f"prefrl generate {tmp_path} 'your prompt' --raw"

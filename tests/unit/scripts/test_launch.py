@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,14 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.launch import CONFIGS, LaunchArguments, plan_server, plan_training, visible_gpus
+from prefrl.registry import REGISTRY
+from prefrl.scripts.launch import CONFIGS, plan_training, visible_gpus, with_gpus
+from prefrl.scripts.launch_arguments import LaunchArguments, launch_options
+from prefrl.scripts.launch_run import ServerProgram
+from prefrl.scripts.launch_server import check_start, plan_server
 from prefrl.scripts.processes import Program
 from prefrl.scripts.schema import SchemaParser
+from prefrl.scripts.train import read
 
 EIGHT = [str(i) for i in range(8)]
 GRPO = ["--model_name_or_path", "org/model", "--dataset_name", "d", "--reward_funcs", "numeric_reward"]
@@ -24,9 +30,14 @@ def training(options: LaunchArguments, gpus: list[str] = EIGHT, *, use_cpu: bool
     return plan_training(options, ["sft", "--seed", "1"], {"use_cpu": use_cpu}, gpus)
 
 
-def server(*words: str, gpus: list[str] = EIGHT, **options: Any) -> Program:
+def server(*words: str, gpus: list[str] = EIGHT, **options: Any) -> ServerProgram:
     run = SchemaParser("grpo").values([*GRPO, *words])
-    return plan_server(LaunchArguments(**{"vllm_gpus": "6,7"} | options), "grpo", run, gpus, {})
+    return plan_server(LaunchArguments(**{"vllm": "6,7"} | options), run, gpus, {})
+
+
+def asked(*words: str, **environment: str) -> LaunchArguments | None:
+    """What `prefrl grpo` with these options would launch."""
+    return launch_options(read(REGISTRY["grpo"], [*GRPO, *words]), environment)
 
 
 def option(program: Program, name: str) -> str | None:
@@ -39,8 +50,8 @@ def option(program: Program, name: str) -> str | None:
         pytest.param({}, "ddp", "8", "0,1,2,3,4,5,6,7", id="a process for each GPU"),
         pytest.param({"num_processes": 1}, "single", "1", "0", id="one sees one GPU"),
         pytest.param({"num_processes": 4, "accelerate_config": "zero3"}, "zero3", "4", "0,1,2,3", id="fewer"),
-        pytest.param({"vllm_gpus": "6,7"}, "ddp", "6", "0,1,2,3,4,5", id="those of the server left out"),
-        pytest.param({"vllm_gpus": "0, 3", "num_processes": 3}, "ddp", "3", "1,2,4", id="any of them"),
+        pytest.param({"vllm": "6,7"}, "ddp", "6", "0,1,2,3,4,5", id="those of the server left out"),
+        pytest.param({"vllm": "0, 3", "num_processes": 3}, "ddp", "3", "1,2,4", id="any of them"),
     ],
 )
 def test_processes_get_the_first_gpus_that_the_server_leaves(
@@ -51,13 +62,13 @@ def test_processes_get_the_first_gpus_that_the_server_leaves(
     assert option(program, "--num_processes") == processes
     assert option(program, "--main_process_port") == "0"
     assert program.environment == {"CUDA_VISIBLE_DEVICES": devices, "PREFRL_NUM_PROCESSES": processes}
-    end = ["-m", "prefrl.scripts.main", "sft", "--seed", "1"]
-    end += ["--use_vllm", "true"] if "vllm_gpus" in options else []
-    assert program.command[-len(end) :] == end
+    # What started the run is recorded with its processes, also where they were not asked for.
+    words = ["-m", "prefrl.scripts.main", "sft", "--seed", "1", "--num_processes", processes]
+    assert program.command[-len(words) :] == words
 
 
 def test_gpus_go_by_the_names_in_cuda_visible_devices() -> None:
-    program = training(LaunchArguments(vllm_gpus="GPU-c"), ["GPU-a", "GPU-b", "GPU-c"])
+    program = training(LaunchArguments(vllm="GPU-c"), ["GPU-a", "GPU-b", "GPU-c"])
     assert program.environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 
 
@@ -66,8 +77,8 @@ def test_without_gpus_there_are_none_to_see() -> None:
 
 
 def test_on_cpus_processes_are_those_that_were_asked_for() -> None:
-    for asked, started, config in ((None, "1", "single"), (2, "2", "ddp")):
-        program = training(LaunchArguments(num_processes=asked), [], use_cpu=True)
+    for count, started, config in ((None, "1", "single"), (2, "2", "ddp")):
+        program = training(LaunchArguments(num_processes=count), [], use_cpu=True)
         assert option(program, "--num_processes") == started
         assert option(program, "--config_file") == str(CONFIGS / f"{config}.yaml")
         assert program.environment == {"PREFRL_NUM_PROCESSES": started}
@@ -125,14 +136,14 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, messa
             {"num_processes": 9}, EIGHT, r"num_processes=9: 9 .* but only 8 \(0,.*,7\) can train", id="too many"
         ),
         pytest.param(
-            {"num_processes": 8, "vllm_gpus": "6,7"},
+            {"num_processes": 8, "vllm": "6,7"},
             EIGHT,
-            "but only 6 .* can train beside vllm_gpus='6,7'",
+            "but only 6 .* can train beside vllm='6,7'",
             id="beside",
         ),
-        pytest.param({"vllm_gpus": "0,1"}, ["0", "1"], "no GPU is visible beside vllm_gpus='0,1'", id="none left"),
-        pytest.param({"vllm_gpus": "7,8"}, EIGHT, "there is no GPU '8', GPUs 0,1,.* are visible", id="no such GPU"),
-        pytest.param({"vllm_gpus": "1,1"}, EIGHT, "names a GPU twice", id="twice"),
+        pytest.param({"vllm": "0,1"}, ["0", "1"], "no GPU is visible beside vllm='0,1'", id="none left"),
+        pytest.param({"vllm": "7,8"}, EIGHT, "there is no GPU '8', GPUs 0,1,.* are visible", id="no such GPU"),
+        pytest.param({"vllm": "1,1"}, EIGHT, "names a GPU twice", id="twice"),
         pytest.param({"accelerate_config": "zero33"}, EIGHT, "'zero33': .* Did you mean 'zero3'", id="no such config"),
         pytest.param({"machine_rank": 1}, EIGHT, "machine_rank=1 has no effect because one machine", id="rank alone"),
         pytest.param({"num_machines": 2, "num_processes": 4}, EIGHT, "machine_rank=None, .*set all", id="no rank"),
@@ -149,9 +160,9 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, messa
             id="uneven",
         ),
         pytest.param(
-            {"num_machines": 2, "machine_rank": 1, "num_processes": 4, "main_process_ip": "a", "vllm_gpus": "7"},
+            {"num_machines": 2, "machine_rank": 1, "num_processes": 4, "main_process_ip": "a", "vllm": "7"},
             EIGHT,
-            "vllm_gpus='7' with num_machines=2: .*vllm_server_host",
+            "vllm='7' with num_machines=2: .*vllm_server_host",
             id="server for several machines",
         ),
     ],
@@ -167,6 +178,7 @@ def test_what_does_not_fit_the_machine_is_refused(options: dict[str, Any], gpus:
         ({"vllm_python": "/usr/bin/python3"}, "vllm_python='/usr/bin/python3' has no effect because no server"),
         ({"vllm_args": "--dtype float32"}, "vllm_args='--dtype float32' has no effect"),
         ({"num_processes": 0}, "num_processes=0: must be"),
+        ({"vllm": "true"}, "vllm='true': must be auto, cpu, or the GPUs of the server, such as 6,7"),
     ],
 )
 def test_options_of_the_launch_are_checked(options: dict[str, Any], message: str) -> None:
@@ -181,7 +193,7 @@ def test_the_server_has_the_model_of_the_run_on_all_of_its_gpus() -> None:
         *(sys.executable, "-P", "-m", "prefrl.scripts.main", "vllm-serve", "--model", "org/model"),
         *("--port", "8123", "--revision", "v2", "--tensor_parallel_size", "2", "--max_model_len", "512"),
     ]
-    on_cpu = server(vllm_gpus="cpu", gpus=[])
+    on_cpu = server(vllm="cpu", gpus=[])
     assert on_cpu.environment == {}
     assert option(on_cpu, "--tensor_parallel_size") is None
 
@@ -203,7 +215,7 @@ def test_the_python_of_the_server_may_be_another(tmp_path: Path) -> None:
     assert server(vllm_python=str(python)).command[0] == str(python)
     run = SchemaParser("grpo").values(GRPO)
     variable = {"PREFRL_VLLM_PYTHON": str(python)}
-    assert plan_server(LaunchArguments(vllm_gpus="0"), "grpo", run, EIGHT, variable).command[0] == str(python)
+    assert plan_server(LaunchArguments(vllm="0"), run, EIGHT, variable).command[0] == str(python)
     with pytest.raises(ConfigError, match="vllm_python='/nowhere/python': is not a program"):
         server(vllm_python="/nowhere/python")
 
@@ -211,16 +223,15 @@ def test_the_python_of_the_server_may_be_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
-        (["--vllm_server_base_url", "http://a:1"], {}, r"the run names another one: \['http://a:1'\]"),
-        (["--vllm_server_host", "10.0.0.5"], {}, "the run names another one: 10.0.0.5"),
         (
             [],
             {"vllm_args": "--port 9000"},
             "port=9000 differ from the address that the run connects to.*vllm_server_port",
         ),
-        ([], {"vllm_args": "--data_parallel_size 2"}, "is 4, but vllm_gpus names 2 GPUs"),
+        ([], {"vllm_args": "--data_parallel_size 2"}, "is 4, but vllm names 2 GPUs"),
         ([], {"vllm_args": "--middleware a.B"}, "vLLM's --middleware cannot be given here"),
         ([], {"vllm_args": "--max_model_len 0"}, "max_model_len=0: must be"),
+        ([], {"vllm_args": "--dtype 'float32"}, "vllm_args=.*No closing quotation. Write it as in a shell"),
     ],
 )
 def test_a_server_that_does_not_fit_the_run_is_refused(
@@ -230,10 +241,78 @@ def test_a_server_that_does_not_fit_the_run_is_refused(
         server(*words, **options)
 
 
+@pytest.mark.parametrize(
+    ("use_cpu", "gpus", "place"), [(False, EIGHT, "7"), (False, [], "cpu"), (True, EIGHT, "cpu"), (True, ["0"], "cpu")]
+)
+def test_auto_is_the_last_gpu_or_the_cpu(use_cpu: bool, gpus: list[str], place: str) -> None:
+    assert with_gpus(LaunchArguments(vllm="auto"), {"use_cpu": use_cpu}, gpus).vllm == place
+
+
+def test_one_gpu_is_not_enough_for_training_and_a_server() -> None:
+    with pytest.raises(ConfigError, match="vllm='auto': one GPU is visible, but the server and training need one"):
+        with_gpus(LaunchArguments(vllm="auto"), {"use_cpu": False}, ["0"])
+
+
+def test_a_server_that_could_not_start_is_refused_before(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho vllm prefrl\n")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"vllm_python='.*/python': vllm and prefrl not found there\. Set"):
+        check_start(ServerProgram([str(python)], {}, port=1, start_timeout=1.0))
+    python.write_text("#!/bin/sh\necho\n")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"vllm_server_port={port}: another program uses this port"):
+            check_start(ServerProgram([str(python)], {}, port=port, start_timeout=1.0))
+
+
+# What `prefrl ALGORITHM` hands over to the launcher.
+
+
+def test_one_option_of_the_launch_starts_the_run_through_the_launcher() -> None:
+    assert asked() is None
+    assert asked("--num_processes", "2") == LaunchArguments(num_processes=2)
+    assert asked("--vllm", "auto", "--vllm_args", "--dtype float32") == LaunchArguments(
+        vllm="auto", vllm_args="--dtype float32"
+    )
+    assert asked("--num_processes", "2", PREFRL_NUM_PROCESSES="2") is None  # a process that the launcher started
+
+
+def test_a_run_with_a_server_of_its_own_uses_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("vllm: auto\nvllm_args: --dtype float32\nvllm_server_port: 8123\n", encoding="utf-8")
+    assert read(REGISTRY["grpo"], [str(path), *GRPO]).values["use_vllm"] is True
+    without = read(REGISTRY["grpo"], [str(path), *GRPO, "--use_vllm", "false"])
+    assert not {"vllm", "vllm_args", "vllm_server_port"} & without.values.keys()
+    assert launch_options(read(REGISTRY["grpo"], [str(path), *GRPO, "--vllm", "null", "--use_vllm"]), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "message"),
+    [
+        ("vllm: yes", {}, "run.yaml:1: vllm='yes': must be auto, cpu"),
+        ("num_processes: 0", {}, "run.yaml:1: num_processes=0: must be"),
+        ("vllm_args: --dtype half", {}, "run.yaml:1: vllm_args='--dtype half' has no effect because"),
+        ("use_vllm: no\nvllm: cpu", {}, "run.yaml:2: vllm='cpu' has no effect because use_vllm=False"),
+        ("vllm: 6,7\nvllm_server_host: h", {}, "run.yaml:1: vllm='6,7': starts a server, but vllm_server_host='h'"),
+        ("vllm: cpu\nvllm_server_base_url: [http://a:1]", {}, "run.yaml:1: vllm='cpu': .* vllm_server_base_url="),
+        ("num_processes: 2", {"LOCAL_RANK": "0"}, "num_processes=2: starts the run, but torchrun or accelerate"),
+    ],
+)
+def test_a_mistake_about_the_launch_is_told_with_its_line(
+    tmp_path: Path, text: str, environment: dict[str, str], message: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        asked("--config", str(path), **environment)
+
+
 def test_an_algorithm_without_generation_has_no_server() -> None:
-    run = SchemaParser("sft").values(["--model_name_or_path", "m", "--dataset_name", "d"])
-    with pytest.raises(ConfigError, match="vllm_gpus='7': sft does not sample completions"):
-        plan_server(LaunchArguments(vllm_gpus="7"), "sft", run, EIGHT, {})
+    with pytest.raises(ConfigError, match=r"unknown option '--vllm'\. It is an option of grpo, .*; sft has none"):
+        read(REGISTRY["sft"], ["--model_name_or_path", "m", "--dataset_name", "d", "--vllm", "auto"])
 
 
 # The configs: what accelerate makes of them.

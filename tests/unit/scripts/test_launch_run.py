@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from prefrl.scripts.launch_run import run_together
+from prefrl.generation.vllm import waiting
+from prefrl.scripts.launch_run import ServerProgram, run_together
 from prefrl.scripts.processes import Program
 
 # Starts a process in a session of its own, as torchrun does, which ignores SIGTERM; then does what it is told.
@@ -70,6 +72,12 @@ def heeded_signals() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is slow to start gets no line unless a test asks for it."""
+    monkeypatch.setattr(waiting, "_FIRST_S", 1e9)
+
+
 class Launched:
     """What came of a launch: everything that it started has ended when this is made.
 
@@ -86,8 +94,7 @@ class Launched:
         self.folder = folder
         self.code = run_together(
             Program(["/no/such/program"], {}) if training is None else self.program("training", port, training),
-            self.program("server", port, server),
-            port=port,
+            ServerProgram(self.program("server", port, server).command, {}, port=port, start_timeout=90.0),
             log=folder / "logs/server.log",
         )
 
@@ -109,14 +116,16 @@ def is_running(pid: int) -> bool:
 
 
 def test_training_starts_when_the_server_answers_and_the_server_ends_with_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(waiting, "_FIRST_S", 0.0)
+    monkeypatch.setattr(waiting, "_NEXT_S", 1e9)
     launched = Launched(tmp_path, "ask", "serve")
     assert launched.code == 0
     launched.assert_nothing_is_left("server")
-    assert capfd.readouterr().err == (
-        f"prefrl launch: starting the vLLM server; its log is {tmp_path}/logs/server.log\n"
-    )
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == f"prefrl launch: starting the vLLM server; its log is {tmp_path}/logs/server.log"
+    assert re.fullmatch(r"waiting for http://127\.0\.0\.1:\d+ \(0 of 90 s\)", second)
 
 
 def test_a_server_that_does_not_start_is_told_with_its_reason_and_nothing_is_trained(

@@ -25,7 +25,7 @@ from prefrl.scripts.main import main
 from prefrl.scripts.report_completions import histograms_of, side_by_side
 from prefrl.scripts.report_events import events_of
 from prefrl.scripts.report_html import page
-from prefrl.scripts.report_run import in_order, read_run, thinned
+from prefrl.scripts.report_run import read_run, thinned
 from prefrl.scripts.watch import LivePage, serve
 from prefrl.types import Completion, Rollout, Turn
 from tests.patience import PATIENCE
@@ -52,7 +52,9 @@ def write_batch(folder: Path, step: int, rollouts: list[Rollout], *, place: str 
 
 
 def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"run": "r", **row}) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 def run_folder(folder: Path, **decisive: Any) -> Path:
@@ -171,15 +173,6 @@ def test_histograms_of_a_reward_have_the_same_bins(tmp_path: Path) -> None:
     assert [i for i, count in enumerate(last.counts) for _ in range(count)] == [5, 19]
 
 
-def test_what_an_interrupted_attempt_logged_is_dropped() -> None:
-    rows = [{"step": step, "attempt": attempt} for step, attempt in ((1, 1), (2, 1), (3, 1), (2, 2), (2, 3), (3, 2))]
-    assert in_order([{"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 2.0}, {"step": 1, "loss": 3.0}]) == [
-        {"step": 1, "loss": 3.0}
-    ]
-    kept = [(row["step"], row["attempt"]) for row in in_order([*rows, {"loss": 1.0}])]
-    assert kept == [(1, 1), (2, 1), (2, 2), (2, 3), (3, 2)]
-
-
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 1000])
 def test_a_thinned_curve_keeps_its_last_point_and_its_level(count: int) -> None:
     points = [(step, 2.0 * step) for step in range(1, count + 1)]
@@ -287,7 +280,7 @@ def test_the_live_page_is_sent_when_it_is_new_and_only_to_this_machine(tmp_path:
         assert (status, Parsed(text).data["curves"]["reward"][0][-1]) == (200, [3, 0.75])
         assert get(**{"If-None-Match": str(tag)})[0] == 304
         with (folder / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 4, "reward": 1.0}\n{"step": 5, "rew')
+            file.write('{"run": "r", "step": 4, "reward": 1.0}\n{"run": "r", "step": 5, "rew')
         status, new_tag, text = get(**{"If-None-Match": str(tag)})
         assert (status, Parsed(text).data["curves"]["reward"][0][-1]) == (200, [4, 1.0])
         assert new_tag != tag

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from prefrl.generation.vllm.waiting import Waiting
-from prefrl.rollout.tables import send_table
+from prefrl.rollout.tables import Tables
 from prefrl.run.metrics_file import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress.banner import quantity
 from prefrl.trainer.progress.history import History, Sample, duration, sparkline
@@ -53,10 +53,18 @@ def test_the_row_of_a_policy_gradient_step_begins_with_its_reward_and_leaves_the
     assert not history({"loss": 0.0, "reward": 1.0, "rewards/correct/mean": 1.0}).rows[0].rewards  # the same number
 
 
+def test_a_reward_with_the_name_of_a_metric_does_not_take_its_place() -> None:
+    (row,) = history(LOGS | {"rewards/length/mean": -0.5}).rows
+    assert (row.values["length"], row.rewards["length reward"]) == (7.0, -0.5)
+
+
 def test_evaluations_are_rows_of_their_own() -> None:
     made = history({"eval_easy_reward": 0.5, "eval_runtime": 3.0}, {"eval_loss": 2.0, "eval_mean_token_accuracy": 0.5})
     assert [row.values for row in made.evaluations] == [{"easy reward": 0.5}, {"loss": 2.0, "accuracy": 0.5}]
     assert not made.rows
+    of_policy = made.add(3, {"eval_easy_reward": 0.5, "eval_easy_loss": 0.0, "eval_kl": 0.1})
+    assert of_policy is not None
+    assert of_policy.values == {"easy reward": 0.5, "KL": 0.1}
     assert made.add(9, {"train_runtime": 1.0}) is None
 
 
@@ -145,6 +153,20 @@ def test_a_run_that_waits_for_a_server_says_for_how_long() -> None:
     ]
 
 
+def test_a_tracker_that_fails_keeps_no_other_from_its_tables(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())  # log_table: AttributeError
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=lambda **_: "table", log=told.append))
+    tables = Tables(["mlflow", "wandb"])
+    for step in (1, 2):
+        tables.send("completions", ["a"], [[1]], step=step)
+    assert told == [{"completions": "table"}] * 2
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith("mlflow gets no more tables, because it failed: AttributeError")
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "comet_ml"])
 def test_trackers_with_tables_get_the_columns_and_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
@@ -155,7 +177,7 @@ def test_trackers_with_tables_get_the_columns_and_rows(name: str, monkeypatch: p
         get_running_experiment=lambda: tracker,
     )
     monkeypatch.setitem(sys.modules, name, tracker)
-    send_table(["tensorboard", name], "completions", ["a", "b"], [[1, "x"], [2, "y"]], step=3)
+    Tables(["tensorboard", name]).send("completions", ["a", "b"], [[1, "x"], [2, "y"]], step=3)
     (found,) = told
     expected = {
         "wandb": {"columns": ["a", "b"], "data": [[1, "x"], [2, "y"]]},

@@ -9,6 +9,7 @@ import peft
 import pytest
 from datasets import Dataset
 
+from prefrl.trainer.base.run_identity import model_fingerprint
 from tests.assets import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of
 
@@ -57,3 +58,9 @@ def test_what_does_not_decide_them_is_not(tmp_path: Path) -> None:
     }
     cut = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     assert make_trainer("sft", tmp_path).decisive() == make_trainer("sft", tmp_path, **free, **cut).decisive()
+
+
+def test_special_tokens_that_the_loop_aligns_do_not_decide_them() -> None:
+    # HuggingFace's loop gives the model the tokenizer's ids when training begins, and so after the identity was read.
+    aligned = tiny_model(eos_token_id=7, pad_token_id=9, bos_token_id=3)
+    assert model_fingerprint(aligned) == model_fingerprint(tiny_model())

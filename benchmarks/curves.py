@@ -1,0 +1,164 @@
+"""Small pictures of curves for the docs. They can be read on light and on dark pages.
+
+python -m benchmarks.curves                                        a tiny run of every trainer: a minute of CPU time
+python -m benchmarks.curves RUN/metrics.jsonl METRIC FIGURE.svg    one metric of a run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from prefrl.registry import REGISTRY
+
+__all__ = ["curve", "draw", "main", "train"]
+
+ROOT = Path(__file__).parent.parent
+FIGURES = ROOT / "docs" / "figures"
+_WIDTH, _HEIGHT = 560, 200
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 24, 34  # margins
+_POINTS = 200  # of a curve at most; each is a mean of neighbors
+
+
+# The metric that is drawn, and options that differ from those of all.
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("loss", {}),
+    "dpo": ("rewards/accuracies", {}),
+    "kto": ("rewards/margins", {}),
+    "orpo": ("rewards/margins", {}),
+    "cpo": ("rewards/margins", {}),
+    "bco": ("rewards/margins", {}),
+    "reward": ("accuracy", {}),
+    **dict.fromkeys(("grpo", "rloo", "reinforce_plus_plus"), ("reward", {"num_generations": 8})),
+    "ppo": ("reward", {"critic_learning_rate": 1e-3}),
+    "online_dpo": ("reward", {}),
+}
+ON_PROMPTS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw one metric of a run, or train and draw all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
+    parser.add_argument("metrics", type=Path, nargs="?")
+    parser.add_argument("metric", nargs="?")
+    parser.add_argument("figure", type=Path, nargs="?")
+    parser.add_argument("--where", help="only lines of the file with this value, such as stage=grpo")
+    options = parser.parse_args(argv)
+    if options.metrics is not None:
+        draw(options.metrics, options.metric, options.figure, where=options.where)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, str(ROOT / "examples/first_run.py"), folder], check=True)
+        for name, (metric, own) in RUNS.items():
+            train(name, Path(folder), **own)
+            draw(Path(folder) / name / "metrics.jsonl", metric, FIGURES / f"{name}.svg")
+
+
+def train(name: str, folder: Path, **options: Any) -> None:
+    """Train the model of examples/first_run.py on sums, with any trainer."""
+    from datasets import Dataset
+
+    from prefrl.rewards import numeric_reward
+
+    config = REGISTRY[name].load_config()(
+        output_dir=str(folder / name),
+        max_steps=60,
+        per_device_train_batch_size=128 if name in ON_PROMPTS else 32,
+        learning_rate=1e-3 if name in ON_PROMPTS else 3e-4,
+        logging_steps=2,
+        save_strategy="no",
+        use_cpu=True,
+        **({"max_completion_length": 4, "temperature": 1.0} if name in ON_PROMPTS else {}),
+        **options,
+    )
+    rewards: dict[str, Any] = {"reward_funcs": numeric_reward} if name in ON_PROMPTS else {}
+    data = Dataset.from_list([*_rows(name)])
+    REGISTRY[name].load_trainer()(str(folder / "model"), args=config, train_dataset=data, **rewards).train()
+
+
+def _rows(name: str) -> Iterator[dict[str, Any]]:
+    """Sums with right and wrong answers, in the form that a trainer reads."""
+    chance = random.Random(0)
+    for a, b in [(a, b) for a in range(1, 10) for b in range(1, 10)] * 4:
+        prompt = [{"role": "user", "content": f"{a} + {b} ="}]
+        wrong = chance.choice([number for number in range(2, 19) if number != a + b])
+        right, rejected = ([{"role": "assistant", "content": str(number)}] for number in (a + b, wrong))
+        if name in ON_PROMPTS:
+            yield {"prompt": prompt, "answer": str(a + b)}
+        elif name == "sft":
+            yield {"prompt": prompt, "completion": right}
+        elif name in ("kto", "bco"):
+            yield from ({"prompt": prompt, "completion": c, "label": c is right} for c in (right, rejected))
+        else:
+            yield {"prompt": prompt, "chosen": right, "rejected": rejected}
+
+
+def draw(metrics: Path, metric: str, figure: Path, *, where: str | None = None) -> None:
+    """Draw a metric of the last run in a file; `where` is a key and a value that its lines must have."""
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    key, _, value = (where or "").partition("=")
+    kept = [row for row in rows if where is None or row.get(key) == value]
+    found = [(row["step"], row[metric]) for row in kept if row.get(metric) is not None]
+    figure.write_text(curve(found, metric), encoding="utf-8")
+
+
+def curve(points: Sequence[tuple[float, float]], title: str) -> str:
+    """An SVG of values by step.
+
+    Args:
+        points: Step and value, in the order of the steps.
+        title: Written above the curve.
+    """
+    size = math.ceil(len(points) / _POINTS)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    steps = [sum(step for step, _ in part) / len(part) for part in parts]
+    values = [sum(value for _, value in part) / len(part) for part in parts]
+    low, high = min(0.0, *values), max(values)
+    unit = _unit(high - low)
+    low, high = math.floor(low / unit) * unit, math.ceil(high / unit) * unit
+    last = points[-1][0]
+
+    def x(step: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last
+
+    def y(value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - value) / (high - low)
+
+    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(steps, values, strict=True))
+    marks = [low + i * unit for i in range(round((high - low) / unit) + 1)]
+    grid = [f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(mark):.1f}" y2="{y(mark):.1f}"/>' for mark in marks]
+    names = [f'<text x="{_LEFT - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:.4g}</text>' for mark in marks]
+    names += [
+        f'<text x="{x(step):.1f}" y="{_HEIGHT - 14}" text-anchor="{anchor}">{text}</text>'
+        for step, anchor, text in ((0, "middle", "0"), (last, "end", f"step {last:g}"))
+    ]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+            f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12" fill="#7f8793">',
+            f'<text x="{_LEFT}" y="15" font-weight="bold">{escape(title)}</text>',
+            f'<g stroke="#7f8793" stroke-opacity="0.3">{"".join(grid)}</g>',
+            *names,
+            f'<polyline points="{line}" fill="none" stroke="#3b82f6" stroke-width="2" stroke-linejoin="round"/>',
+            "</svg>\n",
+        ]
+    )
+
+
+def _unit(span: float) -> float:
+    """A round distance of about four marks on an axis."""
+    power = 10.0 ** math.floor(math.log10(span / 4)) if span else 1.0
+    return next((power * factor for factor in (1, 2, 5) if span / (power * factor) <= 5), power * 10)
+
+
+if __name__ == "__main__":
+    main()

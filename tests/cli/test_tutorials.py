@@ -1,0 +1,34 @@
+"""The files of the tutorials, as a reader saves them: scripts write rows, and one step of each run trains."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from prefrl.scripts.main import main
+
+TUTORIALS = Path(__file__).parents[2] / "docs/tutorials"
+# The first line of a file names it: `# sums.py`, `# prefrl grpo grpo.yaml`.
+FILE = re.compile(r"^```(?:python|yaml)\n(# (?:prefrl \w+ )?(\S+)\n.*?)^```", re.M | re.S)
+STEP = ["--max_steps", "1", "--use_cpu"]
+
+
+@pytest.fixture
+def folder(workspace: Path, model_folder: Path) -> Path:
+    (workspace / "smollm2").symlink_to(model_folder)
+    for page in TUTORIALS.glob("*.md"):
+        for text, name in FILE.findall(page.read_text(encoding="utf-8")):
+            (workspace / name).write_text(text, encoding="utf-8")
+    return workspace
+
+
+def test_the_grpo_tutorial_trains_and_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path("make_sums.py")
+    assert main(["grpo", "grpo.yaml", *STEP]) == 0
+    rewards = ["--reward_funcs", "sums.py:right", "sums.py:bare", "--correct_reward", "right"]
+    capsys.readouterr()
+    assert main(["eval", "runs/sums", "held_out.jsonl", *rewards, "--max_completion_length", "4"]) == 0
+    assert "pass@1" in capsys.readouterr().out

@@ -1,0 +1,36 @@
+"""The curves of the docs."""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks.curves import FIGURES, ROOT, RUNS, curve
+from prefrl.registry import REGISTRY
+
+
+def heights(figure: str) -> list[float]:
+    """How far the points of a curve are from the top."""
+    (points,) = re.findall(r'<polyline points="([^"]+)"', figure)
+    return [float(point.partition(",")[2]) for point in points.split()]
+
+
+def test_the_largest_value_is_at_the_top_and_zero_on_its_line() -> None:
+    figure = curve([(0, 0.0), (1, 0.5), (2, 1.0)], "reward")
+    zero, half, one = heights(figure)
+    assert zero - half == half - one > 0
+    assert f'y1="{zero}"' in figure
+    assert ">0<" in figure
+    assert ">1<" in figure
+
+
+def test_a_long_run_is_drawn_by_means_of_its_neighbors() -> None:
+    points = heights(curve([(step, float(step % 5)) for step in range(1000)], "reward"))
+    assert len(points) == 200  # each a mean of five
+    assert len({*points}) == 1
+
+
+def test_the_page_of_every_trainer_shows_its_curve() -> None:
+    assert RUNS.keys() == REGISTRY.keys()
+    for name, row in REGISTRY.items():
+        assert f"(../figures/{name}.svg)" in (ROOT / row.docs).read_text(encoding="utf-8")
+        assert (FIGURES / f"{name}.svg").exists()

@@ -1,0 +1,84 @@
+"""`prefrl resume`: the command that goes on with a run, and what is said where there is none."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefrl.errors import ConfigError
+from prefrl.run.checkpoints import publish, staging_folder
+from prefrl.run.identity import Identity, write_identity
+from prefrl.run.starts import STARTS, Start
+from prefrl.scripts import resume
+
+OPTIONS = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "run"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run with a checkpoint, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    staged = staging_folder(folder) / "checkpoint-3"
+    staged.mkdir(parents=True)
+    (staged / "weights").write_text("1")
+    publish(folder, run="r", step=3, resumable=True)
+    write_identity(folder, Identity("r", {}))
+    return folder
+
+
+def started(folder: Path, *words: str) -> None:
+    start = Start("r", "2026-01-01", shlex.join(words), {}, "")
+    with (folder / STARTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(vars(start)) + "\n")
+
+
+@pytest.mark.parametrize(
+    "program", [["prefrl"], ["prefrl", "--debug"], ["python", "-m", "prefrl.scripts.main"]], ids=" ".join
+)
+def test_the_last_command_goes_on_from_its_checkpoint(folder: Path, program: list[str]) -> None:
+    started(folder, "prefrl", "dpo")
+    started(folder, *program, *OPTIONS)
+    assert resume.command_to_resume(Path("run")) == [*OPTIONS, "--resume_from_checkpoint", "true"]
+    started(folder, *program, *OPTIONS, "--resume_from_checkpoint", "true")
+    assert resume.command_to_resume(folder) == [*OPTIONS, "--resume_from_checkpoint", "true"]
+
+
+def test_it_runs_in_place_of_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(folder, "prefrl", *OPTIONS)
+    calls: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(resume.os, "execv", lambda program, argv: calls.append((program, argv)))
+    resume.main(["run"])
+    words = ["-m", "prefrl.scripts.main", *OPTIONS, "--resume_from_checkpoint", "true"]
+    assert calls == [(sys.executable, [sys.executable, *words])]
+
+
+def test_without_a_run_or_a_checkpoint_there_is_nothing_to_resume(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing to resume: no run has written its command there \(starts.jsonl\)"):
+        resume.command_to_resume(tmp_path / "missing")
+    started(folder, "prefrl", *OPTIONS)
+    (folder / "checkpoint-3/weights").write_text("damaged")
+    with pytest.raises(ConfigError, match=r"the run has no whole checkpoint \(checkpoint-3: .*\). Start it again"):
+        resume.command_to_resume(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["python", "train.py"], r"started by `python train.py`, not by the command prefrl\. Run that again, with"),
+        (["prefrl", "demo"], "started by `prefrl demo`, not by"),
+        (
+            ["prefrl", *OPTIONS, "--hub_token", "***"],
+            r"without its secrets in the record\. Resume it by hand: add",
+        ),
+        (["prefrl", *OPTIONS[:-1], "other"], r"writes to output_dir='other' from here\. Change to the folder"),
+    ],
+)
+def test_a_command_that_cannot_be_given_again_is_told(folder: Path, words: list[str], message: str) -> None:
+    started(folder, *words)
+    with pytest.raises(ConfigError, match=message):
+        resume.command_to_resume(folder)
