@@ -48,7 +48,7 @@ def test_sft_trains_and_saves_a_model_that_loads(
     assert len(losses) == 2
     assert losses[1] < losses[0]
     printed = capsys.readouterr().out
-    assert f"last {losses[1]:.4g}, best {losses[1]:.4g} at step 2" in printed
+    assert f"last {losses[1]:.4g} at step 2, best {losses[1]:.4g} at step 2" in printed
     assert "prefrl chat out" in printed
 
 
@@ -286,7 +286,7 @@ def test_a_part_that_cannot_be_mixed_is_named(
     ("options", "error", "message"),
     [
         (["--reward_funcs", "no_such_reward_at_all"], ConfigError, "is neither a built-in reward nor module:function"),
-        (["--reward_funcs", "my_rewards:shrot"], ConfigError, "cannot be imported"),
+        (["--reward_funcs", "my_rewards:shrot"], ConfigError, "my_rewards has no 'shrot'. Did you mean 'short'"),
         (["--reward_funcs", "my_rewards:NUMBER"], ConfigError, "is a int; a reward is a function"),
         (["--reward_funcs", "nowhere:short"], ConfigError, "No module named 'nowhere'"),
         (["--reward_funcs", "my_rewards:short", "--dataset_name", "no.jsonl"], DataError, "there is no such file"),
