@@ -286,7 +286,7 @@ def test_a_part_that_cannot_be_mixed_is_named(
     ("options", "error", "message"),
     [
         (["--reward_funcs", "no_such_reward_at_all"], ConfigError, "is neither a built-in reward nor module:function"),
-        (["--reward_funcs", "my_rewards:shrot"], ConfigError, "cannot be imported"),
+        (["--reward_funcs", "my_rewards:shrot"], ConfigError, "my_rewards has no 'shrot'. Did you mean 'short'"),
         (["--reward_funcs", "my_rewards:NUMBER"], ConfigError, "is a int; a reward is a function"),
         (["--reward_funcs", "nowhere:short"], ConfigError, "No module named 'nowhere'"),
         (["--reward_funcs", "my_rewards:short", "--dataset_name", "no.jsonl"], DataError, "there is no such file"),
