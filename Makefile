@@ -100,9 +100,11 @@ bench-growth: $(BENCH_VENV)/.bench
 bench-faults: $(BENCH_VENV)/.bench
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m benchmarks.faults
 
-real: $(BENCH_VENV)/.bench $(VLLM_VENV)/.ready
+real: $(VENV)/.dev $(BENCH_VENV)/.bench $(VLLM_VENV)/.ready
 	@test -f '$(GSM8K)/train.jsonl' || { echo 'make real: set GSM8K to the folder of train.jsonl and example_model_solutions.jsonl'; exit 1; }
-	OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BENCH_VENV)/bin/python -m benchmarks.real --gsm8k '$(GSM8K)'
+	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m benchmarks.real --gsm8k '$(GSM8K)' agreement performance
+	OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m benchmarks.real --gsm8k '$(GSM8K)' \
+		logprobs dpo sft demo
 
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, importlib.util as u; sys.exit(None if u.find_spec("torch") else "make gpu: $(GPU_PYTHON) has no torch; set GPU_PYTHON=/path/to/python")'

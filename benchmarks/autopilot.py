@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback
 
 from benchmarks.learning import COMMON, expected_reward, start
 from prefrl import GRPOConfig, GRPOTrainer
-from prefrl.scripts import demo
+from prefrl.scripts import demo_tiny
 
 RESULTS = Path(__file__).parent / "results" / "autopilot.json"
 STEPS, EVERY = 100, 10
@@ -78,16 +78,16 @@ class Measured:
 def make_trainer(run: str, rate: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Path) -> GRPOTrainer:
     """The trainer of a run, which starts from these weights."""
     config = GRPOConfig(output_dir=str(folder), seed=seed, **{**EVALUATED, "learning_rate": RATES[rate], **RUNS[run]})
-    train, held_out = demo.make_questions(seed)
-    model = demo.make_model(seed)
+    train, held_out = demo_tiny.make_questions(seed)
+    model = demo_tiny.make_model(seed)
     model.load_state_dict(weights)
     trainer = GRPOTrainer(
         model,
-        demo.right_sum,
+        demo_tiny.right_sum,
         config,
         train.remove_columns("completion"),
-        held_out.select(range(demo.NUM_HELD_OUT // 2)).remove_columns("completion"),
-        processing_class=demo.make_tokenizer(),
+        held_out.select(range(demo_tiny.NUM_HELD_OUT // 2)).remove_columns("completion"),
+        processing_class=demo_tiny.make_tokenizer(),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -95,7 +95,7 @@ def make_trainer(run: str, rate: str, seed: int, weights: Mapping[str, torch.Ten
 
 def measure(run: str, rate: str, seed: int, weights: Mapping[str, torch.Tensor]) -> list[Measured]:
     """Train a run; what its parts leave."""
-    questions = demo.make_questions(seed)[1].select(range(demo.NUM_HELD_OUT // 2, demo.NUM_HELD_OUT))
+    questions = demo_tiny.make_questions(seed)[1].select(range(demo_tiny.NUM_HELD_OUT // 2, demo_tiny.NUM_HELD_OUT))
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(run, rate, seed, weights, Path(folder))
         before = float(expected_reward(trainer.policy, questions))

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PrinterCallback
 
 from prefrl.registry import REGISTRY
-from prefrl.scripts import demo
+from prefrl.scripts import demo_tiny
 from prefrl.trainer.grpo_presets import PRESETS
 from prefrl.trainer.online.trainer import OnlineTrainer
 
@@ -82,15 +82,15 @@ class Learned:
 
 def start(seed: int, folder: Path) -> dict[str, torch.Tensor]:
     """The weights of the model after the demo's supervised training."""
-    train, _ = demo.make_questions(seed)
-    model = demo.make_model(seed)
-    demo.sft(model, demo.make_tokenizer(), train, seed, folder, [demo.StopAtTokenAccuracy()])
+    train, _ = demo_tiny.make_questions(seed)
+    model = demo_tiny.make_model(seed)
+    demo_tiny.sft(model, demo_tiny.make_tokenizer(), train, seed, folder, [demo_tiny.StopAtTokenAccuracy()])
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def expected_reward(model: PreTrainedModel, questions: datasets.Dataset) -> torch.Tensor:
     """Mean over questions of the probability that a completion sampled at temperature 1 is the right answer."""
-    tokenizer = demo.make_tokenizer()
+    tokenizer = demo_tiny.make_tokenizer()
     prompts = [tokenizer(prompt).input_ids for prompt in questions["prompt"]]
     answers = [[*tokenizer(answer).input_ids, tokenizer.eos_token_id] for answer in questions["answer"]]
     rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -111,11 +111,15 @@ def make_trainer(
     row = REGISTRY[algorithm]
     defaults = COMMON if algorithm in ("grpo", "rloo", "online_dpo") else COMMON | {"num_generations": 1}
     config = row.load_config()(output_dir=str(folder), seed=seed, **{**defaults, **own, **options})
-    rows = demo.make_questions(seed)[0].remove_columns("completion")
-    model: PreTrainedModel = demo.make_model(seed)
+    rows = demo_tiny.make_questions(seed)[0].remove_columns("completion")
+    model: PreTrainedModel = demo_tiny.make_model(seed)
     model.load_state_dict(weights)
     trainer: OnlineTrainer = row.load_trainer()(
-        model, reward_funcs=demo.right_sum, args=config, train_dataset=rows, processing_class=demo.make_tokenizer()
+        model,
+        reward_funcs=demo_tiny.right_sum,
+        args=config,
+        train_dataset=rows,
+        processing_class=demo_tiny.make_tokenizer(),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -124,7 +128,7 @@ def make_trainer(
 def learn(name: str, seed: int, weights: Mapping[str, torch.Tensor], folder: Path) -> Learned:
     """Train one case from these weights."""
     trainer = make_trainer(name, seed, weights, folder)
-    held_out = demo.make_questions(seed)[1]
+    held_out = demo_tiny.make_questions(seed)[1]
     before = float(expected_reward(trainer.policy, held_out))
     started = time.perf_counter()
     trainer.train()

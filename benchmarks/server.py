@@ -39,7 +39,7 @@ from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.weights.sync import SyncMethod, WeightSync
 from prefrl.http import Http
 from prefrl.models.export import PolicyWeights
-from prefrl.scripts import demo
+from prefrl.scripts import demo_tiny
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from tests.assets import tiny_model, tiny_tokenizer
@@ -310,21 +310,21 @@ def measure_demo(folder: Path) -> list[Learned]:
     """The demo's GRPO from the same supervised weights, with local generation and with a server, for three seeds."""
     rows = []
     path = folder / "demo"
-    demo.make_model(0).save_pretrained(path)
-    demo.make_tokenizer().save_pretrained(path)
+    demo_tiny.make_model(0).save_pretrained(path)
+    demo_tiny.make_tokenizer().save_pretrained(path)
     server = Server(path, folder=folder, max_model_len=64)
     try:
         for seed in range(3):
-            train, held_out = demo.make_questions(seed)
-            tokenizer, model = demo.make_tokenizer(), demo.make_model(seed)
-            demo.sft(model, tokenizer, train, seed, folder / "sft", [demo.StopAtTokenAccuracy()])
+            train, held_out = demo_tiny.make_questions(seed)
+            tokenizer, model = demo_tiny.make_tokenizer(), demo_tiny.make_model(seed)
+            demo_tiny.sft(model, tokenizer, train, seed, folder / "sft", [demo_tiny.StopAtTokenAccuracy()])
             weights = {name: value.clone() for name, value in model.state_dict().items()}
-            before = demo.share_right(demo.greedy_answers(model, tokenizer, held_out), held_out)
+            before = demo_tiny.share_right(demo_tiny.greedy_answers(model, tokenizer, held_out), held_out)
             remote = {"use_vllm": True, "vllm_server_base_url": [server.url]}
             for name, options in (("local", {}), ("server", remote)):
                 model.load_state_dict(weights)
-                demo.grpo(model, tokenizer, train, seed, folder / name, **options)
-                after = demo.share_right(demo.greedy_answers(model, tokenizer, held_out), held_out)
+                demo_tiny.grpo(model, tokenizer, train, seed, folder / name, **options)
+                after = demo_tiny.share_right(demo_tiny.greedy_answers(model, tokenizer, held_out), held_out)
                 rows.append(Learned(seed, name, before, after))
                 print(rows[-1], flush=True)
     finally:

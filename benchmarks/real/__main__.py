@@ -5,8 +5,9 @@
     python -m benchmarks.real --write-docs                          put the stored results into docs/real_models.md
 
 FOLDER has `train.jsonl` and `example_model_solutions.jsonl` of the repository openai/grade-school-math. The model is
-that of `prefrl demo --model smollm2`. Needs TRL 1.16 (extra `bench`) for `agreement` and `performance`, and the
-environment of the servers, `.venv-vllm`, for `logprobs`. Exits with 1 if a result is not what it must be.
+that of `prefrl demo --model smollm2`. `agreement` and `performance` need TRL 1.16 (extra `bench`); `logprobs` needs
+the test tools (extra `dev`) and the environment of the servers, `.venv-vllm`. Exits with 1 if a result is not what it
+must be.
 """
 
 from __future__ import annotations

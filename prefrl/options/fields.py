@@ -28,6 +28,7 @@ __all__ = [
     "mapping_of",
     "opt",
     "parse_json",
+    "plain_value",
 ]
 
 
@@ -45,6 +46,11 @@ def opt(default: Any, description: str) -> Any:
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": description})
     return dataclasses.field(default=default, metadata={"help": description})
+
+
+def plain_value(option: Any) -> Any:
+    """An option's value without its enum: HuggingFace makes enums of some texts when a config is made."""
+    return getattr(option, "value", option)
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-__all__ = ["nearest"]
+from prefrl.errors import ConfigError
+
+__all__ = ["check_known", "nearest"]
 
 
 def nearest(name: str, known: Collection[str], *, otherwise: str | None = None) -> str:
@@ -20,3 +22,13 @@ def nearest(name: str, known: Collection[str], *, otherwise: str | None = None) 
     if matches:
         return f"Did you mean {matches[0]!r}?"
     return otherwise or f"Known: {', '.join(sorted(known))}."
+
+
+def check_known(option: str, name: str, known: Collection[str], what: str) -> None:
+    """Reject a name that an option does not know.
+
+    Raises:
+        ConfigError: Has a suggestion.
+    """
+    if name not in known:
+        raise ConfigError(f"{option}={name!r}: unknown {what}. {nearest(name, known)}")

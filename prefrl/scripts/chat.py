@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
-from prefrl.scripts.positional import PositionalParser
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.sampling import Sampler, SamplingArguments, make_sampler
 
 __all__ = ["ChatArguments", "command_parser", "main"]
@@ -30,9 +30,9 @@ class ChatArguments(SamplingArguments):
         check_unset(self, "num_generations", because="a chat has one answer to each question", remedy="Remove it.")
 
 
-def command_parser() -> PositionalParser:
+def command_parser() -> CommandParser:
     """The parser of `prefrl chat`."""
-    return PositionalParser(
+    return CommandParser(
         "chat", (ChatArguments,), "Talk to a model in the terminal.", positional=("model_name_or_path",)
     )
 

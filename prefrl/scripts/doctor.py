@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Sequence
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
+from prefrl.scripts.command_parser import CommandParser
+from prefrl.scripts.train import read
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
@@ -34,13 +35,12 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: The command line or the file cannot be read.
     """
     algorithm, options = _read(argv)
-    from rich.console import Console
+    given = read(algorithm, options)
+    from rich.console import Console  # this and the next import torch, which mistakes do not need
 
     from prefrl.scripts.checkup.run import checkup_of
     from prefrl.scripts.launch_arguments import launch_options
-    from prefrl.scripts.train import read
 
-    given = read(algorithm, options)
     checkup = checkup_of(algorithm, given, launch_options(given, os.environ))
     checkup.print(Console(highlight=False))
     return 2 if checkup.count("problem") else 0
@@ -48,17 +48,18 @@ def main(argv: Sequence[str]) -> int:
 
 def _read(argv: Sequence[str]) -> tuple[Algorithm, list[str]]:
     """The algorithm, and the command line of `prefrl <algorithm>`."""
-    parser = argparse.ArgumentParser(
-        prog="prefrl doctor",
-        usage=_USAGE,
-        allow_abbrev=False,
-        description="Checks a run before it begins: data as tokens, rewards, server, batch sizes, memory, time. "
-        "Without ALGORITHM, the file has to say it in a comment, such as '# prefrl grpo run.yaml'.",
+    parser = CommandParser(
+        "doctor",
+        (),
+        "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory, time. Options are those "
+        f"of the algorithm. {_USAGE}. Without ALGORITHM, the file has to say it in a comment, such as "
+        "'# prefrl grpo run.yaml'.",
+        takes_config=False,
     )
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    start = next((i for i, word in enumerate(argv) if word.startswith("--") and word != "--help"), len(argv))
-    words: list[str] = parser.parse_args(list(argv[:start])).words
-    options = list(argv[start:])
+    start = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    words, options = list(argv[:start]), list(argv[start:])
+    if {"-h", "--help"}.intersection(options):
+        parser.parse(["--help"])
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     names = [word for word in words if word not in files]
     if len(names) > 1 or len(files) > 1:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
+
+from prefrl.scripts.command_parser import CommandParser
 
 __all__ = ["main"]
 
@@ -23,8 +24,8 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: No options but --help.
     """
-    argparse.ArgumentParser(prog="prefrl env", description=__doc__, allow_abbrev=False).parse_args(list(argv))
-    import torch
+    CommandParser("env", (), "Print the versions and devices of this machine.", takes_config=False).parse(argv)
+    import torch  # its import takes seconds, which --help does not
 
     import prefrl
 

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_unset, opt
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.dataset_columns import ColumnArguments
 from prefrl.scripts.dataset_config import FILES
-from prefrl.scripts.positional import PositionalParser
 from prefrl.scripts.reward_entry import RewardEntry, reward_entries
 from prefrl.scripts.samples_file import RESPONSES, load_rows, write_rows
 from prefrl.scripts.sampling import Sample, SamplingArguments, make_sampler
@@ -97,9 +97,9 @@ class _Scored:
     logged: dict[str, list[list[Any]]]  # what rewards log
 
 
-def command_parser() -> PositionalParser:
+def command_parser() -> CommandParser:
     """The parser of `prefrl eval`."""
-    return PositionalParser(
+    return CommandParser(
         "eval",
         (EvalArguments,),
         "Score a model's responses to prompts, or the responses that a file holds.",

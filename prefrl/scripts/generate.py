@@ -12,9 +12,9 @@ from rich.markup import escape
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.dataset_columns import SHAPING, ColumnArguments
 from prefrl.scripts.dataset_config import FILES
-from prefrl.scripts.positional import PositionalParser
 from prefrl.scripts.samples_file import RESPONSES, check_output_file, load_rows, write_rows
 from prefrl.scripts.sampling import Prompt, SamplingArguments, make_sampler
 
@@ -60,9 +60,9 @@ class GenerateArguments(SamplingArguments, ColumnArguments):
         return [*system, {"role": "user", "content": self.prompt}]
 
 
-def command_parser() -> PositionalParser:
+def command_parser() -> CommandParser:
     """The parser of `prefrl generate`."""
-    return PositionalParser(
+    return CommandParser(
         "generate",
         (GenerateArguments,),
         "Sample completions of a prompt, or of all prompts of a dataset.",

@@ -20,8 +20,7 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.help import option_list
 from prefrl.scripts.launch_arguments import AUTO, CPU, LAUNCHED, LaunchArguments, launch_options
 from prefrl.scripts.launch_run import ServerProgram, run_together
-from prefrl.scripts.light_parser import LightParser
-from prefrl.scripts.option_parser import boolean
+from prefrl.scripts.option_parser import OptionParser, boolean
 from prefrl.scripts.processes import Program
 from prefrl.scripts.schema import Given, options_of
 from prefrl.scripts.train import read
@@ -49,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    parser = LightParser(
+    parser = OptionParser(
+        takes_config=False,
         prog="prefrl launch",
         usage=f"prefrl launch {{{','.join(REGISTRY)}}} [FILE.yaml] [--option value ...]",
         description="Start an algorithm on several GPUs or nodes, through accelerate: a process for each GPU,\n"
@@ -60,14 +60,14 @@ def main(argv: Sequence[str]) -> int:
     about = "Print the commands and their environment variables without running them."
     parser.add_argument("--dry_run", "--dry-run", type=boolean, nargs="?", const=True, default=False, help=about)
     is_algorithm = bool(argv) and not argv[0].startswith("-")
-    own, words = parser.parse_known_args(argv[1:] if is_algorithm else argv)
+    own, _, words = parser.read(argv[1:] if is_algorithm else argv, keeps_words=True)
     if not is_algorithm:
         raise ConfigError(f"the algorithm comes first: prefrl launch NAME. Known: {', '.join(REGISTRY)}.")
     if argv[0] not in REGISTRY:
         raise ConfigError(f"{argv[0]!r} cannot be launched. {nearest(argv[0], REGISTRY)}")
-    given = read(REGISTRY[argv[0]], words)
+    given = read(REGISTRY[argv[0]], words, is_launched=True)
     options = launch_options(given, os.environ) or LaunchArguments()
-    return start([argv[0], *words], given, options, dry_run=own.dry_run)
+    return start([argv[0], *words], given, options, dry_run=own["dry_run"])
 
 
 def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_run: bool = False) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ _POLL_SECONDS = 0.2
 _STOP_SECONDS = 40.0
 _KILL_SECONDS = 10.0
 _TAIL_LINES = 20
+_ERROR = re.compile(r"prefrl vllm-serve: \w+Error: ")
 # Environment variable of everything that a launch starts: workers have their own sessions and may outlive their
 # parent.
 _MARK = "PREFRL_LAUNCH"
@@ -155,6 +157,6 @@ class _Launch:
 
 def _last_words(log: Path) -> list[str]:
     """The message with which `prefrl vllm-serve` ended, or the last lines of its log."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    own = [number for number, line in enumerate(lines) if line.startswith("prefrl vllm-serve: ")]
-    return lines[own[-1] :] if own else lines[-_TAIL_LINES:]
+    text = log.read_text(encoding="utf-8", errors="replace")
+    own = [found.start() for found in _ERROR.finditer(text)]  # not always in a line of its own
+    return text[own[-1] :].splitlines() if own else text.splitlines()[-_TAIL_LINES:]

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefrl.errors import ConfigError
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.launch_arguments import LaunchArguments
 from prefrl.scripts.launch_run import ServerProgram
-from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.vllm_serve import ServeArguments, check_port, serve_command
 
 __all__ = ["check_start", "plan_server"]

@@ -19,7 +19,7 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
 from prefrl.printable import printable
-from prefrl.scripts.positional import PositionalParser
+from prefrl.scripts.command_parser import CommandParser
 
 __all__ = ["LookArguments", "command_parser", "main"]
 
@@ -49,9 +49,9 @@ class LookArguments:
             self.worst = 0 if self.best else _DEFAULT_WORST
 
 
-def command_parser() -> PositionalParser:
+def command_parser() -> CommandParser:
     """The parser of `prefrl look`."""
-    return PositionalParser(
+    return CommandParser(
         "look", (LookArguments,), "Show completions of a run: its worst, its best.", positional=("run_dir",)
     )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.model_config import DType
-from prefrl.scripts.positional import PositionalParser
 
 __all__ = ["MergeArguments", "command_parser", "main"]
 
@@ -31,9 +31,9 @@ class MergeArguments:
             raise ConfigError(f"output_dir={self.output_dir!r}: holds a model already. Choose another folder.")
 
 
-def command_parser() -> PositionalParser:
+def command_parser() -> CommandParser:
     """The parser of `prefrl merge`."""
-    return PositionalParser(
+    return CommandParser(
         "merge", (MergeArguments,), "Merge an adapter into its base model.", positional=("adapter", "output_dir")
     )
 

@@ -12,11 +12,11 @@ import yaml
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.migrate_config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
 from prefrl.scripts.migrate_edits import Migrated
 from prefrl.scripts.migrate_python import migrate_script
 from prefrl.scripts.migrate_shell import migrate_commands
-from prefrl.scripts.parser import CommandParser
 
 __all__ = ["main"]
 

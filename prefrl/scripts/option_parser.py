@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import yaml
 
@@ -16,12 +17,14 @@ from prefrl.errors import ConfigError
 from prefrl.options.foreign import advice
 from prefrl.options.suggest import nearest
 from prefrl.options.switches import SWITCHES
+from prefrl.scripts.dataset_config import DatasetConfig
+from prefrl.scripts.reward_entry import RewardEntry
 from prefrl.scripts.yaml_file import NULL_TAG, read_yaml
 
-__all__ = ["EarlyParser", "Form", "OptionParser", "boolean"]
+__all__ = ["EarlyParser", "Form", "OptionParser", "boolean", "form_of"]
 
-_SEE_ALL = "See --help_all for all options."
 _NULL = "null"
+_AUTO = "auto"
 
 
 class Form(NamedTuple):
@@ -44,6 +47,8 @@ class OptionParser(argparse.ArgumentParser):
         kwargs: For `argparse.ArgumentParser`.
     """
 
+    see: ClassVar[str] = "See --help_all for all options."
+
     def __init__(self, *, takes_config: bool = True, **kwargs: Any) -> None:
         about = {
             "usage": f"%(prog)s {'[FILE.yaml] ' if takes_config else ''}[--option value ...]",
@@ -60,6 +65,32 @@ class OptionParser(argparse.ArgumentParser):
         self._own = {action.dest for action in self._actions}
         self._forms: dict[str, Form] = {}
         self.places: dict[str, str] = {}  # the options of the file, and their entries: where each stands
+
+    def add_option(self, option: Mapping[str, Any], *aliases: str) -> None:
+        """Add an option as schema.json describes it; see `prefrl.scripts.schema_writer`.
+
+        Args:
+            option: Its name, kind, default and so on. What is false may be left out.
+            aliases: Other spellings of it.
+        """
+        name = option["name"]
+        about: dict[str, Any] = {"nargs": "+"} if option.get("is_list") else {}
+        if option.get("is_flag"):
+            about = {"nargs": "?", "const": True}
+        self.add_argument(
+            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *aliases)),
+            type=_converter(option),
+            choices=option.get("choices"),
+            default=option.get("default"),
+            required=option.get("is_required", False),
+            help=option.get("help", "").replace("%", "%%"),
+            **about,
+        )
+        if option.get("has_no_form"):
+            spellings = dict.fromkeys((f"--no_{name}", f"--no-{name.replace('_', '-')}"))
+            text = f"The same as --{name} false."
+            self.add_argument(*spellings, action="store_false", dest=name, default=option.get("default"), help=text)
+        self._forms[name] = Form(*(option.get(form, False) for form in Form._fields))
 
     def error(self, message: str) -> typing.NoReturn:
         """Raise an error instead of printing argparse's usage."""
@@ -167,7 +198,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def remedy(self, name: str, known: Collection[str]) -> str:
         """What to do about an unknown option, among options that are written like it."""
-        return advice(name, self._by_name) or nearest(name, known, otherwise=_SEE_ALL)
+        return advice(name, self._by_name) or nearest(name, known, otherwise=self.see)
 
     def _read_defaults(self, path: Path, off: Mapping[str, str], *, keeps_unknown: bool) -> list[str]:
         unknown: list[str] = []
@@ -213,6 +244,39 @@ class OptionParser(argparse.ArgumentParser):
             return [_scalar(action, item) for item in node.value]
         value = _scalar(action, node)
         return [value] if action.nargs == "+" else value
+
+
+def form_of(hint: Any) -> Form:
+    """What a value of the type may be besides a scalar or a list of scalars."""
+    is_list = typing.get_origin(hint) is list
+    parts = (hint,) if is_list else typing.get_args(hint) or (hint,)
+    items = [item for part in parts if typing.get_origin(part) is list for item in typing.get_args(part)]
+    return Form(
+        is_nullable=type(None) in parts,
+        is_mapping=any(typing.get_origin(part) is dict for part in parts),
+        is_mappings=any(
+            typing.get_origin(item) is dict or dataclasses.is_dataclass(item) or item is RewardEntry for item in items
+        ),
+    )
+
+
+def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
+    kinds: dict[str, Any] = {
+        "int": int,
+        "float": float,
+        "bool": boolean,
+        "dataset": DatasetConfig,
+        "reward": RewardEntry,
+    }
+    convert: Callable[[str], Any] = kinds.get(option["kind"], str)
+    if not option.get("is_auto"):
+        return convert
+
+    def read(text: str) -> Any:
+        return text if text == _AUTO else convert(text)
+
+    read.__name__ = convert.__name__
+    return read
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -12,12 +12,11 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.option_parser import EarlyParser, Form, OptionParser
-from prefrl.scripts.reward_entry import RewardEntry
+from prefrl.scripts.option_parser import EarlyParser, OptionParser, form_of
 from prefrl.trainer.base.flat_names import flat_parameters
 from prefrl.trainer.base.size_options import AUTO, AUTOMATIC
 
-__all__ = ["ArgumentParser", "CommandParser", "TrlParser", "form_of"]
+__all__ = ["ArgumentParser", "TrlParser"]
 
 # Options of TrainingArguments that `--help` shows besides prefrl's own; `--help_all` shows every one.
 _COMMON = frozenset(
@@ -162,70 +161,12 @@ class ArgumentParser(OptionParser, HfArgumentParser):
 TrlParser = ArgumentParser  # its name in TRL
 
 
-class CommandParser(ArgumentParser):
-    """The parser of `prefrl <command>`.
-
-    Args:
-        command: What follows `prefrl` on the command line.
-        dataclass_types: Their fields are the options.
-        description: What the command does, for its help.
-        takes_config: See `ArgumentParser`.
-    """
-
-    def __init__(
-        self, command: str, dataclass_types: Sequence[type], description: str, *, takes_config: bool = True
-    ) -> None:
-        super().__init__(dataclass_types, takes_config=takes_config, prog=f"prefrl {command}", description=description)
-
-    def parse(self, argv: Sequence[str]) -> tuple[Any, ...]:
-        """One instance of each dataclass.
-
-        Raises:
-            ConfigError: An unknown or missing option, a value of the wrong type, or one that the config refuses.
-            SystemExit: Help was asked for.
-        """
-        return self.parse_args_and_config(argv)
-
-    def parse_known(self, argv: Sequence[str]) -> tuple[tuple[Any, ...], list[str]]:
-        """One instance of each dataclass, and the words of the command line that belong to no option.
-
-        Raises:
-            ConfigError: As `parse`, except for unknown options on the command line; unknown options in the file raise.
-            SystemExit: Help was asked for.
-        """
-        values, _, words = self.read(argv, keeps_words=True)
-        return tuple(cls(**self._arguments(cls, values)) for cls in self.dataclass_types), words
-
-    def values(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Every option by name, with the right type but not yet checked against the others.
-
-        Raises:
-            ConfigError: An unknown or missing option, or a value of the wrong type.
-            SystemExit: Help was asked for.
-        """
-        return self.read(argv)[0]
-
-
 def _has_training_options(dataclass_types: Iterable[type]) -> bool:
     return any(issubclass(cls, TrainingArguments) for cls in dataclass_types)
 
 
 def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(cls) if field.init]
-
-
-def form_of(hint: Any) -> Form:
-    """What a value of the type may be besides a scalar or a list of scalars."""
-    is_list = typing.get_origin(hint) is list
-    parts = (hint,) if is_list else typing.get_args(hint) or (hint,)
-    items = [item for part in parts if typing.get_origin(part) is list for item in typing.get_args(part)]
-    return Form(
-        is_nullable=type(None) in parts,
-        is_mapping=any(typing.get_origin(part) is dict for part in parts),
-        is_mappings=any(
-            typing.get_origin(item) is dict or dataclasses.is_dataclass(item) or item is RewardEntry for item in items
-        ),
-    )
 
 
 def _or_auto(convert: Any) -> Callable[[str], Any]:

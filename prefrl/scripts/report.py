@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.light_parser import LightParser
+from prefrl.options.fields import opt
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.report_html import page
 
-__all__ = ["main"]
+__all__ = ["RunArguments", "main"]
+
+
+@dataclass
+class RunArguments:
+    """One run, or two that are compared."""
+
+    run: str | None = opt(None, "output_dir of a training.")
+    other: str | None = opt(None, "output_dir of another one, to compare them.")
+
+    def __post_init__(self) -> None:
+        if self.run is None:
+            raise ConfigError("run: not given. Write the output_dir of a training, such as runs/a.")
+
+    def folders(self) -> list[Path]:
+        """The folders of the runs."""
+        return [Path(folder) for folder in (self.run, self.other) if folder is not None]
+
+
+@dataclass
+class ReportArguments(RunArguments):
+    """The runs, and where the page goes."""
+
+    output: str | None = opt(None, "The file; None: report.html in the folder of the first run.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,17 +50,17 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: A folder is not that of a run, or the page cannot be written.
     """
-    parser = LightParser(
-        prog="prefrl report",
-        description="Write one HTML file with curves, rewards, completions, health, options and versions of a run.",
-        epilog="example: prefrl report runs/a runs/b --output compared.html",
+    parser = CommandParser(
+        "report",
+        (ReportArguments,),
+        "Write one HTML file with curves, rewards, completions, health, options and versions of a run. "
+        "Example: prefrl report runs/a runs/b --output compared.html",
+        takes_config=False,
+        positional=("run", "other"),
     )
-    parser.add_argument("run", type=Path, help="output_dir of a training")
-    parser.add_argument("other", type=Path, nargs="?", help="output_dir of another one, to compare them")
-    parser.add_argument("--output", type=Path, help="the file (default: report.html in the folder of the first run)")
-    options = parser.read(argv)
-    folders = [folder for folder in (options.run, options.other) if folder is not None]
-    output = options.output or options.run / "report.html"
+    (options,) = parser.parse(argv)
+    folders = options.folders()
+    output = folders[0] / "report.html" if options.output is None else Path(options.output)
     text = page(folders)
     try:
         output.unlink(missing_ok=True)  # it could be a link

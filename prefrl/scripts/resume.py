@@ -6,21 +6,34 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import opt
 from prefrl.printable import MASK
 from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import find_last
 from prefrl.run.identity import read_identity
 from prefrl.run.starts import STARTS, read_starts
-from prefrl.scripts.light_parser import LightParser
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.train import read
 
 __all__ = ["command_to_resume", "main"]
 
 _RESUME = ["--resume_from_checkpoint", "true"]
 _MODULE = "prefrl.scripts.main"
+
+
+@dataclass
+class ResumeArguments:
+    """The run."""
+
+    run_dir: str | None = opt(None, "output_dir of the run.")
+
+    def __post_init__(self) -> None:
+        if self.run_dir is None:
+            raise ConfigError("run_dir: not given. Write prefrl resume RUN_DIR.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,9 +49,9 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: There is nothing to resume, or the run was not started by the command.
     """
     about = "Go on with a run from its last checkpoint, with the options that it was started with."
-    parser = LightParser(prog="prefrl resume", description=about)
-    parser.add_argument("run_dir", help="output_dir of the run")
-    words = command_to_resume(Path(parser.read(argv).run_dir))
+    parser = CommandParser("resume", (ResumeArguments,), about, takes_config=False, positional=("run_dir",))
+    (options,) = parser.parse(argv)
+    words = command_to_resume(Path(options.run_dir))
     print(f"prefrl resume: {shlex.join(['prefrl', *words])}", file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-m", _MODULE, *words])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,17 +17,14 @@ from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.fields import check_bounds
 from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
-from prefrl.scripts.dataset_config import DatasetConfig
+from prefrl.scripts.early import check_pairs_of_options
 from prefrl.scripts.help import all_options, common_options, found_options
-from prefrl.scripts.option_parser import EarlyParser, Form, OptionParser, boolean
-from prefrl.scripts.reward_entry import RewardEntry
+from prefrl.scripts.option_parser import EarlyParser, OptionParser
 
 __all__ = ["SCHEMA_FILE", "Given", "SchemaParser", "options_of"]
 
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
-_AUTO = "auto"
 _LIMITS = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
-_FORMS = Form._fields
 _E = TypeVar("_E", bound=PrefrlError)
 
 
@@ -88,26 +85,7 @@ class SchemaParser(OptionParser):
         super().__init__(prog=f"prefrl {algorithm}", description=f"Dataset: {REGISTRY[algorithm].dataset}.")
         self._algorithm, self._options = algorithm, {option["name"]: option for option in options_of(algorithm)}
         for option in self._options.values():
-            self._add(option)
-            self._forms[option["name"]] = Form(*(option.get(name, False) for name in _FORMS))
-
-    def _add(self, option: Mapping[str, Any]) -> None:
-        name = option["name"]
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        about: dict[str, Any] = {"nargs": "+"} if option.get("is_list") else {}
-        if option.get("is_flag"):
-            about = {"nargs": "?", "const": True}
-        self.add_argument(
-            *spellings,
-            type=_converter(option),
-            choices=option.get("choices"),
-            default=option.get("default"),
-            required=option.get("is_required", False),
-            **about,
-        )
-        if option.get("has_no_form"):
-            spellings = dict.fromkeys((f"--no_{name}", f"--no-{name.replace('_', '-')}"))
-            self.add_argument(*spellings, action="store_false", dest=name, default=option.get("default"))
+            self.add_option(option)
 
     def parse(self, argv: Sequence[str]) -> Given:
         """The options that are given, checked as far as it costs nothing.
@@ -134,6 +112,27 @@ class SchemaParser(OptionParser):
         except ConfigError as error:
             raise given.located(error) from None
         return given
+
+    def check(self, given: Given, *, knows_processes: bool = True) -> Any:
+        """Check the options against each other, as far as that needs neither torch nor transformers.
+
+        Args:
+            given: Those that the user gives.
+            knows_processes: False: the run is started on other processes, so sizes of batches are left to them.
+
+        Returns:
+            The options as attributes.
+
+        Raises:
+            ConfigError: Options exclude each other, or one has no effect.
+        """
+        options = list(self._options.values())
+        try:
+            return check_pairs_of_options(
+                self._algorithm, _schema(), options, given.values, knows_processes=knows_processes
+            )
+        except ConfigError as error:
+            raise given.located(error) from None
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
         """Every option by name, the defaults included.
@@ -171,22 +170,3 @@ class SchemaParser(OptionParser):
             print(found_options(self._algorithm, options, early.word))
         else:
             print((all_options if early.wants_all else common_options)(self._algorithm, options))
-
-
-def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
-    kinds: dict[str, Any] = {
-        "int": int,
-        "float": float,
-        "bool": boolean,
-        "dataset": DatasetConfig,
-        "reward": RewardEntry,
-    }
-    convert: Callable[[str], Any] = kinds.get(option["kind"], str)
-    if not option.get("is_auto"):
-        return convert
-
-    def read(text: str) -> Any:
-        return text if text == _AUTO else convert(text)
-
-    read.__name__ = convert.__name__
-    return read

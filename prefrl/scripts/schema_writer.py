@@ -18,8 +18,9 @@ from transformers import TrainingArguments
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.launch_arguments import LaunchArguments, ProcessArguments
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.parser import ArgumentParser
 from prefrl.scripts.schema import SCHEMA_FILE
+from prefrl.scripts.schema_rules import ParamsTable, rules_of
 from prefrl.trainer.base.size_options import AUTOMATIC
 from prefrl.trainer.grpo_presets import PRESETS
 
@@ -41,26 +42,31 @@ _HELP = {
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
 
-def parser_of(algorithm: Algorithm) -> CommandParser:
+def parser_of(algorithm: Algorithm) -> ArgumentParser:
     """The parser for the options of `prefrl <algorithm>`, made from the classes themselves."""
     config_class = algorithm.load_config()
     fields = {field.name for field in dataclasses.fields(config_class)}
     script_class = RewardArguments if "reward_weights" in fields else CommandArguments
     launch_class = LaunchArguments if "use_vllm" in fields else ProcessArguments
-    classes = (script_class, config_class, launch_class)
-    return CommandParser(algorithm.name, classes, f"Dataset: {algorithm.dataset}.")
+    return ArgumentParser((script_class, config_class, launch_class))
 
 
 def schema_text() -> str:
-    """The content of schema.json: each option once, and for each algorithm the numbers of its options."""
+    """The content of schema.json: each option once; for each algorithm, the numbers of its options, and its rules."""
     numbers: dict[str, int] = {}
     algorithms = {}
     for name, algorithm in REGISTRY.items():
         entries = [json.dumps(entry, sort_keys=True) for entry in _options(algorithm)]
         algorithms[name] = [numbers.setdefault(entry, len(numbers)) for entry in entries]
+    table = ParamsTable()
+    rules = {name: rules_of(algorithm, table) for name, algorithm in REGISTRY.items()}
     options = ",\n".join(numbers)
     names = ",\n".join(f"{json.dumps(name)}: {json.dumps(places)}" for name, places in algorithms.items())
-    return f'{{"options": [\n{options}\n],\n"algorithms": {{\n{names}\n}}}}\n'
+    params = ",\n".join(json.dumps(row) for row in table.rows())
+    of_algorithms = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rules.items())
+    parts = [f'"options": [\n{options}\n]', f'"algorithms": {{\n{names}\n}}']
+    parts += [f'"params": [\n{params}\n]', f'"rules": {{\n{of_algorithms}\n}}']
+    return "{" + ",\n".join(parts) + "}\n"
 
 
 def _options(algorithm: Algorithm) -> list[dict[str, Any]]:
@@ -82,7 +88,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _entry(
-    action: argparse.Action, parser: CommandParser, hints: Mapping[str, Any], *, is_inherited: bool
+    action: argparse.Action, parser: ArgumentParser, hints: Mapping[str, Any], *, is_inherited: bool
 ) -> dict[str, Any]:
     """An option as the schema has it. What is false or empty is left out."""
     name, is_hidden = action.dest, action.help == argparse.SUPPRESS

@@ -17,8 +17,9 @@ from prefrl.models.soup import Evaluate, Soup, best_soup, greedy_soup, uniform_s
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.dataset_config import DatasetConfig, load_part
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.parser import ArgumentParser
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
-    parser = _Parser("soup", (SoupArguments,), "Average the weights of checkpoints, or the updates of LoRA adapters.")
+    description = "Average the weights of checkpoints, or the updates of LoRA adapters."
+    parser = CommandParser("soup", (SoupArguments,), description)
     (options,) = parser.parse(argv)
     if options.metric is None:
         soup = uniform_soup(options.folders, options.output_dir, weights=options.weights)
@@ -124,14 +126,6 @@ def main(argv: Sequence[str]) -> int:
         soup = _scored_soup(options)
     _report(options, soup)
     return 0
-
-
-class _Parser(CommandParser):
-    """Shows all options in the help, even those with the name of an option of transformers.TrainingArguments."""
-
-    def print_help(self, file: Any = None, *, everything: bool = False) -> None:
-        self.epilog = None
-        super().print_help(file, everything=True)
 
 
 def _scored_soup(options: SoupArguments) -> Soup:
@@ -198,8 +192,8 @@ def _offline(name: str) -> Algorithm:
 
 def _config(algorithm: Algorithm, file: str | None, scratch: str) -> Any:
     argv = ["--output_dir", scratch, "--report_to", "none"]
-    parser = CommandParser(algorithm.name, (algorithm.load_config(),), "")
-    (config,) = parser.parse(argv if file is None else [*argv, "--config", file])
+    parser = ArgumentParser(algorithm.load_config())
+    (config,) = parser.parse_args_and_config(argv if file is None else [*argv, "--config", file])
     return config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_columns import SHAPING
 from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
-from prefrl.scripts.launch_arguments import LaunchArguments
+from prefrl.scripts.launch_arguments import LaunchArguments, launch_options
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import Given, SchemaParser
 
@@ -23,19 +24,24 @@ if TYPE_CHECKING:
 __all__ = ["datasets_of", "lora_of", "main", "options_of", "read"]
 
 
-def read(algorithm: Algorithm, argv: Sequence[str]) -> Given:
+def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False) -> Given:
     """Read the command line, and check it as far as that needs no import of torch.
 
     Args:
         algorithm: The algorithm to train with.
         argv: The options.
+        is_launched: Whether other processes train, even if no option says so.
 
     Raises:
         ConfigError: A name, a value or a combination is wrong.
         SystemExit: Help was asked for.
     """
-    given = SchemaParser(algorithm.name).parse(argv)
-    _script(given)
+    parser = SchemaParser(algorithm.name)
+    given = parser.parse(argv)
+    is_launched = is_launched or launch_options(given, os.environ) is not None
+    script, config = _script(given), parser.check(given, knows_processes=not is_launched)
+    _check_stream(script, config)
+    _check_switches(config)
     return given
 
 
@@ -125,6 +131,8 @@ def _config(algorithm: Algorithm, given: Given) -> Any:
         return config_class(**values) if preset is None else config_class.preset(preset, **values)
     except ConfigError as error:
         raise given.located(error) from None
+    except ImportError as error:  # the package of an option
+        raise ConfigError(str(error)) from error
 
 
 def _check_stream(script: CommandArguments, config: Any) -> None:

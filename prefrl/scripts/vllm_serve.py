@@ -20,7 +20,7 @@ from prefrl.errors import ConfigError
 from prefrl.generation.vllm.key import KEY_VARIABLE, check_key, key_of_user
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.remote_code import unpinned_code
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.supervisor import Supervisor
 
 __all__ = [

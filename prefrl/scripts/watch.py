@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.light_parser import LightParser
+from prefrl.options.fields import check_fields, opt
+from prefrl.scripts.command_parser import CommandParser
+from prefrl.scripts.report import RunArguments
 from prefrl.scripts.report_html import page
 
 __all__ = ["LivePage", "main", "serve"]
 
 _LOOPBACK = "127.0.0.1"
 _WATCHED = ("*.json", "*.jsonl", "checkpoint-*", "nan-step-*", "completions", "evaluations")
+
+
+@dataclass
+class WatchArguments(RunArguments):
+    """The runs, and the address of the page."""
+
+    port: Annotated[int, Ge(0), Lt(2**16)] = opt(8765, "Port of the page; 0: any free one.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,18 +48,16 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: A folder is not that of a run, or the port is taken.
     """
-    parser = LightParser(
-        prog="prefrl watch",
-        description="Show a run in the browser, while it trains or later. Only this machine can open the page.",
-        epilog="example: prefrl watch runs/a",
+    parser = CommandParser(
+        "watch",
+        (WatchArguments,),
+        "Show a run in the browser, while it trains or later. Only this machine can open the page. "
+        "Example: prefrl watch runs/a",
+        takes_config=False,
+        positional=("run", "other"),
     )
-    parser.add_argument("run", type=Path, help="output_dir of a training")
-    parser.add_argument("other", type=Path, nargs="?", help="output_dir of another one, to compare them")
-    parser.add_argument("--port", type=int, default=8765, help="port of the page; 0: any free one (default: 8765)")
-    options = parser.read(argv)
-    if not 0 <= options.port < 2**16:
-        raise ConfigError(f"port={options.port}: must be >= 0 and < {2**16}")
-    live = LivePage([folder for folder in (options.run, options.other) if folder is not None])
+    (options,) = parser.parse(argv)
+    live = LivePage(options.folders())
     live.current()
     with serve(live, options.port) as server:
         print(f"http://{_LOOPBACK}:{server.server_port}  (Ctrl-C ends it)", flush=True)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
+from prefrl.trainer.offline.rules import check_density_ratios
 
 __all__ = ["BCOConfig"]
 
@@ -35,8 +35,4 @@ class BCOConfig(SampleOptions, OfflineReferenceOptions, OfflineConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         self.validate_reference()
-        if self.min_density_ratio > self.max_density_ratio:
-            raise ConfigError(
-                f"min_density_ratio={self.min_density_ratio}: must be at most max_density_ratio="
-                f"{self.max_density_ratio}"
-            )
+        check_density_ratios(self)

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from prefrl.errors import ConfigError
 from prefrl.losses.preference.pairwise import LabelSmoothing
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.options.fields import opt
 from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
 from prefrl.trainer.offline.loss_options import check_loss_options
+from prefrl.trainer.offline.rules import check_shape
 
 __all__ = ["CPOConfig"]
 
@@ -45,5 +45,4 @@ class CPOConfig(SampleOptions, OfflineConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         check_loss_options(self, CPO_LOSSES, [self.loss_type])
-        if self.loss_type == "alphapo" and self.alpha == 0:
-            raise ConfigError("alpha=0.0 with loss_type='alphapo': that is SimPO. Set alpha, or loss_type='simpo'.")
+        check_shape(self)

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.errors import ConfigError
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, Divergence, LabelSmoothing
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.fields import opt
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig
-from prefrl.trainer.offline.loss_options import check_loss_options
+from prefrl.trainer.offline.loss_options import check_loss_options, check_pair_losses
+from prefrl.trainer.offline.rules import check_divergence
 
 __all__ = ["DPOConfig"]
 
@@ -54,36 +54,6 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
             self.loss_type = [self.loss_type]
         super().validate()
         self.validate_reference()
-        self._validate_losses()
+        check_pair_losses(self, PAIR_LOSSES)
         check_loss_options(self, PAIR_LOSSES, self.loss_type)
-        if self.f_divergence_type != "alpha_divergence":
-            check_no_effect(
-                name="f_alpha_divergence_coef",
-                value=self.f_alpha_divergence_coef,
-                unset=0.5,
-                because=f"f_divergence_type={self.f_divergence_type!r}",
-                remedy="Set f_divergence_type='alpha_divergence'.",
-            )
-
-    def _validate_losses(self) -> None:
-        unknown = [name for name in self.loss_type if name not in PAIR_LOSSES]
-        if unknown or not self.loss_type:
-            raise ConfigError(f"loss_type={self.loss_type}: must be one or several of {', '.join(PAIR_LOSSES)}")
-        if len(set(self.loss_type)) < len(self.loss_type):
-            raise ConfigError(f"loss_type={self.loss_type}: list each loss once, and weight it with loss_weights")
-        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
-            raise ConfigError(
-                f"loss_weights={self.loss_weights}: must have one number for each of loss_type={self.loss_type}"
-            )
-        raw = [name for name in self.loss_type if PAIR_LOSSES[name].uses_log_ratios]
-        if raw and self.f_divergence_type != "reverse_kl":
-            raise ConfigError(
-                f"f_divergence_type={self.f_divergence_type!r} with loss_type={raw}: these losses use the "
-                "log-ratios themselves. Use reverse_kl, or another loss."
-            )
-        sorting = [name for name in self.loss_type if PAIR_LOSSES[name].is_batch_loss]
-        if sorting and self.use_weighting:
-            raise ConfigError(
-                f"use_weighting=True with loss_type={sorting}: its values belong to positions in the sorted "
-                "batch, not to pairs. Set use_weighting=False."
-            )
+        check_divergence(self)

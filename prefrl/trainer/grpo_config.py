@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from prefrl.errors import ConfigError
 from prefrl.losses.advantage.estimators import GrpoParams
-from prefrl.options.fields import json_mapping, opt
-from prefrl.trainer.grpo_presets import PRESETS
+from prefrl.options.fields import opt
+from prefrl.trainer.grpo_presets import PRESETS, combined
 from prefrl.trainer.online.policy_gradient_config import GroupOptions, PolicyGradientConfig
+from prefrl.trainer.online.policy_rules import check_group
 
 __all__ = ["GRPOConfig"]
 
@@ -36,14 +36,14 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
         """
         if name not in PRESETS:
             raise ConfigError(f"preset {name!r}: must be one of {', '.join(map(repr, PRESETS))}")
-        return cls(**_combined(cls, PRESETS[name].options, options))
+        return cls(**combined(PRESETS[name], options, cls.flat_names))
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         if isinstance(self.scale_rewards, bool):  # also accepted: True means "group", False "none"
             self.scale_rewards = "group" if self.scale_rewards else "none"
         super().validate()
-        self._validate_estimator()
+        check_group(self)
         if not self._normalizes_each_reward:
             return
         if self.shaping_params.has_effect or self.kl_in == "reward":
@@ -61,18 +61,6 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
     def _normalizes_each_reward(self) -> bool:
         params = self.advantage_params
         return isinstance(params, GrpoParams) and params.multi_objective_aggregation == "normalize_then_sum"
-
-    def _validate_estimator(self) -> None:
-        if self.num_generations < 2 and self.advantage_estimator != "remax":
-            raise ConfigError(
-                f"num_generations={self.num_generations}: group advantages need at least 2 completions of a prompt. "
-                "Set num_generations>=2."
-            )
-        if self.advantage_estimator == "remax" and self.generation_mode != "sync":
-            raise ConfigError(
-                f"generation_mode={self.generation_mode!r} with advantage_estimator='remax': its greedy completions "
-                "are requested together with the others. Use generation_mode='sync'."
-            )
 
     @property
     def estimator(self) -> str:
@@ -92,15 +80,3 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
         if self.advantage_estimator == "gpg":
             needs["advantage_estimator='gpg'"] = "Use another estimator."
         return needs
-
-
-def _combined(cls: type[GRPOConfig], preset: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of both; the user's take precedence, for keys of mappings as well."""
-    combined = {**preset, **options}
-    for option, of_preset in preset.items():
-        if isinstance(of_preset, Mapping):
-            given = options.get(option) or {}
-            keys = json_mapping(given, option) if isinstance(given, str) else given
-            by_name = {place.key for name, place in cls.flat_names.items() if name in options}
-            combined[option] = {key: value for key, value in of_preset.items() if key not in by_name} | keys
-    return combined

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PRESETS", "Preset"]
+from prefrl.options.fields import json_mapping
+
+if TYPE_CHECKING:
+    from prefrl.trainer.base.flat_names import FlatName
+
+__all__ = ["PRESETS", "Preset", "combined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +138,21 @@ PRESETS: dict[str, Preset] = {
         beta=0.0,
     ),
 }
+
+
+def combined(preset: Preset, options: Mapping[str, Any], flat_names: Mapping[str, FlatName]) -> dict[str, Any]:
+    """The options of a preset and the user's, which take precedence, for keys of mappings as well.
+
+    Args:
+        preset: The preset.
+        options: The user's.
+        flat_names: Keywords that set keys of mappings.
+    """
+    both = {**preset.options, **options}
+    for option, of_preset in preset.options.items():
+        if isinstance(of_preset, Mapping):
+            given = options.get(option) or {}
+            keys = json_mapping(given, option) if isinstance(given, str) else given
+            by_name = {place.key for name, place in flat_names.items() if name in options}
+            both[option] = {key: value for key, value in of_preset.items() if key not in by_name} | keys
+    return both

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig
+from prefrl.trainer.offline.rules import check_labels
 
 __all__ = ["KTOConfig"]
 
@@ -31,7 +31,4 @@ class KTOConfig(OfflineReferenceOptions, OfflineConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         self.validate_reference()
-        if self.desirable_weight == self.undesirable_weight == 0:
-            raise ConfigError(
-                "desirable_weight=0.0 with undesirable_weight=0.0: nothing is learned. Raise one of them."
-            )
+        check_labels(self)

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.trainer.base.reference_options import ReferenceOptions
 from prefrl.trainer.online.config import OnlineConfig
+from prefrl.trainer.online.policy_rules import check_pairs
 
 __all__ = ["OnlineDPOConfig"]
 
@@ -44,20 +44,6 @@ class OnlineDPOConfig(ReferenceOptions, OnlineConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        if self.use_vllm and self.generation_mode == "async":
-            raise ConfigError(
-                "generation_mode='async': online DPO does not correct for samples of older weights. Use 'sync' or "
-                "'overlap'."
-            )
+        check_pairs(self)
         super().validate()
         self.validate_reference()
-        if self.num_generations < 2:
-            raise ConfigError(
-                f"num_generations={self.num_generations}: a pair needs at least 2 completions of a prompt. Set "
-                "num_generations>=2."
-            )
-        if self.vllm_importance_sampling_correction:
-            raise ConfigError(
-                "vllm_importance_sampling_correction=True has no effect because pairs are trained on like those of a "
-                "dataset. Leave it None."
-            )

@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.fields import opt
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimizer_options import check_decay
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
+from prefrl.trainer.online.policy_rules import check_ppo
 
 __all__ = ["CriticOptimizer", "PPOConfig"]
 
@@ -79,20 +80,8 @@ class PPOConfig(PolicyGradientConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        if self.critic == "model":
-            check_no_effect(
-                name="detach_trunk",
-                value=self.detach_trunk,
-                unset=False,
-                because="critic='model' shares nothing with the policy",
-                remedy="Use critic='head'.",
-            )
+        check_ppo(self)
         self._check_critic()
-        if 0 < self.max_steps <= self.critic_warmup:
-            raise ConfigError(
-                f"critic_warmup={self.critic_warmup}: must be below max_steps={self.max_steps}, or the policy never "
-                "learns"
-            )
 
     def _check_critic(self) -> None:
         """Reject options of the critic's optimizer that have no effect."""

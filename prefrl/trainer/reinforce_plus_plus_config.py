@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
+from prefrl.trainer.online.policy_rules import check_reinforce_plus_plus
 
 __all__ = ["ReinforcePlusPlusConfig"]
 
@@ -39,11 +39,7 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        if self.advantage_estimator == "reinforce_plus_plus_baseline" and self.num_generations < 2:
-            raise ConfigError(
-                f"num_generations={self.num_generations}: advantage_estimator='reinforce_plus_plus_baseline' "
-                "compares the completions of a prompt. Set num_generations>=2."
-            )
+        check_reinforce_plus_plus(self)
         super().validate()
 
     @property

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from prefrl.errors import ConfigError
 from prefrl.losses.policy.losses import ImportanceLevel, LossType
 from prefrl.options.fields import opt
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
+from prefrl.trainer.online.policy_rules import check_rloo
 
 __all__ = ["RLOOConfig"]
 
@@ -37,11 +37,7 @@ class RLOOConfig(PolicyGradientConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        if self.num_generations < 2:
-            raise ConfigError(
-                f"num_generations={self.num_generations}: a completion is compared with the others of its prompt. Set "
-                "num_generations>=2."
-            )
+        check_rloo(self)
         super().validate()
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, mapping_of, opt
+from prefrl.options.fields import mapping_of, opt
 from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.offline.config import OfflineConfig
+from prefrl.trainer.offline.rules import check_packing
 
 __all__ = ["SFTConfig"]
 
@@ -53,30 +53,7 @@ class SFTConfig(OfflineConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        if (self.packing or self.eval_packing) and self.max_length is None:
-            raise ConfigError("packing=True with max_length=None: rows are packed up to that length. Set max_length.")
-        if not (self.packing or self.eval_packing):
-            check_no_effect(
-                name="packing_strategy",
-                value=self.packing_strategy,
-                unset="bfd",
-                because="nothing is packed",
-                remedy="Set packing=True.",
-            )
-        self._validate_dataset_kwargs()
-
-    def _validate_dataset_kwargs(self) -> None:
-        given = mapping_of(self, "dataset_kwargs")
-        if set(given) - {"skip_prepare_dataset"} or not all(isinstance(value, bool) for value in given.values()):
-            raise ConfigError(
-                f'dataset_kwargs={given}: its only key is "skip_prepare_dataset", which is True or False. Other '
-                "arguments of datasets are options of SFTConfig."
-            )
-        if self.skips_preparation and (self.packing or self.eval_packing):
-            raise ConfigError(
-                'packing=True with dataset_kwargs={"skip_prepare_dataset": True}: rows that are learned as they are '
-                "are not packed. Leave dataset_kwargs out: rows with a column input_ids are not tokenized again."
-            )
+        check_packing(self)
 
     @property
     def skips_preparation(self) -> bool:

@@ -144,7 +144,7 @@ def test_command_lines_parse(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     assert main(["init", words[0]]) == 0
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
-    script, _, _ = parser_of(REGISTRY[words[0]]).parse([*words[1:], "--use_cpu"])
+    script, _, _ = parser_of(REGISTRY[words[0]]).parse_args_and_config([*words[1:], "--use_cpu"])
     assert script.model_name_or_path == MODEL
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -119,6 +120,16 @@ def quick(argv: list[str]) -> tuple[str, str]:
     return "\n".join(shown), loaded
 
 
+DATA = ("grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r", "--output_dir", "o")
+PAIRS = (
+    ("--num_generations", "3"),
+    ("--warmup_steps", "-1"),
+    ("--optim", "adamw_torc"),
+    ("--loss_kwargs", '{"rho": 4}'),
+    ("--generation_mode", "overlap", "--use_vllm", "--num_iterations", "2"),
+)
+
+
 def test_help_and_mistakes_import_nothing_heavy_and_are_short() -> None:
     wrong = [
         ["sft", "--learnin_rate", "1"],
@@ -127,6 +138,7 @@ def test_help_and_mistakes_import_nothing_heavy_and_are_short() -> None:
         ["grpo", "--model_name_or_path", "m", "--max_staleness", "2", "--dataset_name", "d"],
         ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r", "--vllm", "yes"],
         ["init", "grop"],
+        *([*DATA, *words] for words in PAIRS),
     ]
     for name in REGISTRY:
         text, loaded = quick([name, "--help"])
@@ -147,10 +159,38 @@ def test_a_file_made_by_init_is_accepted(name: str, tmp_path: Path, capsys: pyte
     text = capsys.readouterr().out
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
-    assert SchemaParser(name).parse([str(path)]).values["output_dir"] == f"runs/{name}"
+    parser = SchemaParser(name)
+    given = parser.parse([str(path)])
+    assert given.values["output_dir"] == f"runs/{name}"
+    parser.check(given)
     everything = re.sub(r"^#(?! )", "", text, flags=re.MULTILINE)  # every option at its default
     path.write_text(re.sub(r"^\w+: null .*$", "", everything, flags=re.MULTILINE), encoding="utf-8")
     assert len(SchemaParser(name).parse([str(path)]).values) > 15
+
+
+LIGHT = ("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "report", "watch")
+EVERY_COMMAND = """
+import contextlib, io, json, sys
+from prefrl.scripts.main import main
+texts = {{}}
+for name in {names}:
+    for words in (["--help"], ["grpo", "--seeed", "1"]):
+        with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(text):
+            with contextlib.suppress(SystemExit):
+                main([name, *words])
+        texts[name + words[0]] = text.getvalue()
+print(json.dumps([texts, [m for m in {heavy} if m in sys.modules]]))
+"""
+
+
+def test_other_commands_import_nothing_heavy_for_help_and_mistakes() -> None:
+    texts, loaded = json.loads(python(EVERY_COMMAND.format(names=LIGHT, heavy=HEAVY)))
+    assert loaded == []
+    for name in LIGHT:
+        assert texts[f"{name}--help"].startswith("usage: prefrl ")
+        assert texts[f"{name}grpo"].startswith(f"prefrl {name}: ConfigError: ")
+        assert texts[f"{name}grpo"].count("\n") == 1
+    assert "Did you mean '--seed'" in texts["chatgrpo"]
 
 
 def test_help_finds_options_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -338,7 +338,7 @@ def parsed(text: str, tmp_path: Path, command: str) -> Any:
     """The config that `prefrl` makes of a file."""
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
     argv = ["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path), "--use_cpu"]
-    return parser_of(REGISTRY[command]).parse(argv)
+    return parser_of(REGISTRY[command]).parse_args_and_config(argv)
 
 
 @pytest.mark.parametrize(

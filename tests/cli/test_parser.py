@@ -15,7 +15,7 @@ from prefrl.errors import ConfigError
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_config import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.model_config import ModelConfig, lora_options
-from prefrl.scripts.parser import CommandParser, TrlParser
+from prefrl.scripts.parser import ArgumentParser, TrlParser
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.sft_config import SFTConfig
 
@@ -30,7 +30,7 @@ def _parse(tmp_path: Path, text: str, classes: tuple[type, ...], argv: tuple[str
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
     output = ["--output_dir", str(tmp_path / "out"), "--use_cpu"]
-    return CommandParser("sft", classes, "").parse(["--config", str(path), *output, *argv])
+    return ArgumentParser(classes).parse_args_and_config(["--config", str(path), *output, *argv])
 
 
 def test_the_file_overrides_defaults_and_the_command_line_overrides_the_file(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_command_line_wins_wherever_config_stands(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(REQUIRED + "max_length: 77\n", encoding="utf-8")
     argv = ["--max_length", "88", "--use_cpu", "--output_dir", str(tmp_path), f"--config={path}"]
-    _, config = CommandParser("sft", (CommandArguments, SFTConfig), "").parse(argv)
+    _, config = ArgumentParser((CommandArguments, SFTConfig)).parse_args_and_config(argv)
     assert config.max_length == 88
 
 
@@ -104,7 +104,7 @@ def test_what_is_more_than_plain_values_is_refused(tmp_path: Path, text: str, wo
     path = tmp_path / "run.yaml"
     path.write_text(REQUIRED + text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=re.escape(words)):
-        CommandParser("sft", (CommandArguments, SFTConfig), "").parse(["--config", str(path)])
+        ArgumentParser((CommandArguments, SFTConfig)).parse_args_and_config(["--config", str(path)])
 
 
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_options_of_a_switch_are_refused_without_it_by_the_configs_too(name: str
 
 
 def test_a_preset_is_an_option_of_the_command(tmp_path: Path) -> None:
-    given = parse(tmp_path, "preset: dapo\n")
+    given = parse(tmp_path, "preset: dapo\nper_device_train_batch_size: 16\n")
     assert given.values["preset"] == "dapo"
     assert GRPOConfig.preset(
         "dapo", output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=16
@@ -133,6 +133,21 @@ def test_defaults_are_those_of_the_config(tmp_path: Path) -> None:
     config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
     for name in ("num_generations", "temperature", "use_vllm", "vllm_server_port", "seed"):
         assert values[name] == getattr(config, name)
+
+
+def test_the_suggestion_for_a_typo_of_one_edit_is_nearly_always_right() -> None:
+    parser = SchemaParser("grpo")
+    names = [option["name"] for option in options_of("grpo")]
+    known = {f"--{name}" for name in names}
+    is_right = []
+    for place, name in enumerate(names[::8]):
+        i = place % len(name)
+        swapped = name[:i] + name[i + 1 : i + 2] + name[i : i + 1] + name[i + 2 :]
+        for typo in {name[:i] + name[i + 1 :], f"{name[:i]}x{name[i:]}", f"{name[:i]}x{name[i + 1 :]}", swapped}:
+            if typo not in names:
+                is_right.append(parser.remedy(f"--{typo}", known) == f"Did you mean '--{name}'?")
+    assert len(is_right) > 120
+    assert sum(is_right) / len(is_right) >= 0.95
 
 
 def test_rewards_of_a_file_may_be_mappings(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from prefrl.registry import REGISTRY
+from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.launch_arguments import launch_options
-from prefrl.scripts.parser import CommandParser
 from prefrl.scripts.schema import SchemaParser
 from prefrl.scripts.train import read
 from prefrl.scripts.vllm_serve import ServeArguments

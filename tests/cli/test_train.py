@@ -48,7 +48,7 @@ def test_sft_trains_and_saves_a_model_that_loads(
     assert len(losses) == 2
     assert losses[1] < losses[0]
     printed = capsys.readouterr().out
-    assert f"last {losses[1]:.4g}, best {losses[1]:.4g} at step 2" in printed
+    assert f"last {losses[1]:.4g} at step 2, best {losses[1]:.4g} at step 2" in printed
     assert "prefrl chat out" in printed
 
 

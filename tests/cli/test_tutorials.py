@@ -1,4 +1,4 @@
-"""The files of the tutorials, as a reader saves them: scripts write rows, and one step of each run trains."""
+"""The files of the tutorial on SmolLM2, as a reader saves them: the script writes rows, and a step trains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from prefrl.scripts.main import main
 
-TUTORIALS = Path(__file__).parents[2] / "docs/tutorials"
+PAGE = Path(__file__).parents[2] / "docs/tutorials/grpo_smollm2.md"
 # The first line of a file names it: `# sums.py`, `# prefrl grpo grpo.yaml`.
 FILE = re.compile(r"^```(?:python|yaml)\n(# (?:prefrl \w+ )?(\S+)\n.*?)^```", re.M | re.S)
 STEP = ["--max_steps", "1", "--use_cpu"]
@@ -19,9 +19,8 @@ STEP = ["--max_steps", "1", "--use_cpu"]
 @pytest.fixture
 def folder(workspace: Path, model_folder: Path) -> Path:
     (workspace / "smollm2").symlink_to(model_folder)
-    for page in TUTORIALS.glob("*.md"):
-        for text, name in FILE.findall(page.read_text(encoding="utf-8")):
-            (workspace / name).write_text(text, encoding="utf-8")
+    for text, name in FILE.findall(PAGE.read_text(encoding="utf-8")):
+        (workspace / name).write_text(text, encoding="utf-8")
     return workspace
 
 

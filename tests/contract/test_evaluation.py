@@ -224,6 +224,7 @@ def test_predict_returns_what_compute_metrics_gets(algorithm: str, tmp_path: Pat
     assert "test_mine" not in output.metrics
     assert with_metrics.predict(dataset).metrics["test_mine"] == 0.5
     assert trainer.state.log_history == []
+    assert len(trainer.predict(trainer.train_dataset).label_ids) > 0
     with pytest.raises(ConfigError, match=r"test_dataset is dict: predict\(\) needs one dataset"):
         trainer.predict({"part": dataset})
 

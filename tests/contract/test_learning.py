@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import learning
-from prefrl.scripts import demo
+from prefrl.scripts import demo_tiny
 from tests.contract.cases import make_trainer
 
 SEED = 1
@@ -30,9 +30,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 @pytest.fixture(scope="session")
 def gradient(weights: Weights) -> Weights:
     """Of the expected reward over all questions, at these weights; nothing is sampled."""
-    model = demo.make_model(SEED)
+    model = demo_tiny.make_model(SEED)
     model.load_state_dict(weights)
-    learning.expected_reward(model, demo.make_questions(SEED)[0]).backward()
+    learning.expected_reward(model, demo_tiny.make_questions(SEED)[0]).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 

@@ -285,7 +285,9 @@ def test_every_yaml_of_examples_and_docs_is_a_config(text: str, tmp_path: Path) 
     row = REGISTRY[found[1]]
     path = tmp_path / "config.yaml"
     path.write_text(text, encoding="utf-8")
-    parser_of(row).parse(["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"])
+    parser_of(row).parse_args_and_config(
+        ["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=relative)

@@ -1,4 +1,4 @@
-"""`prefrl eval` and `prefrl generate` with the API of a real server."""
+"""`prefrl eval`, `prefrl generate` and `prefrl doctor` with a real server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefrl.scripts import eval, generate
+from prefrl.scripts import doctor, eval, generate
 from tests.vllm.server import Server
 
 pytestmark = pytest.mark.vllm
@@ -33,3 +33,23 @@ def test_a_server_answers_texts_and_its_model_is_found(
     )
     assert of_server == of_file  # the same seeds
     assert list(of_file) == ["all", "more", "sums"]
+
+
+def test_the_doctor_finds_the_server_and_its_model_and_notices_a_wrong_key(
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+3=", "answer": "5"}\n', encoding="utf-8")
+    options = ["--dataset_name", str(prompts), "--reward_funcs", "numeric_reward", "--num_generations", "4"]
+    options += ["--max_completion_length", "4", "--use_cpu", "--output_dir", str(tmp_path / "run"), "--use_vllm"]
+    options += ["--vllm_server_base_url", server.url]
+    assert doctor.main(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert f"{server.url} serves {server.model_dir}" in found
+    monkeypatch.setenv("VLLM_API_KEY", "wrong")
+    assert doctor.main(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 2
+    assert "refused the request" in " ".join(capsys.readouterr().out.split())

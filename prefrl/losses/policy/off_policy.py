@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from annotated_types import Ge, Gt, Le
+from typing import TYPE_CHECKING, Literal
 
 from prefrl.losses.checks import check_same_shape
 from prefrl.losses.reduce import row_sums, trainable_per_row
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "OFF_POLICY_CORRECTIONS",
     "Bound",
-    "CorrectionParams",
     "ImportanceWeights",
     "Level",
     "OffPolicyCorrection",
@@ -146,14 +141,6 @@ def _result(
         num_ratios=counted.sum(),
         num_cut=(is_cut & counted).sum(),
     )
-
-
-@dataclass(frozen=True)
-class CorrectionParams(Params):
-    """Hyperparameters of every correction: `low` and `high` of `importance_weights`."""
-
-    clip_min: Annotated[float, Gt(0), Le(1)] | None = opt(None, "Lower bound of the importance ratio; None: no bound.")
-    clip_max: Annotated[float, Ge(1)] | None = opt(3.0, "Upper bound of the importance ratio; None: no bound.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prefrl.scripts.checkup.findings import Section
     from prefrl.scripts.checkup.subject import Subject
 
-__all__ = ["check_resources", "footprint_of"]
+__all__ = ["check_resources", "estimated_footprint", "footprint_of"]
 
 _MIB, _GIB = 2**20, 2**30
 _SECONDS = 0.1  # for which a speed is measured
@@ -52,7 +52,7 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
     """Show memory by part and time by phase, and warn if the memory is not there."""
     batch = _micro_batch(subject, rows, batches)
     try:
-        footprint = footprint_of(subject, num_fed=batch.num_fed, num_scored=batch.num_scored, num_rows=batch.num_rows)
+        footprint = estimated_footprint(subject, rows, batches)
     except Exception as error:  # a model's own code that needs data, such as the routing of experts
         name = type(subject.model).__name__
         section.note(f"memory was not estimated: {name} cannot be run on shapes alone ({type(error).__name__})")
@@ -60,6 +60,12 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
         _show_memory(section, subject, footprint)
     section.note(f"a large micro-batch has {batch.num_rows} rows and {batch.num_fed:,} tokens")
     _show_time(section, subject, batch, batches)
+
+
+def estimated_footprint(subject: Subject, rows: datasets.Dataset, batches: Batches) -> Footprint:
+    """Memory of one process with a micro-batch that is larger than most."""
+    batch = _micro_batch(subject, rows, batches)
+    return footprint_of(subject, num_fed=batch.num_fed, num_scored=batch.num_scored, num_rows=batch.num_rows)
 
 
 def _show_memory(section: Section, subject: Subject, footprint: Footprint) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.fields import check_no_effect, opt, plain_value
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 
@@ -211,7 +211,7 @@ def _check_soup(config: Any) -> None:
             f"{name} with save_total_limit=1: there is one checkpoint, and nothing to average. Set save_total_limit "
             "to None or at least 2."
         )
-    saves, evaluates = str(config.save_strategy.value), str(config.eval_strategy.value)
+    saves, evaluates = str(plain_value(config.save_strategy)), str(plain_value(config.eval_strategy))
     if saves not in (evaluates, "best"):
         raise ConfigError(
             f"{name} with save_strategy={saves!r} and eval_strategy={evaluates!r}: each checkpoint needs an "
@@ -240,7 +240,7 @@ def _check_metric_of_average(config: Any) -> None:
 
 
 def _interval(config: Any, what: str) -> float:
-    is_epochs = getattr(config, f"{what}_strategy").value == "epoch"
+    is_epochs = plain_value(getattr(config, f"{what}_strategy")) == "epoch"
     return float(getattr(config, f"{what}_epochs" if is_epochs else f"{what}_steps") or 1)
 
 
@@ -268,13 +268,13 @@ def check_autopilot(config: Any) -> None:
             "on_spike='rollback' with save_only_model=True: training cannot go on from a model alone. Set "
             "save_only_model=False."
         )
-    if config._grows and config.growth_params.eval_split == "validation" and not evaluates:
+    if config._grows and GROWTH.of(config).eval_split == "validation" and not evaluates:
         raise ConfigError(
             "increase_batch_size_kwargs: eval_split='validation' with eval_strategy='no': there are no evaluations. "
             "Set eval_strategy, or eval_split='training'."
         )
     _check_metric_of_average(config)
-    optim = str(getattr(config.optim, "value", config.optim))
+    optim = str(plain_value(config.optim))
     if config.ema_decay is not None and optim.startswith("schedule_free"):
         raise ConfigError(
             f"ema_decay={config.ema_decay} with optim={optim!r}: this optimizer averages the weights "

@@ -13,7 +13,6 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
 from prefrl.options.params import Params
 from prefrl.printable import without_secrets
-from prefrl.run.place import check_url
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 
 __all__ = ["CHECKPOINT_OPTIONS", "CheckpointOptions", "CheckpointParams", "UploadParams", "check_checkpoints"]
@@ -103,12 +102,12 @@ def check_checkpoints(config: Any) -> None:
     if config.save_only_model:
         check_no_effect(
             name="checkpoint_kwargs: save_optimizer",
-            value=config.checkpoint_params.save_optimizer,
+            value=_CHECKPOINT.of(config).save_optimizer,
             unset=True,
             because="save_only_model=True saves no training state at all",
             remedy="Remove one of them.",
         )
-    if config.on_spike == "rollback" and not config.checkpoint_params.save_optimizer:
+    if config.on_spike == "rollback" and not _CHECKPOINT.of(config).save_optimizer:
         raise ConfigError(
             "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to one "
             "without the optimizer's state. Set one of them otherwise."
@@ -117,6 +116,8 @@ def check_checkpoints(config: Any) -> None:
         return
     if isinstance(config.upload_to, os.PathLike):
         config.upload_to = os.fspath(config.upload_to)
+    from prefrl.run.place import check_url  # needs fsspec, which the other checks do not
+
     check_url("upload_to", config.upload_to)
     if config.save_strategy == "no":
         raise ConfigError(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -17,7 +16,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
-from prefrl.options.fields import check_bounds, check_fields, check_no_effect, check_unset, opt, parse_json
+from prefrl.options.fields import check_fields, check_no_effect, opt, parse_json
 from prefrl.options.foreign import advice
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
@@ -27,11 +26,12 @@ from prefrl.trainer.base.autopilot_options import AUTOPILOT, AutopilotOptions, c
 from prefrl.trainer.base.checkpoint_options import CHECKPOINT_OPTIONS, CheckpointOptions, check_checkpoints
 from prefrl.trainer.base.evaluation_options import EvaluationOptions, check_evaluation
 from prefrl.trainer.base.flat_names import FlatName, fill_places
-from prefrl.trainer.base.ignored_options import check_ignored_options
+from prefrl.trainer.base.ignored_options import check_ignored_options, check_ignored_parts
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
 from prefrl.trainer.base.precision_options import PrecisionOptions, check_precision
 from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
+from prefrl.trainer.base.rules import check_common, check_numbers
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
 from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, check_rate, derive_sizes, take_automatic
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
@@ -56,29 +56,6 @@ _TRACKERS = {
     **{"trackio": "trackio", "wandb": "wandb", "comet_ml": "comet-ml"},
 }
 _DOCS = "docs/trainers lists the options."
-# What HuggingFace's options must be, which it does not check.
-_BOUNDS: dict[str, Any] = {
-    "num_train_epochs": Annotated[float, Gt(0), Lt(math.inf)],
-    "per_device_train_batch_size": Annotated[int, Ge(1)],
-    "per_device_eval_batch_size": Annotated[int, Ge(1)],
-    "gradient_accumulation_steps": Annotated[int, Ge(1)],
-    "effective_batch_size": Annotated[int, Ge(1)],
-    "learning_rate": Annotated[float, Ge(0), Lt(math.inf)],
-    "weight_decay": Annotated[float, Ge(0), Lt(math.inf)],
-    "max_grad_norm": Annotated[float, Ge(0)],
-    "adam_beta1": Annotated[float, Ge(0), Lt(1)],
-    "adam_beta2": Annotated[float, Ge(0), Lt(1)],
-    "adam_epsilon": Annotated[float, Ge(0), Lt(math.inf)],
-    "warmup_steps": Annotated[float, Ge(0), Lt(math.inf)],
-    "seed": Annotated[int, Ge(0), Lt(2**32)],
-    "data_seed": Annotated[int, Ge(0), Lt(2**32)],
-    "dataloader_num_workers": Annotated[int, Ge(0)],
-    "eval_delay": Annotated[float, Ge(0), Lt(math.inf)],
-    "save_total_limit": Annotated[int, Ge(1)],
-    "ddp_timeout": Annotated[int, Ge(1)],
-}
-# What they must be with logging_strategy="steps" and so on.
-_INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
@@ -235,7 +212,7 @@ class BaseConfig(
         fill_places(self, flat_values, self.flat_names)
         self.automatic = take_automatic(self)  # the options that are "auto"
         check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
-        self._check_numbers()
+        check_numbers(self)
         self._set_both_names()
         name_best_metric(self)
         try:
@@ -266,19 +243,6 @@ class BaseConfig(
         }  # which HuggingFace takes for secrets
         values = {name: plain(value) for name, value in {**super().to_dict(), **tokens}.items()}
         return cast("dict[str, Any]", masked(values))
-
-    def _check_numbers(self) -> None:
-        """Check HuggingFace's numbers, before its __post_init__ and ours calculate with them."""
-        for name, bounds in _BOUNDS.items():
-            check_bounds(name, getattr(self, name), bounds)
-        for what in ("logging", "eval", "save"):
-            if getattr(self, f"{what}_strategy") == "steps":
-                check_bounds(f"{what}_steps", getattr(self, f"{what}_steps"), _INTERVAL)
-        if self.max_steps < 1 and self.max_steps != -1:
-            raise ConfigError(
-                f"max_steps={self.max_steps}: must be at least 1, or -1, which trains for num_train_epochs. To train "
-                "nothing, do not call train()."
-            )
 
     def _check_trackers(self) -> None:
         for name in self.report_to:
@@ -372,37 +336,14 @@ class BaseConfig(
                 "trust_remote_code": True,
                 **cast("dict[str, Any]", self.model_init_kwargs or {}),
             }
-        if self.remove_unused_columns:
-            raise ConfigError("remove_unused_columns=True: must be False, because the data layer chooses the columns")
-        if self.train_sampling_strategy not in ("random", "sequential"):
-            raise ConfigError(
-                f"train_sampling_strategy={self.train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches "
-                "are not padded, so grouping by length has no use; max_tokens_per_micro_batch balances tokens."
-            )
-        if self.log_flops and self.torch_compile:
-            raise ConfigError(
-                "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of "
-                "them to False."
-            )
-        if self.on_nan == "stop":
-            because = "on_nan='stop': the first step ends training"
-            check_unset(self, "nan_patience", because=because, remedy="Set on_nan='skip'.")
-        if self.auto_find_batch_size:
-            raise ConfigError(
-                "auto_find_batch_size=True is not supported: it learns what fits from crashes. Set "
-                "max_tokens_per_micro_batch='auto'."
-            )
-        if self.neftune_noise_alpha is not None:
-            raise ConfigError(
-                f"neftune_noise_alpha={self.neftune_noise_alpha} is not supported: its noise is scaled by the length "
-                "of a padded row, and there are none here. Leave it None."
-            )
+        check_common(self)
         self._check_trackers()
         check_precision(self, fp8=self.fp8)
         self._validate_activations()
         self._validate_liger()
         check_checkpoints(self)
         check_ignored_options(self)
+        check_ignored_parts(self)
         self.validate_schedule()
         check_optimizer(self)
         check_rate(self, self.automatic)
@@ -419,24 +360,9 @@ class BaseConfig(
                 because="this run is on the CPU, whose memory activations would be moved to",
                 remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
             )
-        if not self.activation_checkpointing:
-            check_no_effect(
-                name="activation_checkpointing_kwargs",
-                value=self.activation_checkpointing_kwargs,
-                unset=None,
-                because="activation_checkpointing=False",
-                remedy="Set activation_checkpointing=True.",
-            )
 
     def _validate_liger(self) -> None:
         if not self.use_liger_kernel:
-            check_no_effect(
-                name="liger_kernel_config",
-                value=self.liger_kernel_config,
-                unset=None,
-                because="use_liger_kernel=False",
-                remedy="Set use_liger_kernel=True.",
-            )
             return
         if self.device.type in ("cpu", "mps"):
             raise ConfigError(

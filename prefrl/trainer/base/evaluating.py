@@ -54,7 +54,7 @@ class EvaluatingTrainer(SizedTrainer):
         use_averaged_weights(self.optimizer)
         prepared: Any = eval_dataset
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            prepared = self._prepared(eval_dataset, self.processing_class, training=False)
+            prepared = self._ready(eval_dataset)
         elif eval_dataset is None and self.eval_dataset is None:
             raise ConfigError("eval_dataset=None: evaluation needs a dataset, here or in the constructor")
         parts = (
@@ -80,12 +80,20 @@ class EvaluatingTrainer(SizedTrainer):
         if test_dataset is None or isinstance(test_dataset, Mapping):
             raise ConfigError(f"test_dataset is {type(test_dataset).__name__}: predict() needs one dataset")
         use_averaged_weights(self.optimizer)
-        prepared = self._prepared(test_dataset, self.processing_class, training=False)
+        prepared = self._ready(test_dataset)
         self._predicts = True
         try:
             return super().predict(prepared, ignore_keys, metric_key_prefix)
         finally:
             self._predicts = False
+
+    def _ready(self, dataset: Any) -> Any:
+        """A raw dataset, prepared; the trainer's own as they are: `trainer.evaluate(trainer.train_dataset)`."""
+        own = [self.train_dataset, self.eval_dataset]
+        own += self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else []
+        if any(dataset is one for one in own):
+            return dataset
+        return self._prepared(dataset, self.processing_class, training=False)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """The loader of an evaluation."""

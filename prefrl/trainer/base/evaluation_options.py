@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_unset, opt
-from prefrl.trainer.base.schedule_options import ScheduleOptions
+from prefrl.options.fields import check_unset, opt, plain_value
 
 __all__ = ["EvaluationOptions", "check_evaluation"]
 
@@ -18,7 +17,7 @@ _Epochs = Annotated[float, Gt(0), Lt(math.inf)]
 
 
 @dataclass
-class EvaluationOptions(ScheduleOptions):
+class EvaluationOptions:
     """When evaluations take place and checkpoints are saved, counted in epochs, and what is evaluated."""
 
     changeable: ClassVar[tuple[str, ...]] = (
@@ -40,14 +39,14 @@ class EvaluationOptions(ScheduleOptions):
     )
 
 
-def check_evaluation(config: EvaluationOptions) -> None:
+def check_evaluation(config: Any) -> None:
     """Reject intervals of epochs that have no effect, or that leave the best model without a checkpoint.
 
     Raises:
         ConfigError: Names the option, its value and what to do.
     """
     for what in ("eval", "save"):
-        strategy = getattr(config, f"{what}_strategy").value
+        strategy = plain_value(getattr(config, f"{what}_strategy"))
         if strategy != "epoch":
             because = f"{what}_strategy={strategy!r}"
             check_unset(config, f"{what}_epochs", because=because, remedy=f"Set {what}_strategy='epoch'.")

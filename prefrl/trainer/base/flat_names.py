@@ -16,7 +16,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of
 
-__all__ = ["FlatName", "fill_places", "flat_parameters"]
+__all__ = ["FlatName", "fill_place", "fill_places", "flat_parameters"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,7 @@ def fill_places(config: Any, values: Sequence[Any], places: Mapping[str, FlatNam
         if value == parameter.default:
             continue
         place = places[name]
-        _check_choice(config, name, value, place)
-        filled = value if place.convert is None else place.convert(value)
-        if filled is not None or place.convert is None:
-            _fill(config, name, value, filled, place)
+        filled = fill_place(config, name, value, place)
         if place.is_deprecated:
             key = repr(filled) if place.key is None else repr({place.key: filled})
             warnings.warn(
@@ -75,6 +72,19 @@ def fill_places(config: Any, values: Sequence[Any], places: Mapping[str, FlatNam
                 FutureWarning,
                 stacklevel=4,  # the caller of the config's __init__
             )
+
+
+def fill_place(config: Any, name: str, value: Any, place: FlatName) -> Any:
+    """Put the value of a keyword into its place; returns what was put there.
+
+    Raises:
+        ConfigError: The place is taken, or the keyword belongs to another value of an option.
+    """
+    _check_choice(config, name, value, place)
+    filled = value if place.convert is None else place.convert(value)
+    if filled is not None or place.convert is None:
+        _fill(config, name, value, filled, place)
+    return filled
 
 
 def _check_choice(config: Any, name: str, value: Any, place: FlatName) -> None:

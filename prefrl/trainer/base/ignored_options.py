@@ -10,7 +10,7 @@ from prefrl.options.fields import check_no_effect
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["check_ignored_options"]
+__all__ = ["check_ignored_options", "check_ignored_parts"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ _ACCELERATOR = {
 }
 
 
-def check_ignored_options(config: TrainingArguments) -> None:
+def check_ignored_options(config: Any) -> None:
     """Reject options that are set but would have no effect.
 
     Raises:
@@ -65,6 +65,14 @@ def check_ignored_options(config: TrainingArguments) -> None:
     for name, row in _OPTIONS.items():
         value = getattr(config, name)
         check_no_effect(name=name, value=value, unset=row.unset, because=row.because, remedy=row.remedy)
+
+
+def check_ignored_parts(config: TrainingArguments) -> None:
+    """Reject parts of `accelerator_config` that would have no effect.
+
+    Raises:
+        ConfigError: Names the part, why it has no effect, and what to do.
+    """
     for name, row in _ACCELERATOR.items():
         value = getattr(config.accelerator_config, name)
         full = f"accelerator_config.{name}"

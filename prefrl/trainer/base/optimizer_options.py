@@ -13,20 +13,21 @@ from annotated_types import Ge, Gt
 from transformers.training_args import OptimizerNames
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_bounds, check_no_effect, check_unset, mapping_of, opt
-from prefrl.options.suggest import nearest
+from prefrl.options.fields import check_bounds, check_unset, mapping_of, opt
+from prefrl.options.suggest import check_known
 from prefrl.trainer.base.optimizers import OPTIMIZERS, REFUSED, added_keys, check_made
+from prefrl.trainer.base.rules import check_update
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["OptimizerOptions", "check_decay", "check_optimizer", "named_for_huggingface"]
+__all__ = ["KNOWN_OPTIMIZERS", "OptimizerOptions", "check_decay", "check_optimizer", "named_for_huggingface"]
 
-# The optimizers that read optim_target_modules have one of these in their names.
-_LAYERWISE = ("galore", "apollo")
 # These take the model, or make an optimizer for each weight: there are no parameter groups.
 _WITHOUT_GROUPS = ("lomo", "layerwise")
 _RATE = Annotated[float, Ge(0)]
+_NAMES = (*OPTIMIZERS, *(row.value for row in OptimizerNames))
+KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
 
 
 @dataclass
@@ -82,9 +83,7 @@ def named_for_huggingface(config: TrainingArguments) -> Iterator[None]:
 def _check_name(name: str) -> None:
     if name in REFUSED:
         raise ConfigError(f"optim={name!r}: {REFUSED[name]}")
-    known = [*OPTIMIZERS, *(row.value for row in OptimizerNames)]
-    if name not in known:
-        raise ConfigError(f"optim={name!r}: unknown optimizer. {nearest(name, known)}")
+    check_known("optim", name, _NAMES, "optimizer")
 
 
 def check_optimizer(config: Any) -> None:
@@ -95,26 +94,13 @@ def check_optimizer(config: Any) -> None:
         ImportError: The package of the optimizer is not installed.
     """
     name = str(getattr(config.optim, "value", config.optim))
-    if not any(word in name for word in _LAYERWISE):
-        check_no_effect(
-            name="optim_target_modules",
-            value=config.optim_target_modules,
-            unset=None,
-            because=f"optim={name!r} treats all weights alike",
-            remedy="Leave it None; freeze leaves weights out.",
-        )
+    check_update(config)
     if name in OPTIMIZERS:
         _check_read(config, name)
     else:
         _check_ignored(config, name)
     check_made(name, config)
     _check_rates(config, name)
-    is_on = config.regularization_type is not None
-    if is_on != (config.regularization_lambda > 0):
-        raise ConfigError(
-            f"regularization_type={config.regularization_type!r} with regularization_lambda="
-            f"{config.regularization_lambda}: neither acts without the other. Set both, or neither."
-        )
 
 
 def _check_read(config: Any, name: str) -> None:
@@ -165,11 +151,6 @@ def _check_ignored(config: Any, name: str) -> None:
 
 
 _REMEDY = "Remove it, or give the trainer your own optimizer: optimizers=(optimizer, None)."
-# Option that a resumed run cannot change -> why.
-_FIXED = {
-    "learning_rates": "its expressions decide in which order checkpoints hold the state of the optimizer",
-    "optim_args": "checkpoints hold these arguments with the state of the optimizer",
-}
 _SCHEDULE = (
     "It replaces learning_rate and its schedule: set these, such as lr_scheduler_type='inverse_sqrt' with "
     "optim_args='scale_parameter=True'."
@@ -202,9 +183,3 @@ def _check_rates(config: Any, name: str) -> None:
             f"learning_rates={rates!r} with optim={name!r}, which has one rate for all weights. Choose another "
             "optimizer, or leave learning_rates None."
         )
-    for option, reason in _FIXED.items():
-        if option in (config.allow_resume_changes or ()):
-            raise ConfigError(
-                f"allow_resume_changes: {option} cannot change, because {reason}. Start a new training from the "
-                "checkpoint's weights."
-            )

@@ -11,10 +11,11 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, check_unset, mapping_of, opt
+from prefrl.options.fields import check_unset, mapping_of, opt
 from prefrl.options.params import Params
-from prefrl.options.suggest import nearest
+from prefrl.options.suggest import check_known
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.rules import check_schedule, check_warmup_evaluations
 from prefrl.trainer.base.schedules import (
     SCHEDULES,
     Span,
@@ -30,9 +31,9 @@ from prefrl.trainer.base.schedules import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SCHEDULE_KWARGS", "PlateauParams", "ScheduleOptions"]
+__all__ = ["SCHEDULE_KWARGS", "SCHEDULE_NAMES", "PlateauParams", "ScheduleOptions"]
 
-_NAMES = [*(name.value for name in SchedulerType), *SCHEDULES]
+SCHEDULE_NAMES = (*(name.value for name in SchedulerType), *SCHEDULES)
 # Of transformers: these follow metrics instead of the step, and these have no warm-up.
 _OF_METRICS = ("reduce_lr_on_plateau", "greedy")
 _WITHOUT_WARMUP = ("constant", *_OF_METRICS)
@@ -124,8 +125,7 @@ class ScheduleOptions(TrainingArguments):
 
     def __post_init__(self) -> None:
         name = self._schedule_name
-        if name not in _NAMES:
-            raise ConfigError(f"lr_scheduler_type={name!r}: unknown schedule. {nearest(name, _NAMES)}")
+        check_known("lr_scheduler_type", name, SCHEDULE_NAMES, "schedule")
         if name in SCHEDULES:
             self.lr_scheduler_type = SchedulerType.CONSTANT  # HuggingFace accepts only its own
         super().__post_init__()
@@ -135,19 +135,8 @@ class ScheduleOptions(TrainingArguments):
             self._count_evaluations()
 
     def _count_evaluations(self) -> None:
-        if self.eval_strategy != IntervalStrategy.STEPS or self.eval_steps < 1:
-            raise ConfigError(
-                f"warmup_evaluations={self.warmup_evaluations} with eval_strategy={self.eval_strategy.value!r}, "
-                f"eval_steps={self.eval_steps}: needs evaluations at a distance in steps. Set eval_strategy='steps' "
-                "and eval_steps of at least 1, or set warmup_steps instead."
-            )
-        steps = self.warmup_evaluations * self.eval_steps
-        if self.warmup_steps not in (0, steps):
-            raise ConfigError(
-                f"warmup_evaluations={self.warmup_evaluations} with warmup_steps={self.warmup_steps}: both set the "
-                "length of the warm-up. Set one of them."
-            )
-        self.warmup_steps = steps
+        check_warmup_evaluations(self)
+        self.warmup_steps = self.warmup_evaluations * self.eval_steps
 
     @property
     def _schedule_name(self) -> str:
@@ -232,6 +221,7 @@ class ScheduleOptions(TrainingArguments):
         Raises:
             ConfigError: Names the option, its value and what to do.
         """
+        check_schedule(self)
         if self._schedule_name not in SCHEDULES:
             self._check_arguments()
         if self.has_own_schedule:
@@ -239,32 +229,10 @@ class ScheduleOptions(TrainingArguments):
         self._check_warmup()
         if self.reduces_on_plateau:
             self._check_plateau()
-        if self.weight_decay_schedule != "constant" and self.weight_decay == 0:
-            raise ConfigError(
-                f"weight_decay_schedule={self.weight_decay_schedule!r} has no effect because weight_decay=0. Set "
-                "weight_decay, which the factors of the schedule multiply."
-            )
-        if self._schedule_name in ("constant", "constant_with_warmup") and self.weight_decay_schedule == "constant":
-            because = f"lr_scheduler_type={self._schedule_name!r} has no end"
-            check_unset(self, "lr_decay_steps", because=because, remedy="Choose another schedule.")
 
     def _check_arguments(self) -> None:
         """Check the arguments of a schedule of transformers."""
         name, arguments = self._schedule_name, mapping_of(self, "lr_scheduler_kwargs")
-        if name.startswith("constant"):
-            check_no_effect(
-                name="lr_scheduler_kwargs",
-                value=arguments,
-                unset={},
-                because=f"lr_scheduler_type={name!r} has no arguments",
-                remedy="Remove it, or choose another schedule.",
-            )
-        if name == "inverse_sqrt" and self.warmup_steps == 0 and not arguments.get("timescale"):
-            raise ConfigError(
-                "lr_scheduler_type='inverse_sqrt' with warmup_steps=0: transformers then falls back to a timescale of "
-                "10000 steps, in which the learning rate hardly changes. Set warmup_steps, which is also the "
-                "timescale, or lr_scheduler_kwargs={'timescale': ...}."
-            )
         try:
             check_arguments(name, arguments)
         except (TypeError, ValueError) as error:
@@ -294,11 +262,6 @@ class ScheduleOptions(TrainingArguments):
 
     def _check_warmup(self) -> None:
         name, kwargs = self._schedule_name, mapping_of(self, "lr_scheduler_kwargs")
-        if name == "one_cycle" and self.warmup_steps:
-            raise ConfigError(
-                f"warmup_steps={self.warmup_steps} with lr_scheduler_type='one_cycle', which begins with a warm-up of "
-                "its own. Set lr_scheduler_kwargs={'pct_start': ...} instead."
-            )
         if name == "wsd" and self.warmup_steps and self._wsd_params.warmup_fraction is not None:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} with lr_scheduler_kwargs={kwargs!r}: warmup_fraction sets the "

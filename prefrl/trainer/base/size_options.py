@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import default_of, mapping_of, opt
+from prefrl.options.fields import default_of, mapping_of, opt, plain_value
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
-from prefrl.trainer.base.schedule_options import ScheduleOptions
 
 __all__ = [
     "AUTO",
@@ -58,7 +57,7 @@ AUTO_SIZE = KwargsOption(
 
 
 @dataclass
-class SizeOptions(ScheduleOptions):
+class SizeOptions:
     """Sizes in addition to HuggingFace's."""
 
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
@@ -75,7 +74,7 @@ class SizeOptions(ScheduleOptions):
     auto_size_kwargs: KwargsValue = opt(None, AUTO_SIZE.help)
 
 
-def take_automatic(config: SizeOptions) -> frozenset[str]:
+def take_automatic(config: Any) -> frozenset[str]:
     """The names of the options that are "auto"; each gets its default in place of it, until its value is known."""
     fields = {field.name: field for field in dataclasses.fields(config)}
     names = frozenset(name for name in AUTOMATIC if isinstance(value := getattr(config, name), str) and value == AUTO)
@@ -84,7 +83,7 @@ def take_automatic(config: SizeOptions) -> frozenset[str]:
     return names
 
 
-def num_ranks(config: SizeOptions) -> int:
+def num_ranks(config: Any) -> int:
     """Processes with rows of their own: `distributed.world_size()`, which is known only to trainers."""
     sharing = 1 if config.parallelism_config is None else int(config.parallelism_config.sp_size)
     return int(config.world_size) // sharing
@@ -95,7 +94,7 @@ def largest_divisor(number: int, most: int) -> int:
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
-def derive_sizes(config: SizeOptions, automatic: frozenset[str]) -> frozenset[str]:
+def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
     """Set the sizes that follow from `effective_batch_size`; return the names of those that need a trial.
 
     If batch size and accumulation both need one, they get values that make the same step.
@@ -130,11 +129,11 @@ def derive_sizes(config: SizeOptions, automatic: frozenset[str]) -> frozenset[st
     return frozenset(automatic)
 
 
-def _set_tokens(config: SizeOptions) -> set[str]:
+def _set_tokens(config: Any) -> set[str]:
     return set() if config.max_tokens_per_micro_batch is None else {_TOKENS}
 
 
-def _derived(config: SizeOptions, effective: int, automatic: frozenset[str]) -> set[str]:
+def _derived(config: Any, effective: int, automatic: frozenset[str]) -> set[str]:
     """Set what follows from the effective batch size; the names of the options that are decided by that."""
     ranks, known = num_ranks(config), {_ROWS, _STEPS} - automatic
     sizes = {name: int(getattr(config, name)) for name in sorted(known)}
@@ -163,7 +162,7 @@ def _derived(config: SizeOptions, effective: int, automatic: frozenset[str]) -> 
     return {_ROWS, _STEPS}
 
 
-def check_rate(config: SizeOptions, automatic: frozenset[str]) -> None:
+def check_rate(config: Any, automatic: frozenset[str]) -> None:
     """Reject the automatic learning rate where the trainers' defaults mean nothing.
 
     Args:
@@ -173,7 +172,7 @@ def check_rate(config: SizeOptions, automatic: frozenset[str]) -> None:
     Raises:
         ConfigError: The steps of the optimizer have another size than those of Adam.
     """
-    name = str(getattr(config.optim, "value", config.optim))
+    name = str(plain_value(config.optim))
     is_like = any(word in name for word in _LIKE_ADAM) and not any(word in name for word in _UNLIKE_ADAM)
     if "learning_rate" in automatic and not is_like:
         raise ConfigError(
@@ -182,7 +181,7 @@ def check_rate(config: SizeOptions, automatic: frozenset[str]) -> None:
         )
 
 
-def automatic_rate(config: SizeOptions, *, has_adapter: bool) -> float:
+def automatic_rate(config: Any, *, has_adapter: bool) -> float:
     """The learning rate "auto": the trainer's default, ten times that if an adapter is trained.
 
     Source: Schulman et al. 2025, LoRA Without Regret, https://thinkingmachines.ai/blog/lora: the best learning rate of

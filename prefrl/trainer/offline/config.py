@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
-from prefrl.options.fields import check_unset, opt, parse_json
+from prefrl.options.fields import opt, parse_json
 from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
+from prefrl.trainer.offline.rules import check_workers
 
 __all__ = ["OfflineConfig", "SampleOptions"]
 
@@ -34,10 +35,7 @@ class OfflineConfig(BaseConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         parse_json(self, "chat_template_kwargs")
-        if not self.dataloader_num_workers:
-            because, remedy = "dataloader_num_workers=0: there are no workers", "Set dataloader_num_workers."
-            for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
-                check_unset(self, name, because=because, remedy=remedy)
+        check_workers(self)
 
     @property
     def length_bound(self) -> LengthBound:

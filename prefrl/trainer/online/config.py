@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import lcm
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
-from prefrl.options.fields import check_no_effect, check_unset, opt, parse_json
+from prefrl.options.fields import opt, parse_json
 from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 from prefrl.trainer.base.flat_names import FlatName
@@ -27,6 +26,7 @@ from prefrl.trainer.online.rollout_options import (
     PromptOptions,
     ShapingOptions,
 )
+from prefrl.trainer.online.rules import GenerationRules
 from prefrl.trainer.online.vllm_options import CORRECTION, VLLM, VLLMOptions
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class OnlineConfig(
     RewardOptions,
     ShapingOptions,
     OnlineNames,
+    GenerationRules,
     BaseConfig,
 ):
     """Options of the rollout loop."""
@@ -180,74 +181,12 @@ class OnlineConfig(
         """See `BaseConfig.validate`."""
         super().validate()
         parse_json(self, "chat_template_kwargs")
-        self._validate_generation_size()
-        self._validate_groups()
-        self._validate_prompt_loading()
+        self.validate_generation_size()
+        self.validate_prompts()
         self.validate_evaluation(num_samples=self.samples_per_evaluated_prompt)
         self.validate_local(use_vllm=self.use_vllm)
         self.validate_vllm()
-        self._validate_autopilot_mode()
-        self._validate_generation_mode()
-        if self.filter_overlong_prompts and self.max_prompt_length is None:
-            raise ConfigError(
-                "filter_overlong_prompts=True with max_prompt_length=None: nothing is dropped. Set max_prompt_length."
-            )
-        if not self.log_completions:
-            names, because = ("num_completions_to_print", "log_unique_prompts"), "log_completions=False"
-            check_unset(self, *names, because=because, remedy="Set log_completions=True.")
-
-    def _validate_prompt_loading(self) -> None:
-        check_no_effect(
-            name="train_sampling_strategy",
-            value=self.train_sampling_strategy,
-            unset="random",
-            because="shuffle_dataset decides the order of prompts",
-            remedy="Set shuffle_dataset=False for the dataset's own order.",
-        )
-        for name, unset in (
-            ("dataloader_num_workers", 0),
-            ("dataloader_drop_last", False),
-            ("dataloader_persistent_workers", False),
-            ("dataloader_multiprocessing_context", None),
-        ):
-            check_no_effect(
-                name=name,
-                value=getattr(self, name),
-                unset=unset,
-                because="prompts are tokenized once at the start and come in full generation batches",
-                remedy=f"Leave it {unset}.",
-            )
-
-    def _validate_generation_size(self) -> None:
-        if self.sought == {"per_device_train_batch_size"}:
-            raise ConfigError(
-                "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many prompts a "
-                "generation batch has. Set effective_batch_size."
-            )
-        if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= self.automatic:
-            because, remedy = "micro-batches, which it counts, are cut by trial", "Set generation_batch_size."
-            check_unset(self, "steps_per_generation", because=because, remedy=remedy)
-        per_step = self.rows_per_micro_batch * self.world_size
-        if self.generation_batch_size is not None:
-            if self.steps_per_generation is not None:
-                raise ConfigError(
-                    f"generation_batch_size={self.generation_batch_size} and "
-                    f"steps_per_generation={self.steps_per_generation}: set one of them; the other follows"
-                )
-            if self.generation_batch_size % per_step:
-                raise ConfigError(
-                    f"generation_batch_size={self.generation_batch_size}: must be a multiple of {per_step} = "
-                    f"{self.rows_per_micro_batch} completions of a micro-batch * {self.world_size} processes"
-                )
-        accumulation = self.gradient_accumulation_steps
-        steps = self.micro_batches_per_generation
-        if steps % accumulation:
-            fewer = steps // accumulation * accumulation
-            fitting = f"{fewer} or {fewer + accumulation}" if fewer else f"{accumulation}"
-            raise ConfigError(
-                f"steps_per_generation={steps}: must be a multiple of gradient_accumulation_steps={accumulation}, or "
-                f"divide it, so that an optimizer step learns from one generation. Set {fitting}."
-            )
+        self.validate_generation_mode()
 
     @property
     def scoring_temperature(self) -> float:
@@ -273,24 +212,6 @@ class OnlineConfig(
         options = "max_prompt_length or max_completion_length"
         return LengthBound(self.max_prompt_length, options, sampled=self.longest_completion)
 
-    @property
-    def micro_batches_per_generation(self) -> int:
-        """The effective value of `steps_per_generation`: at least that of an optimizer step."""
-        steps, accumulation = self.steps_per_generation, int(self.gradient_accumulation_steps)
-        if self.generation_batch_size is not None:
-            steps = self.generation_batch_size // int(self.rows_per_micro_batch * self.world_size)
-        return accumulation if steps is None or accumulation % steps == 0 else steps
-
-    @property
-    def updates_per_generation(self) -> int:
-        """Optimizer steps in one pass over a generation batch."""
-        return self.micro_batches_per_generation // int(self.gradient_accumulation_steps)
-
-    @property
-    def samples_per_evaluated_prompt(self) -> int:
-        """The effective value of `num_generations_eval`."""
-        return self.num_generations_eval or self.num_generations
-
     def evaluation_sampling_params(self) -> SamplingParams:
         """The sampling parameters of evaluations."""
         params = replace(self.sampling_params(), num_samples=self.samples_per_evaluated_prompt)
@@ -304,16 +225,6 @@ class OnlineConfig(
         return max(1, int(self.per_device_eval_batch_size) // self.samples_per_evaluated_prompt)
 
     @property
-    def completions_per_rank(self) -> int:
-        """Completions of a generation batch on one process."""
-        return self.rows_per_micro_batch * self.micro_batches_per_generation
-
-    @property
-    def completions_of_generation(self) -> int:
-        """Completions of a generation batch, over all processes."""
-        return self.completions_per_rank * int(self.world_size)
-
-    @property
     def rows_in_words(self) -> str:
         """See `BaseConfig.rows_in_words`."""
         completions = self.completions_of_generation
@@ -324,37 +235,12 @@ class OnlineConfig(
             f"{self.max_completion_length} tokens{shared}"
         )
 
-    def _validate_groups(self) -> None:
-        world_size, total, size = int(self.world_size), self.completions_of_generation, self.num_generations
-        if total % size:
-            step = lcm(world_size, size)
-            nearest = max(1, round(total / step)) * step
-            raise ConfigError(
-                f"per_device_train_batch_size {self.per_device_train_batch_size} * steps_per_generation "
-                f"{self.micro_batches_per_generation} * {world_size} processes = {total} completions: must be a "
-                f"multiple of num_generations={size}. The nearest that works is {nearest}, which is "
-                f"{nearest // world_size} on each process."
-            )
-
-    @property
-    def steps_of_a_generation(self) -> int:
-        """Optimizer steps that learn from one generation batch."""
-        return self.updates_per_generation * self.num_iterations
-
-    @property
-    def generations_ahead(self) -> int:
-        """Generation batches that may be requested in advance, in addition to the one that training needs."""
-        return self.max_staleness // self.steps_of_a_generation if self.generation_mode == "async" else 0
-
     @property
     def needs_whole_batch(self) -> dict[str, str]:
-        """Options with which training on a group has to wait for the whole batch, and the remedy for each."""
-        given = {
-            "reward_shaping_kwargs: normalize": self.shaping_params.normalize,
-            "dynamic_sampling": self.dynamic_sampling,
-            "curriculum": self.curriculum,
-        }
-        return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
+        """See `GenerationRules.needs_whole_batch`."""
+        normalize = self.shaping_params.normalize
+        own = {f"reward_shaping_kwargs: normalize={normalize!r}": "Remove it."} if normalize else {}
+        return own | super().needs_whole_batch
 
     @property
     def needs_greedy(self) -> bool:
@@ -365,49 +251,3 @@ class OnlineConfig(
     def needs_scores_first(self) -> bool:
         """Whether the learning signal depends on log-probs of the policy before its first update from the batch."""
         return False
-
-    def _validate_autopilot_mode(self) -> None:
-        if self.increase_batch_size_on_plateau and self.generation_mode != "sync":
-            raise ConfigError(
-                f"increase_batch_size_on_plateau={self.increase_batch_size_on_plateau} with "
-                f"generation_mode={self.generation_mode!r}: completions are requested before it is known how many the "
-                "next step needs. Use generation_mode='sync'."
-            )
-        if self.ema_decay is not None and self.generation_mode == "async":
-            raise ConfigError(
-                f"ema_decay={self.ema_decay} with generation_mode='async': completions for training that are being "
-                "sampled during an evaluation would come from the average. Use generation_mode='sync' or 'overlap'."
-            )
-
-    def _validate_generation_mode(self) -> None:
-        steps = self.steps_of_a_generation
-        if self.generation_mode == "overlap":
-            if steps > 1:
-                raise ConfigError(
-                    f"generation_mode='overlap' with {steps} optimizer steps for each generation: the first would be "
-                    "taken while completions of the others are still being sampled. Set num_iterations=1 and "
-                    "steps_per_generation=gradient_accumulation_steps, or use generation_mode='async'."
-                )
-            if self.completions_per_rank % self.num_generations:
-                raise ConfigError(
-                    f"generation_mode='overlap' with {self.completions_per_rank} completions on each process and "
-                    f"num_generations={self.num_generations}: a group is trained on as it arrives, so each process "
-                    "needs the same number of groups. Make per_device_train_batch_size * steps_per_generation a "
-                    "multiple of num_generations, or use generation_mode='sync'."
-                )
-            for given, remedy in self.needs_whole_batch.items():
-                raise ConfigError(
-                    f"generation_mode='overlap' with {given}: the update from a group then depends on the whole "
-                    f"batch, but training on groups starts before it is complete. {remedy}"
-                )
-        for name in ("dynamic_sampling", "curriculum"):
-            if self.generation_mode == "async" and getattr(self, name):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} with generation_mode='async': prompts are requested "
-                    "before the rewards of the previous ones are known. Use generation_mode='sync'."
-                )
-        if self.generation_mode == "async" and self.max_staleness < steps:
-            raise ConfigError(
-                f"max_staleness={self.max_staleness}: must be at least {steps}, the optimizer steps of one "
-                "generation, or nothing can be generated ahead."
-            )

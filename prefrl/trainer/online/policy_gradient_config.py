@@ -15,6 +15,7 @@ from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.episode_options import CreditOptions
 from prefrl.trainer.online.flat_names import PolicyGradientNames
 from prefrl.trainer.online.policy_options import ENTROPY, KL, LOSS, EntropyOptions, KLOptions, PolicyLossOptions
+from prefrl.trainer.online.policy_rules import check_ratio
 from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
 from prefrl.trainer.online.truncation_options import TruncationOptions
 
@@ -84,7 +85,7 @@ class PolicyGradientConfig(
                 f"kl_estimator='sequence' with loss_type={self.loss_type!r}: it weights sequences by 1 / length, "
                 "but the KL of a sequence is a sum over its tokens. Use a loss that sums or averages over all tokens."
             )
-        self._validate_ratio()
+        check_ratio(self, of_tokens=ADVANTAGES[self.estimator].level == "token")
         if self.reward_balance is not None:
             self._validate_balance()
         self.validate_selection(num_generations=self.num_generations)
@@ -107,15 +108,6 @@ class PolicyGradientConfig(
             and params.multi_objective_aggregation == "normalize_then_sum",
         }
         return next((name for name, is_set in given.items() if is_set), None)
-
-    def _validate_ratio(self) -> None:
-        of_rows = self.importance_sampling_level in ("sequence", "sequence_sum") or self.loss_type in ("gmpo", "vespo")
-        if of_rows and ADVANTAGES[self.estimator].level == "token":
-            raise ConfigError(
-                f"importance_sampling_level={self.importance_sampling_level!r}, loss_type={self.loss_type!r} with "
-                f"token-level advantages ({self.estimator}): a ratio of whole sequences gives every token's gradient "
-                "the mean of their advantages. Use level 'token' or 'sequence_token', and another loss."
-            )
 
     def _validate_balance(self) -> None:
         if ADVANTAGES[self.estimator].level == "token":

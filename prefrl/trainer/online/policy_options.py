@@ -13,10 +13,11 @@ from prefrl.losses.kl.estimators import KL_ESTIMATORS, KLParams, SampledKLParams
 from prefrl.losses.kl.sequence import SequenceKLParams
 from prefrl.losses.policy.losses import POLICY_LOSSES, ImportanceLevel, LossType
 from prefrl.losses.policy.terms import PolicyLossParams
-from prefrl.options.fields import check_unset, opt
+from prefrl.options.fields import opt
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 from prefrl.trainer.base.reference_options import ReferenceOptions
 from prefrl.trainer.online.controllers import EntropyParams
+from prefrl.trainer.online.policy_rules import check_kl, check_level, kl_part
 
 __all__ = ["ENTROPY", "KL", "LOSS", "EntropyOptions", "KLEstimate", "KLOptions", "PolicyLossOptions"]
 
@@ -87,12 +88,7 @@ class PolicyLossOptions:
         Raises:
             ConfigError: Names the field, its value and what to do.
         """
-        loss = POLICY_LOSSES[self.loss_type]
-        if self.importance_sampling_level not in loss.levels:
-            raise ConfigError(
-                f"importance_sampling_level={self.importance_sampling_level!r} with loss_type={self.loss_type!r}: "
-                f"this loss supports {' and '.join(map(repr, sorted(loss.levels)))}."
-            )
+        check_level(self, POLICY_LOSSES[self.loss_type].levels)
 
     def warn_of_lengths(self) -> None:
         """Warn if the ratio of a sequence counts once for each of its tokens."""
@@ -157,7 +153,7 @@ class KLOptions(ReferenceOptions):
     @property
     def kl_part(self) -> str | None:
         """The estimator of the KL term; None: there is no term."""
-        return self.kl_estimator if self.beta > 0 else None
+        return kl_part(self)
 
     @property
     def kl_params(self) -> KLParams:
@@ -171,22 +167,11 @@ class KLOptions(ReferenceOptions):
             ConfigError: Names the field, its value and what to do.
         """
         self.validate_reference()
-        if self.beta == 0:
-            check_unset(self, "kl_estimator", "kl_in", because="beta=0.0: there is no KL term", remedy="Set beta > 0.")
-        if self.kl_estimator == "full" and self.sync_ref_model:
-            raise ConfigError(
-                "kl_estimator='full' with sync_ref_model=True: it keeps hidden states of the reference, which become "
-                "outdated when the reference moves. Use another estimator, or leave sync_ref_model False."
-            )
+        check_kl(self)
         if self.kl_in == "reward":
             self._validate_kl_in_reward()
 
     def _validate_kl_in_reward(self) -> None:
-        if self.kl_estimator not in ("k1", "abs", "k2", "k3"):
-            raise ConfigError(
-                f"kl_estimator={self.kl_estimator!r} with kl_in='reward': a reward has no gradient, so only its value "
-                "counts. Use 'k1' (unbiased), 'k2', 'k3' or 'abs'."
-            )
         params = self.kl_params
         if isinstance(params, SampledKLParams) and params.bias_correction:
             raise ConfigError(

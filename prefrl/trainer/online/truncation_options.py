@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from prefrl.errors import ConfigError
-from prefrl.losses.truncation import Truncation
 from prefrl.options.fields import opt
+
+if TYPE_CHECKING:
+    from prefrl.losses.truncation import Truncation
 
 __all__ = ["TruncationOptions", "cuts_of"]
 
@@ -34,6 +36,8 @@ class TruncationOptions:
     @property
     def scoring_truncation(self) -> Truncation | None:
         """See `BaseConfig.scoring_truncation`."""
+        from prefrl.losses.truncation import Truncation  # needs torch, which the checks below do not
+
         cuts = cuts_of(self)
         return Truncation(**cuts) if cuts and self.truncated_logprobs == "exact" else None
 

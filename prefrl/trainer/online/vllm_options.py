@@ -10,13 +10,12 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.losses.policy.off_policy import CorrectionParams
 from prefrl.options.fields import check_no_effect, check_unset, opt
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 from prefrl.trainer.online.truncation_options import cuts_of
 
-__all__ = ["CORRECTION", "VLLM", "VLLMOptions", "VLLMParams"]
+__all__ = ["CORRECTION", "VLLM", "CorrectionParams", "VLLMOptions", "VLLMParams"]
 
 _REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
 
@@ -34,6 +33,14 @@ class VLLMParams(Params):
         None, "Folder that trainer and servers share; None: /dev/shm if all servers are on this host."
     )
     sync_timeout: Annotated[float, Gt(0)] = opt(300.0, "Time limit of a weight sync, in seconds.")
+
+
+@dataclass(frozen=True)
+class CorrectionParams(Params):
+    """Hyperparameters of every correction: `low` and `high` of `losses.policy.off_policy.importance_weights`."""
+
+    clip_min: Annotated[float, Gt(0), Le(1)] | None = opt(None, "Lower bound of the importance ratio; None: no bound.")
+    clip_max: Annotated[float, Ge(1)] | None = opt(3.0, "Upper bound of the importance ratio; None: no bound.")
 
 
 VLLM: KwargsOption[VLLMParams] = KwargsOption(

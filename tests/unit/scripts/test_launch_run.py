@@ -47,7 +47,8 @@ if task == "serve":
 if task == "ask":
     http.client.HTTPConnection("127.0.0.1", port).request("GET", "/health")
 if task == "break":
-    print("some line")
+    print("prefrl vllm-serve: model is ready")
+    print("a line without an end", end="")
     print("prefrl vllm-serve: GenerationError: the reason\\n  more of it", flush=True)
     sys.exit(7)
 if task == "serve and break":

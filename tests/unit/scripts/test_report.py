@@ -250,8 +250,8 @@ def test_the_command_writes_a_file_for_this_user_only(tmp_path: Path, capsys: py
     ("words", "message"),
     [
         (["."], "has no run.json, metrics.jsonl or checkpoint-N. Give the output_dir of a training."),
-        ([], "the following arguments are required: run"),
-        ([".", "--outptu", "x"], "unknown argument '--outptu'."),
+        ([], "run: not given. Write the output_dir of a training"),
+        ([".", "--outptu", "x"], "unknown option '--outptu'."),
     ],
 )
 def test_errors_are_one_line(

@@ -14,7 +14,7 @@ import pytest
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments import RewardArguments
-from prefrl.scripts.parser import CommandParser
+from prefrl.scripts.parser import ArgumentParser
 from prefrl.trainer.base.flat_names import flat_parameters
 from prefrl.trainer.online.flat_names import FLAT_NAMES
 
@@ -203,8 +203,8 @@ def test_names_of_a_user_win_over_the_keys_of_a_preset(tmp_path: Path) -> None:
 def parse(tmp_path: Path, text: str, *argv: str) -> Any:
     path = tmp_path / "run.yaml"
     path.write_text(f"model_name_or_path: m\ndataset_name: d\nreward_funcs: [a]\n{text}", encoding="utf-8")
-    parser = CommandParser("grpo", (RewardArguments, GRPOConfig), "")
-    return parser.parse(["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", *argv])[-1]
+    parser = ArgumentParser((RewardArguments, GRPOConfig))
+    return parser.parse_args_and_config(["--config", str(path), "--output_dir", str(tmp_path), "--use_cpu", *argv])[-1]
 
 
 def test_files_and_command_lines_take_names_and_mappings(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_files_and_command_lines_take_names_and_mappings(tmp_path: Path) -> None
 
 def test_the_help_shows_keys_and_not_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        CommandParser("grpo", (RewardArguments, GRPOConfig), "").parse(["--help_all"])
+        ArgumentParser((RewardArguments, GRPOConfig)).parse_args_and_config(["--help_all"])
     text = " ".join(capsys.readouterr().out.split())
     assert "sapo: temperature_pos=1.0, temperature_neg=1.05" in text
     assert "clip_cov: ratio=0.0002, lb=1.0, ub=5.0" in text

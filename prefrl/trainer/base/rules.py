@@ -1,0 +1,186 @@
+"""What the options must be that all trainers share.
+
+Plain values alone: the command checks them before torch is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Lt
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_bounds, check_no_effect, check_unset, mapping_of, plain_value
+
+__all__ = ["check_common", "check_numbers", "check_schedule", "check_update", "check_warmup_evaluations"]
+
+# What HuggingFace's options must be, which it does not check.
+_BOUNDS: dict[str, Any] = {
+    "num_train_epochs": Annotated[float, Gt(0), Lt(math.inf)],
+    "per_device_train_batch_size": Annotated[int, Ge(1)],
+    "per_device_eval_batch_size": Annotated[int, Ge(1)],
+    "gradient_accumulation_steps": Annotated[int, Ge(1)],
+    "effective_batch_size": Annotated[int, Ge(1)],
+    "learning_rate": Annotated[float, Ge(0), Lt(math.inf)],
+    "weight_decay": Annotated[float, Ge(0), Lt(math.inf)],
+    "max_grad_norm": Annotated[float, Ge(0)],
+    "adam_beta1": Annotated[float, Ge(0), Lt(1)],
+    "adam_beta2": Annotated[float, Ge(0), Lt(1)],
+    "adam_epsilon": Annotated[float, Ge(0), Lt(math.inf)],
+    "warmup_steps": Annotated[float, Ge(0), Lt(math.inf)],
+    "seed": Annotated[int, Ge(0), Lt(2**32)],
+    "data_seed": Annotated[int, Ge(0), Lt(2**32)],
+    "dataloader_num_workers": Annotated[int, Ge(0)],
+    "eval_delay": Annotated[float, Ge(0), Lt(math.inf)],
+    "save_total_limit": Annotated[int, Ge(1)],
+    "ddp_timeout": Annotated[int, Ge(1)],
+}
+# What they must be with logging_strategy="steps" and so on.
+_INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
+# The optimizers that read optim_target_modules have one of these in their names.
+_LAYERWISE = ("galore", "apollo")
+# Option that a resumed run cannot change -> why.
+_FIXED = {
+    "learning_rates": "its expressions decide in which order checkpoints hold the state of the optimizer",
+    "optim_args": "checkpoints hold these arguments with the state of the optimizer",
+}
+
+
+def check_numbers(config: Any) -> None:
+    """Check HuggingFace's numbers, before its __post_init__ and ours calculate with them.
+
+    Raises:
+        ConfigError: One is out of bounds.
+    """
+    for name, bounds in _BOUNDS.items():
+        check_bounds(name, getattr(config, name), bounds)
+    for what in ("logging", "eval", "save"):
+        if plain_value(getattr(config, f"{what}_strategy")) == "steps":
+            check_bounds(f"{what}_steps", getattr(config, f"{what}_steps"), _INTERVAL)
+    if config.max_steps < 1 and config.max_steps != -1:
+        raise ConfigError(
+            f"max_steps={config.max_steps}: must be at least 1, or -1, which trains for num_train_epochs. To train "
+            "nothing, do not call train()."
+        )
+
+
+def check_common(config: Any) -> None:
+    """Reject options that no trainer supports, and those without effect.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+    """
+    if config.remove_unused_columns:
+        raise ConfigError("remove_unused_columns=True: must be False, because the data layer chooses the columns")
+    if config.train_sampling_strategy not in ("random", "sequential"):
+        raise ConfigError(
+            f"train_sampling_strategy={config.train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches "
+            "are not padded, so grouping by length has no use; max_tokens_per_micro_batch balances tokens."
+        )
+    if config.log_flops and config.torch_compile:
+        raise ConfigError(
+            "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of "
+            "them to False."
+        )
+    if config.auto_find_batch_size:
+        raise ConfigError(
+            "auto_find_batch_size=True is not supported: it learns what fits from crashes. Set "
+            "max_tokens_per_micro_batch='auto'."
+        )
+    if config.neftune_noise_alpha is not None:
+        raise ConfigError(
+            f"neftune_noise_alpha={config.neftune_noise_alpha} is not supported: its noise is scaled by the length "
+            "of a padded row, and there are none here. Leave it None."
+        )
+    if config.on_nan == "stop":
+        because = "on_nan='stop': the first step ends training"
+        check_unset(config, "nan_patience", because=because, remedy="Set on_nan='skip'.")
+    for switch, option in (
+        ("activation_checkpointing", "activation_checkpointing_kwargs"),
+        ("use_liger_kernel", "liger_kernel_config"),
+    ):
+        if not getattr(config, switch):
+            check_unset(config, option, because=f"{switch}=False", remedy=f"Set {switch}=True.")
+
+
+def check_warmup_evaluations(config: Any) -> None:
+    """Reject a warm-up that is counted in evaluations, where there are none or its steps are given, too.
+
+    Raises:
+        ConfigError: Names the options and what to do.
+    """
+    if not config.warmup_evaluations:
+        return
+    strategy = plain_value(config.eval_strategy)
+    if strategy != "steps" or config.eval_steps < 1:
+        raise ConfigError(
+            f"warmup_evaluations={config.warmup_evaluations} with eval_strategy={strategy!r}, eval_steps="
+            f"{config.eval_steps}: needs evaluations at a distance in steps. Set eval_strategy='steps' and eval_steps "
+            "of at least 1, or set warmup_steps instead."
+        )
+    if config.warmup_steps not in (0, config.warmup_evaluations * config.eval_steps):
+        raise ConfigError(
+            f"warmup_evaluations={config.warmup_evaluations} with warmup_steps={config.warmup_steps}: both set the "
+            "length of the warm-up. Set one of them."
+        )
+
+
+def check_schedule(config: Any) -> None:
+    """Reject options of the schedule that its name alone excludes.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+    """
+    name, arguments = plain_value(config.lr_scheduler_type), mapping_of(config, "lr_scheduler_kwargs")
+    if name.startswith("constant"):
+        check_no_effect(
+            name="lr_scheduler_kwargs",
+            value=arguments,
+            unset={},
+            because=f"lr_scheduler_type={name!r} has no arguments",
+            remedy="Remove it, or choose another schedule.",
+        )
+    if name == "inverse_sqrt" and config.warmup_steps == 0 and not arguments.get("timescale"):
+        raise ConfigError(
+            "lr_scheduler_type='inverse_sqrt' with warmup_steps=0: transformers then falls back to a timescale of "
+            "10000 steps, in which the learning rate hardly changes. Set warmup_steps, which is also the "
+            "timescale, or lr_scheduler_kwargs={'timescale': ...}."
+        )
+    if name == "one_cycle" and config.warmup_steps:
+        raise ConfigError(
+            f"warmup_steps={config.warmup_steps} with lr_scheduler_type='one_cycle', which begins with a warm-up of "
+            "its own. Set lr_scheduler_kwargs={'pct_start': ...} instead."
+        )
+    if config.weight_decay_schedule != "constant" and config.weight_decay == 0:
+        raise ConfigError(
+            f"weight_decay_schedule={config.weight_decay_schedule!r} has no effect because weight_decay=0. Set "
+            "weight_decay, which the factors of the schedule multiply."
+        )
+    if name in ("constant", "constant_with_warmup") and config.weight_decay_schedule == "constant":
+        because = f"lr_scheduler_type={name!r} has no end"
+        check_unset(config, "lr_decay_steps", because=because, remedy="Choose another schedule.")
+
+
+def check_update(config: Any) -> None:
+    """Reject options of the update that act only together with others.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+    """
+    name = str(plain_value(config.optim))
+    if not any(word in name for word in _LAYERWISE):
+        because, remedy = f"optim={name!r} treats all weights alike", "Leave it None; freeze leaves weights out."
+        check_unset(config, "optim_target_modules", because=because, remedy=remedy)
+    is_on = config.regularization_type is not None
+    if is_on != (config.regularization_lambda > 0):
+        raise ConfigError(
+            f"regularization_type={config.regularization_type!r} with regularization_lambda="
+            f"{config.regularization_lambda}: neither acts without the other. Set both, or neither."
+        )
+    for option, reason in _FIXED.items():
+        if option in (config.allow_resume_changes or ()):
+            raise ConfigError(
+                f"allow_resume_changes: {option} cannot change, because {reason}. Start a new training from the "
+                "checkpoint's weights."
+            )

@@ -1,0 +1,125 @@
+"""Options that exclude each other are refused before torch is imported, in the words of the config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefrl.errors import ConfigError
+from prefrl.registry import REGISTRY
+from prefrl.scripts.schema import Given, SchemaParser
+from prefrl.scripts.train import read
+from prefrl.trainer.grpo_presets import PRESETS
+
+SERVER = {"use_vllm": True}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("sft", {"packing_strategy": "wrapped"}),
+    ("sft", {"packing": True, "max_length": None}),
+    ("sft", {"dataset_kwargs": {"a": True}}),
+    ("sft", {"adam_beta1": 1.0}),
+    ("sft", {"max_steps": -2}),
+    ("sft", {"optim": "adamw_torc"}),
+    ("sft", {"lr_scheduler_type": "cosin"}),
+    ("sft", {"lr_scheduler_type": "constant", "lr_decay_steps": 3}),
+    ("sft", {"lr_scheduler_type": "one_cycle", "warmup_steps": 3}),
+    ("sft", {"warmup_evaluations": 2}),
+    ("sft", {"weight_decay_schedule": "linear"}),
+    ("sft", {"regularization_type": "l1"}),
+    ("sft", {"neftune_noise_alpha": 1.0}),
+    ("sft", {"label_smoothing_factor": 0.1}),
+    ("sft", {"eval_epochs": 2.0}),
+    ("sft", {"nan_patience": 2}),
+    ("sft", {"model_soup": "uniform"}),
+    ("sft", {"early_stopping_kwargs": {"threshold": 0.1}}),
+    ("sft", {"on_spike": "rollback", "spike_kwargs": {"treshold": 1.0}}),
+    ("sft", {"on_spike": "rollback", "checkpoint_kwargs": {"save_optimizer": False}}),
+    ("sft", {"effective_batch_size": 3, "per_device_train_batch_size": 2}),
+    ("sft", {"gradient_accumulation_steps": "auto"}),
+    ("sft", {"learning_rate": "auto", "optim": "sgd"}),
+    ("sft", {"dataloader_persistent_workers": True}),
+    ("dpo", {"loss_type": ["sigmo"]}),
+    ("dpo", {"loss_type": ["hinge"], "label_smoothing": 0.1}),
+    ("dpo", {"loss_type": ["sigmoid", "sigmoid"]}),
+    ("dpo", {"loss_type": ["nca_pair"], "f_divergence_type": "js_divergence"}),
+    ("dpo", {"f_alpha_divergence_coef": 0.1}),
+    ("dpo", {"precompute_ref_log_probs": True, "sync_ref_model": True}),
+    ("kto", {"desirable_weight": 0.0, "undesirable_weight": 0.0}),
+    ("bco", {"min_density_ratio": 11.0}),
+    ("cpo", {"loss_type": "alphapo"}),
+    ("grpo", {"num_generations": 3}),
+    ("grpo", {"num_generations": 1}),
+    ("grpo", {"generation_batch_size": 12}),
+    ("grpo", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}),
+    ("grpo", {"loss_kwargs": {"rho": 4.0}}),
+    ("grpo", {"loss_type": "aipo", "loss_kwargs": {"rho": 0.5}}),
+    ("grpo", {"sapo_temperature_pos": 1.0}),
+    ("grpo", {"beta": 0.0, "kl_kwargs": {"target": 0.1}}),
+    ("grpo", {"kl_in": "reward", "kl_estimator": "full"}),
+    ("grpo", {"importance_sampling_level": "sequence", "loss_type": "dppo"}),
+    ("grpo", {"truncated_logprobs": "softmax"}),
+    ("grpo", {"filter_overlong_prompts": True, "max_prompt_length": None}),
+    ("grpo", {"advantage_estimator": "remax", "generation_mode": "overlap", **SERVER}),
+    ("grpo", {"generation_mode": "overlap", "num_iterations": 2, **SERVER}),
+    ("grpo", {"generation_mode": "overlap", "dynamic_sampling": True, **SERVER}),
+    ("grpo", {"generation_mode": "async", "max_staleness": 1, "num_iterations": 2, **SERVER}),
+    ("grpo", {"cache_implementation": "dynamic", **SERVER}),
+    ("grpo", {"vllm_server_base_url": ["ftp://host"], **SERVER}),
+    ("grpo", {"vllm_kwargs": {"sync_folder": "a"}, "weight_sync": "gloo", **SERVER}),
+    ("rloo", {"num_generations": 1}),
+    ("reinforce_plus_plus", {"advantage_estimator": "reinforce_plus_plus_baseline"}),
+    ("reinforce_plus_plus", {"loss_type": "gmpo"}),
+    ("ppo", {"critic_warmup": 3, "max_steps": 2}),
+    ("ppo", {"critic_optim_kwargs": {"lr": 1.0}}),
+    ("online_dpo", {"num_generations": 1}),
+]
+
+
+def check(name: str, options: dict[str, Any]) -> Any:
+    return SchemaParser(name).check(Given(options, places={}, takes_rewards=False))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(("name", "options"), REFUSED, ids=lambda value: json.dumps(value).replace('"', ""))
+def test_the_command_refuses_what_the_config_refuses_in_the_same_words(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as by_config:
+        REGISTRY[name].load_config()(output_dir=str(tmp_path), use_cpu=True, **options)
+    with pytest.raises(ConfigError) as by_command:
+        check(name, options)
+    assert str(by_command.value) == str(by_config.value)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_defaults_exclude_nothing(name: str) -> None:
+    check(name, {})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_exclude_nothing(preset: str) -> None:
+    check("grpo", {"preset": preset, "per_device_train_batch_size": 64})
+
+
+def test_own_options_take_precedence_over_a_preset() -> None:
+    config = check("grpo", {"preset": "pods", "selection_kwargs": {}, "num_generations": 8})
+    assert (config.num_generations, config.selection_kwargs) == (8, {"num_selected": 4})
+    with pytest.raises(ConfigError, match=r"num_selected=2 and selection_kwargs=.*: given both ways"):
+        check("grpo", {"num_selected": 2, "selection_kwargs": {"num_selected": 4}, "rollout_selection": "best"})
+
+
+def test_every_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="must be a multiple of num_generations=16"):
+        check("grpo", {"num_generations": 16})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check("grpo", {"num_generations": 16})
+
+
+def test_sizes_are_left_to_the_processes_that_train() -> None:
+    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r", "--num_generations", "16"]
+    with pytest.raises(ConfigError, match="must be a multiple of num_generations=16"):
+        read(REGISTRY["grpo"], words)
+    read(REGISTRY["grpo"], [*words, "--num_processes", "2"])
+    read(REGISTRY["grpo"], words, is_launched=True)
