@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -151,6 +152,8 @@ def test_without_a_terminal_a_run_prints_its_facts_and_a_line_for_each_log(
     printed = capsys.readouterr().out
     assert "2 prompts x 4 completions of at most" in printed
     assert "all of them trained" in printed
+    assert "shared_prefix where rows share a prompt" in printed
+    assert re.search(r"\(weights .*, gradients .*B\) and the activations", printed)
     lines = [line.split() for line in printed.splitlines() if line.startswith("step ")]
     assert [line[1] for line in lines] == ["1/4", "3/4"]  # the first step, whatever logging_steps is
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
