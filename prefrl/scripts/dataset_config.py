@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("FILES", "DatasetConfig", "DatasetMixtureConfig", "ScriptArguments"),
-    *("get_dataset", "load_part", "load_parts"),
+    *("check_source", "get_dataset", "load_part", "load_parts"),
 ]
 
 
@@ -228,6 +228,16 @@ def load_part(
         raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from error
     shape = shape_of(part)
     return dataset if shape is None else shape.apply(dataset, within=within)
+
+
+def check_source(part: DatasetConfig, *, path_option: str = "path", within: str = "") -> None:
+    """Check what can be known of a dataset on this machine without loading it; see `load_part` for the arguments.
+
+    Raises:
+        ConfigError: Options exclude each other.
+        DataError: It is a file, and is missing or of an unknown format.
+    """
+    _source(part, f"{within}{path_option}={part.path!r}")
 
 
 def _source(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:

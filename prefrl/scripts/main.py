@@ -99,6 +99,7 @@ def _train(command: str, arguments: Sequence[str]) -> int:
     atexit.register(_leave_worker, is_done)  # before torch is imported: exit handlers run in reverse order
     train, algorithm = importlib.import_module("prefrl.scripts.train"), REGISTRY[command]
     given = train.read(algorithm, arguments)  # refuses mistakes before torch is imported
+    train.check_files(given)
     options = importlib.import_module("prefrl.scripts.launch_arguments").launch_options(given, os.environ)
     if options is not None:
         return int(importlib.import_module("prefrl.scripts.launch").start([command, *arguments], given, options))

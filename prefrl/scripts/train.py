@@ -13,7 +13,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_columns import SHAPING
-from prefrl.scripts.dataset_config import DatasetConfig, get_dataset, load_part, load_parts
+from prefrl.scripts.dataset_config import DatasetConfig, check_source, get_dataset, load_part, load_parts
 from prefrl.scripts.launch_arguments import LaunchArguments, launch_options
 from prefrl.scripts.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import Given, SchemaParser
@@ -21,7 +21,7 @@ from prefrl.scripts.schema import Given, SchemaParser
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
 
-__all__ = ["datasets_of", "lora_of", "main", "options_of", "read"]
+__all__ = ["check_files", "datasets_of", "lora_of", "main", "options_of", "read"]
 
 
 def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False) -> Given:
@@ -43,6 +43,22 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
     _check_stream(script, config)
     _check_switches(config)
     return given
+
+
+def check_files(given: Given) -> None:
+    """Check that datasets that are files on this machine are there, which needs no import of torch either.
+
+    Raises:
+        ConfigError: Options exclude each other.
+        DataError: A file is missing, or of an unknown format.
+    """
+    script = _script(given)
+    with given.locating():
+        if script.dataset_name is not None:
+            part = DatasetConfig(script.dataset_name, script.dataset_config, revision=script.dataset_revision)
+            check_source(part, path_option="dataset_name")
+        for number, part in enumerate(script.datasets):
+            check_source(part, within=f"datasets[{number}].")
 
 
 def main(algorithm: Algorithm, given: Given) -> int:
