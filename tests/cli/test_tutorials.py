@@ -20,7 +20,7 @@ STEP = ["--max_steps", "1", "--use_cpu"]
 @pytest.fixture
 def folder(workspace: Path, model_folder: Path) -> Path:
     (workspace / "smollm2").symlink_to(model_folder)
-    for page in ("grpo_smollm2", "sft_gsm8k"):
+    for page in ("grpo_smollm2", "sft_gsm8k", "dpo_gsm8k"):
         for text, name in FILE.findall((TUTORIALS / f"{page}.md").read_text(encoding="utf-8")):
             (workspace / name).write_text(text, encoding="utf-8")
     return workspace
@@ -35,8 +35,13 @@ def test_the_grpo_tutorial_trains_and_measures(folder: Path, capsys: pytest.Capt
     assert "pass@1" in capsys.readouterr().out
 
 
-def test_the_sft_tutorial_trains(folder: Path) -> None:
+def test_the_tutorials_on_gsm8k_train(folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(48)])
+    solutions = {"small": {"solution": "5", "is_correct": True}, "large": {"solution": "6", "is_correct": False}}
+    lines = [{"question": f"{i}+1?", "ground_truth": "5", **solutions} for i in range(48)]
+    write_jsonl(folder / "example_model_solutions.jsonl", lines)
     runpy.run_path("make_sft_rows.py")
     assert main(["sft", "sft.yaml", *STEP]) == 0
-    assert (folder / "runs/gsm8k-sft/model.safetensors").exists()
+    runpy.run_path("make_pairs.py")
+    assert main(["dpo", "dpo.yaml", *STEP]) == 0
+    assert (folder / "runs/gsm8k-dpo/model.safetensors").exists()
