@@ -139,7 +139,7 @@ def _from_call(text: str) -> RewardFunction:
         expression = ast.parse(f"reward({parameters}", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"reward_funcs={text!r}: cannot be read: {error}. {_example()}") from error
-    if not isinstance(expression, ast.Call) or not isinstance(expression.func, ast.Name):
+    if not name or not isinstance(expression, ast.Call) or not isinstance(expression.func, ast.Name):
         raise ConfigError(f"reward_funcs={text!r}: is no reward with parameters. {_example()}")
     return _with_parameters(name, expression, text)
 

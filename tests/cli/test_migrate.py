@@ -418,7 +418,7 @@ def test_yaml_of_verl_and_what_it_leaves_open(tmp_path: Path) -> None:
     )
     result = migrate_verl(text, is_command=False)
     (tmp_path / "data.jsonl").touch()
-    script, config = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")
+    script, config, _ = parsed(f"dataset_name: {tmp_path}/data.jsonl\n{result.text}", tmp_path, "grpo")
     assert (config.loss_type, config.loss_kwargs, config.delta) == ("clip_cov", {"lb": 0.5}, None)
     assert [line for line, _ in result.open] == [7, 10]
     assert yaml.safe_load(result.text)["reward_funcs"] == ["my/rewards.py:score"]

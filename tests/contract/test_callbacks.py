@@ -187,9 +187,9 @@ def test_completions_of_evaluation_prompts_are_logged(
     evaluated = dataset_of(algorithm, 5)
     trainer = make_trainer(algorithm, tmp_path, max_steps=4, eval_dataset=evaluated)
     greedy = GenerationConfig(max_new_tokens=7)
-    trainer.add_callback(LogCompletionsCallback(trainer, greedy, num_prompts=3, freq=2))
     monkeypatch.setitem(sys.modules, "wandb", tracker := Tracker())
     trainer.args.report_to = ["wandb"]
+    trainer.add_callback(LogCompletionsCallback(trainer, greedy, num_prompts=3, freq=2))
     trainer.train()
     assert [len(logged["completions"]["data"]) for logged in tracker.logged] == [3, 6]
     table = tracker.logged[-1]["completions"]
@@ -218,10 +218,10 @@ def test_generate_during_eval_logs_completions_of_the_first_prompts(
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer("dpo", tmp_path, eval_dataset=dataset_of("dpo", 2))
-    trainer.add_callback(LogCompletionsCallback(trainer, freq=1))
     trainer.args.report_to = ["comet_ml"]
+    trainer.add_callback(LogCompletionsCallback(trainer, freq=1))
     trainer.train()
-    assert "The completions of step 1 could not be logged: KeyError: 'comet_ml'" in caplog.text
+    assert "comet_ml gets no more tables, because it failed: KeyError: 'comet_ml'" in caplog.text
 
 
 @pytest.mark.parametrize(
