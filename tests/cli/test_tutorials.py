@@ -1,4 +1,4 @@
-"""The files of the tutorial on SmolLM2, as a reader saves them: the script writes rows, and a step trains."""
+"""The files of the tutorials on SmolLM2, as a reader saves them: scripts write rows, one step of each run trains."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from prefrl.scripts.main import main
+from tests.cli.conftest import write_jsonl
 
-PAGE = Path(__file__).parents[2] / "docs/tutorials/grpo_smollm2.md"
+TUTORIALS = Path(__file__).parents[2] / "docs/tutorials"
 # The first line of a file names it: `# sums.py`, `# prefrl grpo grpo.yaml`.
 FILE = re.compile(r"^```(?:python|yaml)\n(# (?:prefrl \w+ )?(\S+)\n.*?)^```", re.M | re.S)
 STEP = ["--max_steps", "1", "--use_cpu"]
@@ -19,8 +20,9 @@ STEP = ["--max_steps", "1", "--use_cpu"]
 @pytest.fixture
 def folder(workspace: Path, model_folder: Path) -> Path:
     (workspace / "smollm2").symlink_to(model_folder)
-    for text, name in FILE.findall(PAGE.read_text(encoding="utf-8")):
-        (workspace / name).write_text(text, encoding="utf-8")
+    for page in ("grpo_smollm2", "sft_gsm8k", "dpo_gsm8k"):
+        for text, name in FILE.findall((TUTORIALS / f"{page}.md").read_text(encoding="utf-8")):
+            (workspace / name).write_text(text, encoding="utf-8")
     return workspace
 
 
@@ -31,3 +33,15 @@ def test_the_grpo_tutorial_trains_and_measures(folder: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert main(["eval", "runs/sums", "held_out.jsonl", *rewards, "--max_completion_length", "4"]) == 0
     assert "pass@1" in capsys.readouterr().out
+
+
+def test_the_tutorials_on_gsm8k_train(folder: Path) -> None:
+    write_jsonl(folder / "train.jsonl", [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(48)])
+    solutions = {"small": {"solution": "5", "is_correct": True}, "large": {"solution": "6", "is_correct": False}}
+    lines = [{"question": f"{i}+1?", "ground_truth": "5", **solutions} for i in range(48)]
+    write_jsonl(folder / "example_model_solutions.jsonl", lines)
+    runpy.run_path("make_sft_rows.py")
+    assert main(["sft", "sft.yaml", *STEP]) == 0
+    runpy.run_path("make_pairs.py")
+    assert main(["dpo", "dpo.yaml", *STEP]) == 0
+    assert (folder / "runs/gsm8k-dpo/model.safetensors").exists()
