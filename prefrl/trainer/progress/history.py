@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["History", "Row", "Sample", "duration", "number", "samples_of", "sparkline"]
 
-# What is shown of a log, in this order: its name in the log and its title.
+# What is shown of a log, in this order: its name in the log and its title. Of two with one title, the first is shown.
 _TITLES = {
     "reward": "reward",
     "loss": "loss",
-    "mean_token_accuracy": "accuracy",
-    "accuracy": "accuracy",
     "rewards/accuracies": "accuracy",
+    "accuracy": "accuracy",
+    "mean_token_accuracy": "accuracy",
     "margin": "margin",
     "rewards/margins": "margin",
     "completions/mean_length": "length",
@@ -69,12 +69,15 @@ class Row:
     @classmethod
     def of_evaluation(cls, step: int, logs: Mapping[str, Any]) -> Row:
         """The row of an evaluation's log; with several datasets, titles begin with their names."""
-        values: dict[str, float] = {}
+        found: list[tuple[str, str, float]] = []  # name without its dataset, that dataset, value
         for name, value in logs.items():
             plain = name.removeprefix(_EVALUATION)
             known = max((key for key in _TITLES if plain == key or plain.endswith(f"_{key}")), key=len, default=None)
             if known is not None and name != plain and isinstance(value, int | float):
-                values[plain.removesuffix(known).replace("_", " ") + _TITLES[known]] = float(value)
+                found.append((known, plain.removesuffix(known).replace("_", " "), float(value)))
+        values: dict[str, float] = {}
+        for known, dataset, seen in sorted(found, key=lambda entry: [*_TITLES].index(entry[0])):
+            values.setdefault(dataset + _TITLES[known], seen)
         for title in [title for title in values if title.endswith("reward")]:
             values.pop(f"{title.removesuffix('reward')}loss", None)  # as in training
         return cls(step, values)

@@ -16,7 +16,7 @@ from prefrl.generation.vllm.waiting import Waiting
 from prefrl.rollout.tables import Tables
 from prefrl.run.metrics_file import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress.banner import quantity
-from prefrl.trainer.progress.history import History, Sample, duration, sparkline
+from prefrl.trainer.progress.history import History, Row, Sample, duration, sparkline
 from prefrl.trainer.progress.lines import line
 from prefrl.trainer.progress.live import RichProgressCallback
 from prefrl.trainer.progress.notebook import NotebookView
@@ -140,6 +140,14 @@ def test_a_resumed_run_replaces_the_rows_of_the_steps_that_it_repeats(step: int,
     kept = [(number, loss) for number in range(1, step) for loss in (number / 10, number / 10)]
     found = [(row["step"], row.get("loss", row.get("eval_loss"))) for row in read_metrics(tmp_path)]
     assert found == [*kept, (step, None)]
+
+
+def test_the_accuracy_of_pairs_is_shown_before_that_of_tokens() -> None:
+    logs = {"mean_token_accuracy": 0.75, "rewards/accuracies": 0.5}
+    assert Row.of(1, {"loss": 1.0, **logs}).values == {"loss": 1.0, "accuracy": 0.5}
+    assert Row.of_evaluation(1, {f"eval_b_{name}": value for name, value in logs.items()}).values == {
+        "b accuracy": 0.5
+    }
 
 
 def test_a_run_that_waits_for_a_server_says_for_how_long() -> None:
