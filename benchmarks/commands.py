@@ -22,7 +22,8 @@ from pathlib import Path
 from tests.assets import tiny_model, tiny_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "commands.json"
-DOCS = Path(__file__).parents[1] / "docs" / "commands.md"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs" / "commands.md"
 MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- end of commands -->)", re.S)
 LIBRARIES = {
     "prefrl": [sys.executable, "-m", "prefrl.scripts.main"],
@@ -84,7 +85,7 @@ def _measure(case: str, words: list[str], folder: Path, runs: int) -> dict[str, 
     rows = {}
     for name, results in found.items():
         cpu_s, lines, last = min(results)
-        rows[name] = {"cpu_s": round(cpu_s, 2), "lines": lines, "last_line": last}
+        rows[name] = {"cpu_s": round(cpu_s, 2), "lines": lines, "last_line": last.replace(f"{ROOT}/", "")}
         print(f"{case}: {name}: {cpu_s:.2f} s, {lines} lines: {last}", flush=True)
     return rows
 
@@ -92,7 +93,7 @@ def _measure(case: str, words: list[str], folder: Path, runs: int) -> dict[str, 
 def _run(command: list[str], folder: Path) -> tuple[float, int, str]:
     """CPU seconds, the number of lines that are printed, and the last one."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    environment["PYTHONPATH"] = str(ROOT)
     before = _cpu_seconds()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
