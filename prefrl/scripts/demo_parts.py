@@ -1,10 +1,11 @@
-"""What the demos share: what is not shown, greedy answers, and the reward curve."""
+"""What the demos share: what is not shown, greedy answers, and what is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
@@ -17,7 +18,7 @@ from prefrl.run.metrics_file import read_metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["be_quiet", "greedy_texts", "plot_rewards"]
+__all__ = ["be_quiet", "greedy_texts", "keep_results"]
 
 
 def be_quiet() -> None:
@@ -36,7 +37,17 @@ def greedy_texts(
     return [tokenizer.decode(samples[0].token_ids, skip_special_tokens=True) for samples in completions]
 
 
-def plot_rewards(folder: Path) -> None:
+def keep_results(
+    folder: Path, summary: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Write the summary, the reward curve and the model of a demo into its folder."""
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    _plot_rewards(folder)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def _plot_rewards(folder: Path) -> None:
     """Plot the mean reward of the last run in a folder, by step, as `reward_curve.png`."""
     logged = [(row["step"], row["reward"]) for row in read_metrics(folder) if "reward" in row]
     figure = require("matplotlib.figure", extra="plot", feature="prefrl demo").Figure(figsize=(6, 4))

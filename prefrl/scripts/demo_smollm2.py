@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import time
@@ -14,7 +13,7 @@ from datasets import Dataset
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prefrl.scripts.demo_parts import be_quiet, greedy_texts, plot_rewards
+from prefrl.scripts.demo_parts import be_quiet, greedy_texts, keep_results
 from prefrl.scripts.smollm2 import cached_smollm2
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
@@ -57,10 +56,7 @@ def run(seed: int, output_dir: Path, console: Console, *, model_folder: Path | N
         "cpu_seconds": round(time.process_time() - started_cpu, 1),
         "seed": seed,
     }
-    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_rewards(output_dir)
-    model.save_pretrained(output_dir / "model")
-    tokenizer.save_pretrained(output_dir / "model")
+    keep_results(output_dir, summary, model, tokenizer)
     console.print(_table("Held-out questions, greedy answers", held_out, {"before": before, "after": after}))
     for stage, name in (("base", "before"), ("grpo", "after")):
         console.print(

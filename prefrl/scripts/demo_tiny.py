@@ -6,7 +6,6 @@ Tokenizer, model and data are created by the demo itself. It needs no network an
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
-from prefrl.scripts.demo_parts import be_quiet, greedy_texts, plot_rewards
+from prefrl.scripts.demo_parts import be_quiet, greedy_texts, keep_results
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from prefrl.trainer.sft_config import SFTConfig
@@ -59,10 +58,7 @@ def run(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
         "cpu_seconds": round(time.process_time() - started_cpu, 1),
         "seed": seed,
     }
-    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_rewards(output_dir)
-    model.save_pretrained(output_dir / "model")
-    tokenizer.save_pretrained(output_dir / "model")
+    keep_results(output_dir, summary, model, tokenizer)
     show_answers(held_out, answers, console)
     for stage, name in (("base", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO")):
         console.print(f"held-out accuracy {name}: {accuracy[stage]:.3f}")

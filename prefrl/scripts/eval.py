@@ -202,6 +202,10 @@ def _scored(
     columns: Mapping[str, Sequence[Any]],
     options: EvalArguments,
 ) -> _Scored:
+    import torch  # not needed for --help
+
+    from prefrl.losses.advantage.scored import row_totals
+
     places = [(i, sample) for i, group in enumerate(responses) for sample in group]
     by_name: dict[str, list[float | None]] = {name: [] for name in rewards.names}
     logged: dict[str, list[Any]] = {}
@@ -220,7 +224,9 @@ def _scored(
         for name in {*logged, *scores.extra}:
             before = logged.setdefault(name, [None] * start)
             before += scores.extra.get(name, [None] * len(batch))
-    totals = [_total([by_name[name][i] for name in by_name], rewards.weights) for i in range(len(places))]
+    known = [[math.nan if one is None else one for one in row] for row in zip(*by_name.values(), strict=True)]
+    weights = torch.tensor(rewards.weights, dtype=torch.float64)
+    totals = row_totals(torch.tensor(known, dtype=torch.float64), weights).tolist()
     sizes = [len(group) for group in responses]
     return _Scored(
         _grouped(totals, sizes),
@@ -231,12 +237,6 @@ def _scored(
 
 def _completion(prompt: Any, text: str) -> str | list[dict[str, Any]]:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-
-
-def _total(values: Sequence[float | None], weights: Sequence[float]) -> float:
-    """The weighted sum of the rewards that there are; NaN without any."""
-    given = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
-    return math.fsum(given) if given else math.nan
 
 
 def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:

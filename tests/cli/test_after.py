@@ -22,6 +22,7 @@ from prefrl.scripts import chat, eval, generate, look, merge
 from prefrl.scripts.main import main
 from prefrl.types import Completion, Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
+from tests.cli.conftest import write_jsonl
 from tests.unit.rewards.endpoint import Endpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "after_training.md"
@@ -64,6 +65,14 @@ def test_prompts_of_a_file_get_responses_that_eval_can_score(
     assert of_file["reward"]["value"] == pytest.approx(mean)
     assert eval.main([*argv, *scoring]) == 0  # the same seed samples the same responses
     assert json.loads(Path("scores/metrics.json").read_text(encoding="utf-8"))["all"] == of_file
+
+
+def test_the_total_is_the_weighted_sum_of_the_rewards_that_there_are(workspace: Path) -> None:
+    write_jsonl(workspace / "answered.jsonl", [{"prompt": "?", "responses": ["a", "bbb", "cc"]}])
+    Path("known.py").write_text("def known(completions):\n    return [1.0, 2.0, None]\n")
+    argv = ["--dataset_name", "answered.jsonl", "--reward_funcs", "my_rewards:short", "known.py:known"]
+    assert eval.main([*argv, "--reward_weights", "0.5", "10", "--output_dir", "scores"]) == 0
+    assert pq.read_table("scores/completions.parquet").to_pylist()[0]["reward"] == [9.5, 18.5, -1.0]
 
 
 def test_a_file_of_verl_is_scored_by_its_data_sources(workspace: Path) -> None:
