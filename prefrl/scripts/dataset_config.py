@@ -212,10 +212,10 @@ def load_part(
         ConfigError: Options exclude each other.
         DataError: It cannot be loaded, or lacks a column.
     """
-    import datasets  # not needed for --help
-
     where = f"{within}{path_option}={part.path!r}"
     path, arguments = _source(part, where)
+    import datasets  # not needed for --help, or to see that a file is missing
+
     try:
         dataset: AnyDataset = datasets.load_dataset(
             path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments

@@ -7,15 +7,18 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
+from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
 from prefrl.scripts.arguments import CommandArguments, RewardArguments
 from prefrl.scripts.dataset_columns import SHAPING
 from prefrl.scripts.dataset_config import DatasetConfig, check_source, get_dataset, load_part, load_parts
-from prefrl.scripts.launch_arguments import LaunchArguments, launch_options
+from prefrl.scripts.launch_arguments import ONLY_CHECK, LaunchArguments, launch_options
 from prefrl.scripts.model_config import get_peft_config, quantization_config
+from prefrl.scripts.reward_entry import check_reward_files
 from prefrl.scripts.schema import Given, SchemaParser
 
 if TYPE_CHECKING:
@@ -46,11 +49,12 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
 
 
 def check_files(given: Given) -> None:
-    """Check that datasets that are files on this machine are there, which needs no import of torch either.
+    """Check that files and folders on this machine are there, which needs no import of torch either.
 
     Raises:
-        ConfigError: Options exclude each other.
-        DataError: A file is missing, or of an unknown format.
+        ConfigError: Options exclude each other, a file of rewards is missing, or the checkpoint to resume from is not
+            whole.
+        DataError: A dataset is missing, or of an unknown format.
     """
     script = _script(given)
     with given.locating():
@@ -59,6 +63,11 @@ def check_files(given: Given) -> None:
             check_source(part, path_option="dataset_name")
         for number, part in enumerate(script.datasets):
             check_source(part, within=f"datasets[{number}].")
+        if isinstance(script, RewardArguments):
+            check_reward_files(script.reward_funcs or ())
+        checkpoint = given.values.get("resume_from_checkpoint")
+        if checkpoint is not None and checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
+            check_whole(Path(checkpoint), reads_files=False)  # training compares their bytes, too
 
 
 def main(algorithm: Algorithm, given: Given) -> int:
@@ -81,6 +90,8 @@ def main(algorithm: Algorithm, given: Given) -> int:
         importlib.import_module("prefrl.scripts.checkup.run").check_before(
             algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
         )
+    if ONLY_CHECK in os.environ:
+        return 0
     trainer = algorithm.load_trainer()(
         model=script.model_name_or_path,
         args=config,
