@@ -66,8 +66,10 @@ def check_files(given: Given) -> None:
         if isinstance(script, RewardArguments):
             check_reward_files(script.reward_funcs or ())
         checkpoint = given.values.get("resume_from_checkpoint")
-        if checkpoint is not None and checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
-            check_whole(Path(checkpoint), reads_files=False)  # training compares their bytes, too
+        # Machines with disks of their own hold parts of it: the first process looks, as in training.
+        is_first = os.environ.get("RANK", "0") == "0" and not given.values.get("machine_rank")
+        if is_first and checkpoint and checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
+            check_whole(Path(checkpoint), reads_files=False)  # training also compares their bytes
 
 
 def main(algorithm: Algorithm, given: Given) -> int:
