@@ -17,8 +17,8 @@ from prefrl.models.soup_choice import check_folders
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.command_parser import CommandParser
-from prefrl.scripts.dataset_config import DatasetConfig, load_part
+from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
+from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _offline(name: str) -> Algorithm:
 
 def _config(algorithm: Algorithm, file: str | None, scratch: str) -> Any:
     argv = ["--output_dir", scratch, "--report_to", "none"]
-    from prefrl.scripts.parser import ArgumentParser
+    from prefrl.scripts.parsing.argument_parser import ArgumentParser
 
     parser = ArgumentParser(algorithm.load_config())
     (config,) = parser.parse_args_and_config(argv if file is None else [*argv, "--config", file])
