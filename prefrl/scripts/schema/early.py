@@ -8,6 +8,7 @@ config.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ from prefrl.trainer.offline.rules import (
 )
 from prefrl.trainer.online.flat_names import FLAT_NAMES
 from prefrl.trainer.online.local_options import LocalOptions
+from prefrl.trainer.online.policy_gradient_rules import PolicyGradientRules
 from prefrl.trainer.online.policy_rules import (
     check_group,
     check_kl,
@@ -82,11 +84,29 @@ _LAST: dict[str, _Check] = {
 }
 
 
+# Properties of configs -> the options whose hyperparameters they are.
+_HYPERPARAMETERS = {
+    "loss_params": "loss_kwargs",
+    "entropy_params": "entropy_kwargs",
+    "kl_params": "kl_kwargs",
+    "advantage_params": "advantage_kwargs",
+    "selection_params": "selection_kwargs",
+    "shaping_params": "reward_shaping_kwargs",
+    "plateau_params": "reduce_on_plateau_kwargs",
+}
+
+
 class _Derived:
     """What configs derive from options, as far as the rules here read it."""
 
     rules: ClassVar[Mapping[str, Any]]
-    device: ClassVar[Any] = SimpleNamespace(type="unknown")  # finding it out needs torch
+    kwargs: Mapping[str, KwargsOption[Any]]
+
+    @property
+    def device(self) -> Any:
+        """Where the run computes, as far as that can be known without torch."""
+        options: Any = self
+        return SimpleNamespace(type="cpu" if options.use_cpu else "unknown")
 
     @property
     def world_size(self) -> int:
@@ -112,9 +132,40 @@ class _Derived:
         return str(self.rules["estimator"] or options.advantage_estimator)
 
     @property
+    def of_tokens(self) -> bool:
+        """See `PolicyGradientConfig.of_tokens`."""
+        return self.estimator in self.rules["of_tokens"]
+
+    @property
+    def needs_greedy(self) -> bool:
+        """See `PolicyGradientConfig.needs_greedy`."""
+        return self.estimator in self.rules["of_greedy"]
+
+    @property
+    def of_sequences(self) -> bool:
+        """See `PolicyGradientConfig.of_sequences`."""
+        options: Any = self
+        return options.loss_type in self.rules["of_sequences"]
+
+    @property
     def kl_part(self) -> str | None:
         """See `KLOptions.kl_part`."""
         return kl_part(self)
+
+    @property
+    def reduces_on_plateau(self) -> bool:
+        """See `ScheduleOptions.reduces_on_plateau`."""
+        options: Any = self
+        return bool(options.reduce_on_plateau > 0)
+
+
+def _hyperparameters(option: str) -> property:
+    """A property of `_Derived`: the hyperparameters that an option maps to."""
+    return property(lambda config: config.kwargs[option].of(config))
+
+
+for _name, _option in _HYPERPARAMETERS.items():
+    setattr(_Derived, _name, _hyperparameters(_option))
 
 
 def check_pairs_of_options(
@@ -147,9 +198,10 @@ def check_pairs_of_options(
     for name, (what, *known) in rules["known"].items():
         check_known(name, str(getattr(config, name)), known, what)
     _FIRST.get(algorithm, _nothing)(config)
-    for row in rules["kwargs"]:
-        if row["switch"] is None or hasattr(config, row["switch"]):
-            _kwargs_option(row, params).check(config)
+    config.kwargs = {row["name"]: _kwargs_option(row, params) for row in rules["kwargs"]}
+    for option in config.kwargs.values():
+        if option.switch is None or hasattr(config, option.switch):
+            option.check(config)
     for check in (check_common, check_checkpoints, check_ignored_options, check_schedule, check_update):
         check(config)
     check_rate(config, config.automatic)
@@ -195,7 +247,8 @@ def _check_online(config: Any) -> None:
         check_level(config, config.rules["levels"][config.loss_type])
         check_kl(config)
         config.validate_truncation()
-        check_ratio(config, of_tokens=config.estimator in config.rules["of_tokens"])
+        check_ratio(config, of_tokens=config.of_tokens)
+        config.validate_hyperparameters()
 
 
 def _check_offline(config: Any, params: Sequence[type[Params]]) -> None:
@@ -241,7 +294,8 @@ def _groups(names: set[str]) -> tuple[type, ...]:
     if "truncated_logprobs" in names:
         groups += [TruncationOptions]
     if "num_generations" in names:
-        groups += [LocalOptions, VLLMOptions, GenerationRules]
+        rules = PolicyGradientRules if "importance_sampling_level" in names else GenerationRules
+        groups += [LocalOptions, VLLMOptions, rules]
     if "sync_ref_model" in names:
         groups += [OfflineReferenceOptions if "precompute_ref_log_probs" in names else ReferenceOptions]
     return (*groups, CheckpointOptions, AutopilotOptions)
@@ -260,11 +314,18 @@ def _kwargs_option(row: Mapping[str, Any], params: Sequence[type[Params]]) -> Kw
     return KwargsOption(**rest, description="", choices=choices, own_options=own_options)
 
 
-def _params(row: Mapping[str, Mapping[str, Any]]) -> type[Params]:
-    """A class of hyperparameters with the types, bounds and defaults of the schema."""
-    fields = [(name, _type(field), _with_default(field.get("default"))) for name, field in row.items()]
-    namespace = {"__module__": __name__}
+def _params(row: Mapping[str, Any]) -> type[Params]:
+    """A class of hyperparameters with the types, bounds, defaults and rules of the schema."""
+    fields = [(name, _type(field), _with_default(field.get("default"))) for name, field in row["fields"].items()]
+    namespace = {"__module__": __name__, "rules": tuple(map(_function, row["rules"]))}
     return dataclasses.make_dataclass("Hyperparameters", fields, bases=(Params,), namespace=namespace, frozen=True)
+
+
+def _function(place: str) -> Callable[[Any], None]:
+    """The function that module:function names."""
+    module, _, name = place.partition(":")
+    function: Callable[[Any], None] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _type(field: Mapping[str, Any]) -> Any:
