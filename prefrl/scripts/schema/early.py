@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from prefrl.options.fields import parse_json
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
 from prefrl.trainer.base.autopilot_options import AutopilotOptions, check_autopilot, name_best_metric
@@ -24,14 +25,19 @@ from prefrl.trainer.base.evaluation_options import check_evaluation
 from prefrl.trainer.base.flat_names import fill_place
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.optimizer_table import check_named, check_not_refused, check_rates
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions, ReferenceOptions
 from prefrl.trainer.base.rules import (
     check_common,
+    check_compilation,
+    check_device,
+    check_liger_device,
     check_numbers,
     check_schedule,
     check_update,
     check_warmup_evaluations,
 )
+from prefrl.trainer.base.schedule_rules import check_plateau, check_schedule_of_metric, check_warmup
 from prefrl.trainer.base.size_options import check_rate, derive_sizes, take_automatic
 from prefrl.trainer.grpo_presets import PRESETS, combined
 from prefrl.trainer.offline.loss_options import check_loss_options, check_pair_losses
@@ -67,6 +73,10 @@ _LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
 _KINDS: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
 _Check = Callable[[Any], None]
+_COMMON: tuple[_Check, ...] = (
+    *(check_common, check_device, check_liger_device, check_compilation, check_checkpoints, check_ignored_options),
+    *(check_schedule, check_schedule_of_metric, check_warmup, check_update, check_named, check_rates),
+)
 # The rules of one algorithm; those before all others, and those after.
 _FIRST: dict[str, _Check] = {
     "rloo": check_rloo,
@@ -93,6 +103,7 @@ _HYPERPARAMETERS = {
     "selection_params": "selection_kwargs",
     "shaping_params": "reward_shaping_kwargs",
     "plateau_params": "reduce_on_plateau_kwargs",
+    "critic_params": "critic_optim_kwargs",
 }
 
 
@@ -195,6 +206,7 @@ def check_pairs_of_options(
     config = _config(rules, options, given)
     config.knows_sizes = knows_processes and not config.parallelism_config
     _check_sizes(config)
+    check_not_refused(str(config.optim))
     for name, (what, *known) in rules["known"].items():
         check_known(name, str(getattr(config, name)), known, what)
     _FIRST.get(algorithm, _nothing)(config)
@@ -202,8 +214,12 @@ def check_pairs_of_options(
     for option in config.kwargs.values():
         if option.switch is None or hasattr(config, option.switch):
             option.check(config)
-    for check in (check_common, check_checkpoints, check_ignored_options, check_schedule, check_update):
+    names = ("model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config", "chat_template_kwargs")
+    parse_json(config, *(name for name in names if hasattr(config, name)))
+    for check in _COMMON:
         check(config)
+    if config.reduces_on_plateau:
+        check_plateau(config)
     check_rate(config, config.automatic)
     check_evaluation(config)
     check_autopilot(config)
@@ -231,6 +247,8 @@ def _check_sizes(config: Any) -> None:
     if config.include_num_input_tokens_seen is False:
         config.include_num_input_tokens_seen = "no"
     check_warmup_evaluations(config)
+    if config.warmup_evaluations:
+        config.warmup_steps = config.warmup_evaluations * config.eval_steps
     config.sought = derive_sizes(config, config.automatic) if config.knows_sizes else frozenset()
 
 
