@@ -17,6 +17,7 @@ from prefrl.scripts.arguments.dataset_config import DatasetConfig, check_source,
 from prefrl.scripts.arguments.given import Given
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
+from prefrl.scripts.imports import uncollected
 from prefrl.scripts.schema.parser import SchemaParser
 
 if TYPE_CHECKING:
@@ -75,14 +76,15 @@ def main(algorithm: Algorithm, given: Given) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
+    with uncollected():
+        check_before = importlib.import_module("prefrl.scripts.checkup.run").check_before
+        trainer_class = algorithm.load_trainer()
     with given.locating():
         script, config = options_of(algorithm, given)
         extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
         train_dataset, eval_dataset = datasets_of(script, config)
-        importlib.import_module("prefrl.scripts.checkup.run").check_before(
-            algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
-        )
-    trainer = algorithm.load_trainer()(
+        check_before(algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ()))
+    trainer = trainer_class(
         model=script.model_name_or_path,
         args=config,
         train_dataset=train_dataset,
