@@ -112,9 +112,10 @@ def options_of(algorithm: Algorithm, given: Given) -> tuple[CommandArguments, An
     """The options of model, data and rewards, and those of the trainer, as the trainer takes them.
 
     Raises:
-        ConfigError: Options exclude each other, or one has no effect.
+        ConfigError: Options exclude each other, one has no effect, or the package of one is missing.
     """
     script, config = _script(given), _config(algorithm, given)
+    config.check_trackers_installed()
     _check_stream(script, config)
     _check_switches(config)
     _add_model_options(script, config)
@@ -150,7 +151,7 @@ def _config(algorithm: Algorithm, given: Given) -> Any:
         return config_class(**values) if preset is None else config_class.preset(preset, **values)
     except ConfigError as error:
         raise given.located(error) from None
-    except ImportError as error:  # the package of an option
+    except ImportError as error:  # transformers misses the package of an option
         raise ConfigError(str(error)) from error
 
 
@@ -175,10 +176,7 @@ def _add_model_options(script: CommandArguments, config: Any) -> None:
         _merge(config, option, argument, None if value == defaults[option] else value)
     precision: Any = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
     bits = 4 if script.load_in_4bit else 8
-    try:
-        quantization = quantization_config(script, precision if script.dtype == defaults["dtype"] else script.dtype)
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
+    quantization = quantization_config(script, precision if script.dtype == defaults["dtype"] else script.dtype)
     _merge(config, f"load_in_{bits}bit", "quantization_config", quantization)
 
 
@@ -207,10 +205,7 @@ def lora_of(script: CommandArguments) -> Any:
     Raises:
         ConfigError: A package is missing.
     """
-    try:
-        adapter = get_peft_config(script)
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
+    adapter = get_peft_config(script)
     if adapter is not None and adapter.task_type == "CAUSAL_LM":  # the default: the trainer knows better
         adapter.task_type = None
     return adapter
