@@ -108,14 +108,22 @@ def main(algorithm: Algorithm, given: Given) -> int:
     return 0
 
 
-def options_of(algorithm: Algorithm, given: Given) -> tuple[CommandArguments, Any]:
+def options_of(
+    algorithm: Algorithm, given: Given, *, num_processes: int | None = None
+) -> tuple[CommandArguments, Any]:
     """The options of model, data and rewards, and those of the trainer, as the trainer takes them.
+
+    Args:
+        algorithm: The algorithm to train with.
+        given: The options, from `read`.
+        num_processes: How many processes the options are for; None: those that this process is one of.
 
     Raises:
         ConfigError: Options exclude each other, one has no effect, or the package of one is missing.
     """
-    script, config = _script(given), _config(algorithm, given)
-    config.check_trackers_installed()
+    script, config = _script(given), _config(algorithm, given, num_processes)
+    config.check_packages_installed()
+    lora_of(script)  # refuses its options
     _check_stream(script, config)
     _check_switches(config)
     _add_model_options(script, config)
@@ -142,8 +150,10 @@ def _script(given: Given) -> CommandArguments:
         raise given.located(error) from None
 
 
-def _config(algorithm: Algorithm, given: Given) -> Any:
-    config_class = algorithm.load_config()
+def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
+    config_class: Any = algorithm.load_config()
+    if num_processes is not None:
+        config_class = type(config_class.__name__, (config_class,), {"world_size": num_processes})
     of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from transformers.integrations import integration_utils
 
 from prefrl.models import load
 from prefrl.scripts.main import main
@@ -40,7 +38,7 @@ TEXTS = ["--dataset_name", "texts.jsonl"]
         (
             ["sft", *TEXTS, "--attn_implementation", "flash_attention_2"],
             "flash_attn",
-            "flash_attn",
+            "Run `pip install flash-attn`, or set attn_implementation='sdpa'.",
         ),
         (
             ["grpo", *QUESTIONS, "--reward_funcs", "accuracy_reward"],
@@ -48,7 +46,7 @@ TEXTS = ["--dataset_name", "texts.jsonl"]
             "accuracy_reward needs math_verify: pip install 'prefrl[math]'",
         ),
         (
-            ["grpo", *QUESTIONS, "--reward_funcs", "text_similarity(metric='fuzzy', reference='{solution}')"],
+            ["grpo", *QUESTIONS, "--reward_funcs", "string_check(operation='fuzzy', reference='{solution}')"],
             "rapidfuzz.fuzz",
             "pip install 'prefrl[fuzzy]'",
         ),
@@ -57,8 +55,16 @@ TEXTS = ["--dataset_name", "texts.jsonl"]
             "reasoning_gym",
             "a reward of reasoning_gym needs reasoning_gym: pip install 'prefrl[reasoning-gym]'",
         ),
-        (["sft", *TEXTS, "--deepspeed", "ds.json"], "deepspeed", "pip install"),
-        (["sft", *TEXTS, "--optim", "adamw_bnb_8bit"], "bitsandbytes", "pip install 'prefrl[quantization]'"),
+        (
+            ["sft", *TEXTS, "--optim", "adamw_bnb_8bit"],
+            "bitsandbytes",
+            "optim='adamw_bnb_8bit' needs bitsandbytes: pip install 'prefrl[quantization]'",
+        ),
+        (
+            ["sft", *TEXTS, "--optim", "lomo"],
+            "lomo_optim",
+            "optim='lomo' needs lomo_optim: pip install 'lomo-optim'",
+        ),
     ],
 )
 def test_one_line_names_the_missing_package_before_the_model_is_loaded(
@@ -77,7 +83,6 @@ def test_one_line_names_the_missing_package_before_the_model_is_loaded(
     monkeypatch.setitem(sys.modules, package, None)
     row = {"prompt": "1+1=", "solution": "2", "answer": "2", "metadata": "{}"}
     write_jsonl(workspace / "questions.jsonl", [row] * 8)
-    (workspace / "ds.json").write_text("{}", encoding="utf-8")
     argv = [*words, "--model_name_or_path", str(model_folder), "--use_cpu", "--output_dir", "out"]
     assert main(argv) == 2
     *_, last = capsys.readouterr().err.splitlines()
