@@ -1,4 +1,4 @@
-"""A package that an option needs is missing: one line says which, before the model is loaded, in a check and in a run."""
+"""A package that an option needs is missing: one line says which before the model is loaded."""
 
 from __future__ import annotations
 

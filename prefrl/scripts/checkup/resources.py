@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -207,24 +208,26 @@ def _show_time(section: Section, subject: Subject, batch: _MicroBatch, batches: 
     seconds, parts = sum(phases.values()), ", ".join(f"{name} {_time(value)}" for name, value in phases.items())
     total = "" if batches.num_steps is None else f", and all steps {_time(seconds * batches.num_steps)}"
     section.note(
-        f"a step takes at least {_time(seconds)} ({parts}){total}: this is a lower bound, its matrix products alone at "
-        f"the {speed / 1e9:,.0f} GFLOP/s that this machine reaches now. Runs take 1.2 to 2.5 times as long on a CPU, "
-        "models of less than a million weights 5 to 16 times"
+        f"a step takes at least {_time(seconds)} ({parts}){total}: its matrix products alone at the "
+        f"{speed / 1e9:,.0f} GFLOP/s that this machine reaches now. Small models, and sampling without vLLM, take "
+        "many times as long"
     )
 
 
-def products_per_second(device: torch.device, dtype: torch.dtype) -> float:
+def products_per_second(
+    device: torch.device, dtype: torch.dtype, *, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """FLOP/s of a product of matrices."""
     size = 4096 if device.type == "cuda" else 512
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     matrix @ matrix
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() < started + _SECONDS:
+    started, count = clock(), 0
+    while clock() < started + _SECONDS:
         matrix @ matrix
         count += 1
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return float(2 * size**3 * count / (time.perf_counter() - started))
+    return float(2 * size**3 * count / (clock() - started))
 
 
 def _size(count: float) -> str:
