@@ -86,9 +86,9 @@ class NotebookView(NotebookProgressCallback):
 
     def _show_samples(self, samples: dict[str, Sample]) -> None:
         """Show samples by name, in a place of their own: what is displayed anew is folded again."""
-        shown = HTML(_folded(samples))
+        shown = HTML(_folded(samples))  # type: ignore[no-untyped-call]  # IPython has no types
         if self._samples is None:
-            self._samples = display(shown, display_id=True)
+            self._samples = display(shown, display_id=True)  # type: ignore[no-untyped-call]  # as above
         else:
             self._samples.update(shown)
 
