@@ -83,6 +83,9 @@ class NotebookView(NotebookProgressCallback):
         is_new = not rows or rows[-1][0] != step
         blank = dict.fromkeys(columns, "") if is_new else {}
         self.training_tracker.write_line(blank | {"Step": step} | values)
+        columns, *rows = self.training_tracker.inner_table
+        for row in rows:
+            row += [""] * (len(columns) - len(row))  # there may be a new column
 
     def _show_samples(self, samples: dict[str, Sample]) -> None:
         """Show samples by name, in a place of their own: what is displayed anew is folded again."""
@@ -98,7 +101,7 @@ def _folded(samples: dict[str, Sample]) -> str:
         texts = (name, number(sample.reward), _cut(sample.prompt), _cut(sample.completion))
         return "".join(f'<td style="{_CELL}">{escape(text)}</td>' for text in texts)
 
-    heading = "".join(f"<th>{title}</th>" for title in ("", "reward", "prompt", "completion"))
+    heading = "".join(f'<th style="{_CELL}">{title}</th>' for title in ("", "reward", "prompt", "completion"))
     rows = "".join(f"<tr>{row(name, sample)}</tr>" for name, sample in samples.items())
     return f"<details><summary>Completions</summary><table><tr>{heading}</tr>{rows}</table></details>"
 

@@ -130,8 +130,9 @@ def test_the_table_of_a_notebook_has_reward_length_kl_and_time(tmp_path: Path) -
     assert second == [2, "1.5", "7", "0.25", "1", "0.5", "2", "1"]
     made.add(2, {"eval_reward": 0.75})
     view.on_evaluate(*hooks)
-    columns, _, second = view.training_tracker.inner_table
+    columns, first, second = view.training_tracker.inner_table
     assert columns[-1] == "evaluation reward"
+    assert first[-2:] == ["", ""]
     assert second == [2, "1.5", "7", "0.25", "1", "0.5", "2", "1", "0.75"]
 
 
