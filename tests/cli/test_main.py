@@ -121,6 +121,19 @@ def test_the_page_about_a_run_is_made_without_torch(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").is_file()
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_bars_of_libraries_are_shown_on_terminals_only(is_terminal: bool, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    code = (
+        f"import sys\nsys.stderr.isatty = lambda: {is_terminal}\nfrom prefrl.scripts.main import main\n"
+        f"main(['report', {str(tmp_path)!r}])\nfrom tqdm import tqdm\nassert list(tqdm([5])) == [5]"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TQDM_DISABLE", None)  # which main() sets, also in other tests
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert ("100%|" in done.stderr) == is_terminal
+
+
 TRAINING = """
 import atexit, ctypes, sys, types
 libc = ctypes.CDLL(None)
