@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.scripts.main import main
 from prefrl.trainer.online.trainer import OnlineTrainer
 from tests.contract.cases import ROOT, dataset_of, make_trainer, relative_difference, update_of
-from tests.launch import run
+from tests.launch import run_ranks
 from tests.vllm.server import Server
 
 pytestmark = pytest.mark.vllm
@@ -221,9 +220,7 @@ def test_two_processes_ask_for_their_own_completions(tmp_path: Path, server: Ser
     expected = update_of(online(tmp_path / "one", server, **options))
     result = tmp_path / "two.pt"
     job = json.dumps({"model_dir": str(server.model_dir), "url": server.url, "result": str(result)})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.vllm.worker", job]
-    run(command)
+    run_ranks("tests.vllm.worker", job)
     assert relative_difference(torch.load(result), expected) < 1e-4
 
 
