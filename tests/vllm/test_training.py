@@ -224,20 +224,6 @@ def test_two_processes_ask_for_their_own_completions(tmp_path: Path, server: Ser
     assert relative_difference(torch.load(result), expected) < 1e-4
 
 
-def test_two_servers_share_the_prompts(tmp_path: Path, server: Server, start_server: Any) -> None:
-    with start_server(server.model_dir) as second:
-        urls = [server.url, second.url]
-        trainer = online(tmp_path, server, vllm_server_base_url=urls, max_steps=6)
-        firsts = check_after_each_sync(trainer)
-        trainer.train()
-        assert len(firsts) == 6
-        for url in urls:  # each by itself
-            alone = online(tmp_path / "alone", server, vllm_server_base_url=[url], model=trainer.policy)
-            check_agreement_after_sync(alone)
-            alone.generator.close()
-        trainer.generator.close()
-
-
 def test_an_untied_head_on_two_replicas(tmp_path: Path, untied_model: Path, start_server: Any) -> None:
     with start_server(untied_model, data_parallel_size=2, max_lora_rank=8) as replicas:
         for method in ("gloo", "shm", "adapter"):
@@ -247,3 +233,16 @@ def test_an_untied_head_on_two_replicas(tmp_path: Path, untied_model: Path, star
             trainer.train()
             assert len(firsts) == 3
             trainer.generator.close()
+
+
+def test_two_servers_share_the_prompts(tmp_path: Path, server: Server, second_server: Server) -> None:
+    urls = [server.url, second_server.url]
+    trainer = online(tmp_path, server, vllm_server_base_url=urls, max_steps=6)
+    firsts = check_after_each_sync(trainer)
+    trainer.train()
+    assert len(firsts) == 6
+    for url in urls:  # each by itself
+        alone = online(tmp_path / "alone", server, vllm_server_base_url=[url], model=trainer.policy)
+        check_agreement_after_sync(alone)
+        alone.generator.close()
+    trainer.generator.close()
