@@ -33,7 +33,12 @@ with contextlib.suppress(ImportError):  # `make gpu` runs where it may be missin
     settings.load_profile("untimed")
 
 # Files whose tests share what was trained.
-_SHARING = ("tests/distributed/", "tests/contract/test_learning.py", "tests/contract/test_same_update.py")
+_SHARING = (
+    "tests/distributed/",
+    "tests/contract/test_learning.py",
+    "tests/contract/test_options.py",
+    "tests/contract/test_same_update.py",
+)
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
