@@ -14,6 +14,7 @@ from rich.console import Console
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_unset, opt
+from prefrl.run.space import check_writable
 from prefrl.scripts.command_parser import CommandParser
 from prefrl.scripts.dataset_columns import ColumnArguments
 from prefrl.scripts.dataset_config import FILES
@@ -65,6 +66,8 @@ class EvalArguments(SamplingArguments, ColumnArguments):
         for part in (SamplingArguments, ColumnArguments):
             part.__post_init__(self)
         self.reward_funcs = reward_entries(self.reward_funcs)
+        if self.dataset_name is None and Path(self.model_name_or_path or "").is_file():
+            self.dataset_name, self.model_name_or_path = self.model_name_or_path, None  # prefrl eval responses.jsonl
         if self.dataset_name is None:
             raise ConfigError("dataset_name: not given. Set it to prompts, or to prompts with responses.")
         if not self.reward_funcs and self.reward_model_name_or_path is None:
@@ -125,6 +128,8 @@ def main(argv: Sequence[str]) -> int:
     rewards = _rewards(options)  # before the model: it may be wrong, and the model is slow to load
     columns = _columns(rows, options)
     rewards.check_columns(columns)
+    if options.output_dir is not None:
+        check_writable(Path(options.output_dir))
     if (options.server is not None or not options.samples) and "completion_ids" in rewards.required:
         raise ConfigError(
             "reward_funcs: one needs completion_ids, and files and servers have texts only. Remove it, or give "

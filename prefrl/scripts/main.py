@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 
 import prefrl
@@ -87,11 +88,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
+    # peft 0.21 reads the old name, which no user of the command can change.
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
     if command in _OTHERS:
         return int(importlib.import_module(f"prefrl.scripts.{command.replace('-', '_')}").main(list(arguments)))
     if command in REGISTRY:
         return _train(command, arguments)
-    raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, *_OTHERS])}")
+    raise ConfigError(f"unknown command. {nearest(command.lower(), [*REGISTRY, *_OTHERS])}")
 
 
 def _train(command: str, arguments: Sequence[str]) -> int:

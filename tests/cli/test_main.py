@@ -230,6 +230,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
     ("argv", "message"),
     [
         pytest.param(["grop"], "prefrl grop: ConfigError: unknown command. Did you mean 'grpo'?", id="command"),
+        pytest.param(["GRPO"], "prefrl GRPO: ConfigError: unknown command. Did you mean 'grpo'?", id="upper case"),
         pytest.param(
             ["xyz"],
             f"unknown command. Known: {', '.join(sorted([*REGISTRY, *OTHERS]))}.",
