@@ -18,8 +18,10 @@ from prefrl.errors import ConfigError
 from prefrl.models.merged import load_merged
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
-from prefrl.scripts import chat, eval, generate, look, merge
-from prefrl.scripts.main import main
+from prefrl.scripts import merge
+from prefrl.scripts.main import OTHERS, main
+from prefrl.scripts.report import look
+from prefrl.scripts.sampling import chat, eval, generate
 from prefrl.types import Completion, Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.cli.conftest import write_jsonl
@@ -71,6 +73,8 @@ def test_a_file_is_scored_without_the_name_of_its_option(workspace: Path, capsys
     write_jsonl(workspace / "answered.jsonl", [{"prompt": "?", "answer": "4", "responses": ["4", "5"]}])
     assert eval.main(["answered.jsonl", "--reward_funcs", "numeric_reward"]) == 0
     assert "0.500" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^k=\[1, 3\]: a prompt has at most 2 responses"):
+        eval.main(["answered.jsonl", "--reward_funcs", "numeric_reward", "--k", "1", "3"])
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_before_sampling(
@@ -129,6 +133,7 @@ def test_a_file_of_verl_is_scored_by_its_data_sources(workspace: Path) -> None:
             "needs completion_ids, and files and servers have texts only",
         ),
         (["m", "a.jsonl", "--reward_funcs", "x", "--response_column", "y"], "response_column='y' has no effect"),
+        (["m", "a.jsonl", "--reward_funcs", "x", "--k", "1", "2"], "at most 1 responses. Raise num_generations"),
     ],
 )
 def test_eval_refuses_what_cannot_work(workspace: Path, options: list[str], message: str) -> None:
@@ -194,7 +199,7 @@ def test_a_merged_adapter_gives_the_outputs_of_base_and_adapter(workspace: Path,
 @pytest.mark.parametrize("line", LINES)
 def test_the_commands_of_the_docs_parse(line: str) -> None:
     command, *words = shlex.split(line)
-    assert importlib.import_module(f"prefrl.scripts.{command}").command_parser().parse(words)
+    assert importlib.import_module(f"prefrl.scripts.{OTHERS[command].module}").command_parser().parse(words)
 
 
 def rollout(group: int, text: str, reward: float) -> Rollout:
