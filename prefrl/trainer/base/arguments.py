@@ -136,7 +136,7 @@ def check_names(trainer: type[_Algorithm], names: Collection[str]) -> None:
     known = set(_POSITIONS.get(trainer.algorithm, ()))
     for cls in trainer.__mro__:
         if cls.__module__.startswith("prefrl.") and "__init__" in vars(cls):
-            known |= _named_parameters(cls)
+            known |= _named_parameters(vars(cls)["__init__"])
     for name in names:
         if name not in known and (name not in ARGUMENTS or trainer.algorithm not in _POSITIONS):
             ours, advice = TRAINER_NAMES.get(name), ARGUMENTS.get(name)
@@ -145,8 +145,8 @@ def check_names(trainer: type[_Algorithm], names: Collection[str]) -> None:
             raise ConfigError(f"{trainer.__name__} has no argument {name!r}. {meant}")
 
 
-def _named_parameters(cls: type) -> set[str]:
-    parameters = list(inspect.signature(cls).parameters.values())
+def _named_parameters(constructor: Callable[..., None]) -> set[str]:
+    _, *parameters = inspect.signature(constructor).parameters.values()
     return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
 
 
@@ -272,7 +272,8 @@ def _order(trainer: type[_Algorithm]) -> str:
     """The signature of prefrl's own constructor, for messages; a user's subclass may have a different one."""
     ours = next(cls for cls in trainer.__mro__ if cls.__module__.startswith("prefrl."))
     names: list[str] = []
-    for parameter in inspect.signature(ours).parameters.values():
+    constructor: Callable[..., None] = ours.__init__  # type: ignore[misc]  # of the class itself
+    for parameter in list(inspect.signature(constructor).parameters.values())[1:]:
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             names.append(parameter.name)
         elif parameter.kind is parameter.VAR_POSITIONAL:
