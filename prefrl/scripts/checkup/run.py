@@ -81,7 +81,7 @@ def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | Non
         ConfigError: Options exclude each other.
     """
     with given.locating():
-        script, config = options_of(algorithm, given)
+        script, config = options_of(algorithm, given, num_processes=None if launch is None else launch.num_processes)
     checkup = Checkup(located=given.located)
     subject = Subject(algorithm, script, config)
     raw = rows = None
@@ -111,10 +111,8 @@ def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | Non
     with checkup.section("Batches") as section:
         batches = Batches.of(subject, None if isinstance(raw, datasets.IterableDataset) else len(raw))
         batches.report(section)
-        if launch is not None and (count := launch.num_processes or 1) > 1:
-            section.warn(
-                f"num_processes={count}: the sizes are those of one process; a step has {count} times as many"
-            )
+        if launch is not None and launch.num_processes is None and config.device.type != "cpu":
+            section.note("the sizes are those of one process; a run without num_processes starts one for each GPU")
     if rows is not None:
         with checkup.section("Memory and time") as section:
             check_resources(section, subject, rows, batches)

@@ -29,6 +29,7 @@ from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options, check_ignored_parts
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
+from prefrl.trainer.base.optimizers import check_installed
 from prefrl.trainer.base.precision_options import PrecisionOptions, check_precision
 from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
 from prefrl.trainer.base.rules import check_common, check_liger_device, check_numbers
@@ -245,14 +246,15 @@ class BaseConfig(
         return cast("dict[str, Any]", masked(values))
 
     def _check_trackers(self) -> None:
+        known = [*INTEGRATION_TO_CALLBACK, "none", "all"]
         for name in self.report_to:
             if name not in INTEGRATION_TO_CALLBACK:
-                raise ConfigError(
-                    f"report_to={name!r}: unknown tracker. {nearest(str(name), INTEGRATION_TO_CALLBACK)}"
-                )
+                raise ConfigError(f"report_to={name!r}: unknown tracker. {nearest(str(name), known)}")
 
-    def check_trackers_installed(self) -> None:
-        """Refuse trackers whose packages are missing. Trainers ask for it: a config may be read on another machine.
+    def check_packages_installed(self) -> None:
+        """Refuse trackers and optimizers whose packages are missing.
+
+        Commands and trainers ask for it: a config may be read on another machine.
 
         Raises:
             ConfigError: See above.
@@ -263,6 +265,7 @@ class BaseConfig(
                     f"report_to={name!r}: its package is not installed. Run `pip install {_TRACKERS[name]}`, or set "
                     "report_to='none'."
                 )
+        check_installed(str(getattr(self.optim, "value", self.optim)))
 
     def _set_both_names(self) -> None:
         """Give activation checkpointing one value under its name and its old one: HuggingFace's loop reads either."""

@@ -10,7 +10,7 @@ import torch
 from transformers.optimization import Adafactor
 
 from prefrl.errors import ConfigError
-from prefrl.optional import require
+from prefrl.optional import MissingPackageError, is_installed, require
 from prefrl.trainer.base.muon import MuonWithAdamW
 from prefrl.trainer.base.optimizer_table import OPTIMIZERS, NamedOptimizer, check_named, given_arguments
 
@@ -74,6 +74,33 @@ def named_optimizer(args: TrainingArguments) -> tuple[OptimizerClass, dict[str, 
 _OF_MATRICES = ("adafactor", "galore", "apollo", "lomo", "stable_adamw")
 _OF_BITSANDBYTES = ("bnb", "8bit", "paged", "lion", "ademamix")
 _TOO_EARLY = "adagrad"
+
+
+# Other parts of their names, the package that such an optimizer needs, and what pip installs.
+_PACKAGES = {
+    "galore": ("galore_torch", "galore-torch"),
+    "apollo": ("apollo_torch", "apollo-torch"),
+    "lomo": ("lomo_optim", "lomo-optim"),
+    "grokadamw": ("grokadamw", "grokadamw"),
+    "schedule_free": ("schedulefree", "schedulefree"),
+    "stable_adamw": ("optimi", "torch-optimi"),
+    "adamw_torch_4bit": ("torchao", "prefrl[fp8]"),
+    "adamw_torch_8bit": ("torchao", "prefrl[fp8]"),
+    **dict.fromkeys(_OF_BITSANDBYTES, ("bitsandbytes", "prefrl[quantization]")),
+}
+
+
+def check_installed(name: str) -> None:
+    """Refuse an optimizer of transformers whose package is missing.
+
+    Raises:
+        MissingPackageError: Says what to install.
+    """
+    if name in OPTIMIZERS:
+        return  # the config has made it
+    package, target = next((row for part, row in _PACKAGES.items() if part in name), (None, None))
+    if package is not None and not is_installed(package):
+        raise MissingPackageError(f"optim={name!r} needs {package}: pip install '{target}'")
 
 
 def works_under(name: str) -> dict[str, bool]:
