@@ -68,6 +68,7 @@ def test_when_a_process_fails_the_others_end_and_its_error_is_told(workspace: Pa
     assert [(workspace / f"world_of_{rank}").read_text(encoding="utf-8") for rank in (0, 1)] == ["2", "2"]
     assert ended - float((workspace / "failed_at").read_text(encoding="utf-8")) < END_SECONDS
     assert with_variable("MARK_OF_TEST", mark) == []
+    assert "%|" not in done.stderr + done.stdout  # a bar of a library
     first, message = done.stderr.partition("Traceback")[2], done.stderr.splitlines()[-1]
     assert "ZeroDivisionError: the cause" in first.partition("Traceback")[0]
     assert message == (
