@@ -60,7 +60,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """The first training imports hundreds of modules. xdist's own process, which collects no tests, comes here, too."""
+    """The first training imports hundreds of modules. xdist's own process, which collects no tests, comes here too."""
     if len(sys.modules) > _num_frozen + _MANY:
         _freeze_modules()
 
