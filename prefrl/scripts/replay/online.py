@@ -118,7 +118,7 @@ class Replay:
         path = trainer.journal.path_of(self.first)
         if path.exists():
             rollouts = Collected.concat(read_entry(path).parts).rollouts
-            print_table(rollouts, title=title_of_step(self.first), limit=None, console=console)
+            print_table(rollouts, title=title_of_step(self.first), console=console)
         console.print(self._table(computed))
 
     def _table(self, computed: Mapping[str, float]) -> Table:
