@@ -382,7 +382,7 @@ def _from_pretrained(
             if kind is not REWARD:
                 return auto_class.from_pretrained(name, **options)
             model, found = auto_class.from_pretrained(name, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise load_error(kind, name, arguments, error) from error
     if reads_images(model):
         check_has_body(model, name, found["missing_keys"])
@@ -396,6 +396,9 @@ def load_error(
     if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
         return _unknown_class(kind, name, arguments)
     hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
+    hint = hint or " Run `pip install flash-attn`, or set attn_implementation='sdpa'." * (
+        "FlashAttention2" in str(error)
+    )
     hint = hint or " Nor is there a folder of this name." * (isinstance(error, OSError) and not Path(name).exists())
     return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
 
@@ -466,7 +469,7 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **repository_arguments(arguments))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
     # For some architectures AutoTokenizer returns an empty tokenizer if there are no tokenizer files.
     if len(tokenizer.get_added_vocab()) == len(tokenizer):

@@ -101,7 +101,7 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
         check_writable(Path(args.output_dir))
-        args.check_trackers_installed()
+        args.check_packages_installed()
         distributed.check_devices(args.n_gpu)
         distributed.tell_deepspeed()
         name = type(self).__name__

@@ -238,13 +238,6 @@ class OnlineConfig(
         )
 
     @property
-    def needs_whole_batch(self) -> dict[str, str]:
-        """See `GenerationRules.needs_whole_batch`."""
-        normalize = self.shaping_params.normalize
-        own = {f"reward_shaping_kwargs: normalize={normalize!r}": "Remove it."} if normalize else {}
-        return own | super().needs_whole_batch
-
-    @property
     def needs_greedy(self) -> bool:
         """Whether each prompt also needs a greedy completion."""
         return False
