@@ -448,7 +448,8 @@ def _trainable(
     if model._hf_peft_config_loaded:
         raise ConfigError(
             "the model has an adapter inside, so its own weights would be trained too. Load the adapter with "
-            "peft.PeftModel.from_pretrained(base_model, adapter, is_trainable=True), and give the result as model."
+            "peft.PeftModel.from_pretrained(base_model, adapter, is_trainable=True), and give the result as model; "
+            "or merge it first, prefrl merge ADAPTER OUTPUT_DIR."
         )
     if getattr(model, "is_quantized", False):
         if peft_config is None and not is_peft_model(model):

@@ -104,7 +104,7 @@ def _imported(name: str) -> Any:
     separator = ":" if ":" in name else "."
     place, _, function = name.rpartition(separator)
     if not place or name.endswith(".py"):
-        remedy = nearest(name, [*REWARD_FUNCTIONS, *GRADERS])
+        remedy = nearest(name, {*REWARD_FUNCTIONS, *GRADERS})
         raise ConfigError(f"reward_funcs={name!r}: is neither a built-in reward nor {_WAYS}. {remedy}")
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:

@@ -70,6 +70,26 @@ def test_prompts_of_a_file_get_responses_that_eval_can_score(
     assert json.loads(Path("scores/metrics.json").read_text(encoding="utf-8"))["all"] == of_file
 
 
+def test_a_file_is_scored_without_the_name_of_its_option(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(workspace / "answered.jsonl", [{"prompt": "?", "answer": "4", "responses": ["4", "5"]}])
+    assert eval.main(["answered.jsonl", "--reward_funcs", "numeric_reward"]) == 0
+    assert "0.500" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^k=\[1, 3\]: a prompt has at most 2 responses"):
+        eval.main(["answered.jsonl", "--reward_funcs", "numeric_reward", "--k", "1", "3"])
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_sampling(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (eval, generate):
+        monkeypatch.setattr(module, "make_sampler", lambda options: pytest.fail("samples"))
+    scoring = ["--reward_funcs", "my_rewards:short", "--output_dir", "prompts.jsonl"]
+    with pytest.raises(ConfigError, match=r"output_dir='prompts\.jsonl' cannot be written to"):
+        eval.main(["m", "prompts.jsonl", *scoring])
+    with pytest.raises(ConfigError, match=r"folder of output_file='prompts\.jsonl' cannot be written to"):
+        generate.main(["m", "--dataset_name", "prompts.jsonl", "--output_file", "prompts.jsonl/a.jsonl"])
+
+
 def test_the_total_is_the_weighted_sum_of_the_rewards_that_there_are(workspace: Path) -> None:
     write_jsonl(workspace / "answered.jsonl", [{"prompt": "?", "responses": ["a", "bbb", "cc"]}])
     Path("known.py").write_text("def known(completions):\n    return [1.0, 2.0, None]\n")
@@ -114,6 +134,7 @@ def test_a_file_of_verl_is_scored_by_its_data_sources(workspace: Path) -> None:
             "needs completion_ids, and files and servers have texts only",
         ),
         (["m", "a.jsonl", "--reward_funcs", "x", "--response_column", "y"], "response_column='y' has no effect"),
+        (["m", "a.jsonl", "--reward_funcs", "x", "--k", "1", "2"], "at most 1 responses. Raise num_generations"),
     ],
 )
 def test_eval_refuses_what_cannot_work(workspace: Path, options: list[str], message: str) -> None:

@@ -299,6 +299,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
     ("argv", "message"),
     [
         pytest.param(["grop"], "prefrl grop: ConfigError: unknown command. Did you mean 'grpo'?", id="command"),
+        pytest.param(["GRPO"], "prefrl GRPO: ConfigError: unknown command. Did you mean 'grpo'?", id="upper case"),
         pytest.param(
             ["xyz"],
             f"unknown command. Known: {', '.join(sorted([*REGISTRY, *OTHERS]))}.",
@@ -346,6 +347,23 @@ def test_what_is_refused_is_one_line_on_stderr_and_exit_code_2(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", ["init grpo", "grpo --help_all"])
+def test_a_full_disk_is_one_line_and_a_reader_that_has_seen_enough_is_none(words: str) -> None:
+    command = [sys.executable, "-m", "prefrl.scripts.main", *words.split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"prefrl {words.split()[0]}: OSError: [Errno 28] No space left on device. prefrl --")
+    assert done.stderr.count("\n") == 1
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_debug_shows_the_traceback() -> None:

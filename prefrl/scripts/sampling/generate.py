@@ -12,6 +12,7 @@ from rich.markup import escape
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
+from prefrl.run.space import check_writable
 from prefrl.scripts.arguments.dataset_columns import SHAPING, ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.parsing.command_parser import CommandParser
@@ -87,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
         return _print(options)
     column = options.prompt_column
     rows = load_rows(options.dataset_name, options.dataset_split, column=column, options=options)
+    check_writable(Path(options.output_file).parent, option="folder of output_file")
     prompts = [row[options.prompt_column] for row in rows]
     samples = make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
     answered = [{**row, RESPONSES: [one.text for one in group]} for row, group in zip(rows, samples, strict=True)]

@@ -246,11 +246,10 @@ class BaseConfig(
         return cast("dict[str, Any]", masked(values))
 
     def _check_trackers(self) -> None:
+        known = [*INTEGRATION_TO_CALLBACK, "none", "all"]
         for name in self.report_to:
             if name not in INTEGRATION_TO_CALLBACK:
-                raise ConfigError(
-                    f"report_to={name!r}: unknown tracker. {nearest(str(name), INTEGRATION_TO_CALLBACK)}"
-                )
+                raise ConfigError(f"report_to={name!r}: unknown tracker. {nearest(str(name), known)}")
 
     def check_packages_installed(self) -> None:
         """Refuse trackers and optimizers whose packages are missing.
