@@ -42,6 +42,7 @@ __all__ = [
     "REWARD",
     "Kind",
     "arguments_for_other",
+    "arguments_for_reward",
     "auto_class_of",
     "check_dtype",
     "load_error",
@@ -297,6 +298,12 @@ def arguments_for_other(
     places = () if os.fspath(name) == str(policy.config.name_or_path) else _PLACES
     left_out = {"quantization_config", *places}
     return {key: value for key, value in (model_init_kwargs or {}).items() if key not in left_out}
+
+
+def arguments_for_reward(model_init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The policy's arguments for `from_pretrained` as they hold for a reward model, whose architecture is another."""
+    shared = ("attn_implementation", "dtype", "trust_remote_code")
+    return {key: value for key, value in (model_init_kwargs or {}).items() if key in shared}
 
 
 def _loaded(

@@ -72,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
+    if not sys.stderr.isatty():
+        # Libraries draw their bars with tqdm, which reads this when it is imported.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         return _run(arguments.command, arguments.arguments)
     except KeyboardInterrupt:

@@ -7,16 +7,19 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
+from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
 from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
 from prefrl.scripts.arguments.dataset_columns import SHAPING
 from prefrl.scripts.arguments.dataset_config import DatasetConfig, check_source, get_dataset, load_part, load_parts
 from prefrl.scripts.arguments.given import Given
-from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
+from prefrl.scripts.arguments.launch import ONLY_CHECK, LaunchArguments, launch_options
 from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
+from prefrl.scripts.arguments.reward_entry import check_reward_files
 from prefrl.scripts.imports import uncollected
 from prefrl.scripts.schema.parser import SchemaParser
 
@@ -48,11 +51,12 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
 
 
 def check_files(given: Given) -> None:
-    """Check that datasets that are files on this machine are there, which needs no import of torch either.
+    """Check that files and folders on this machine are there, which needs no import of torch either.
 
     Raises:
-        ConfigError: Options exclude each other.
-        DataError: A file is missing, or of an unknown format.
+        ConfigError: Options exclude each other, a file of rewards is missing, or the checkpoint to resume from is not
+            whole.
+        DataError: A dataset is missing, or of an unknown format.
     """
     script = _script(given)
     with given.locating():
@@ -61,6 +65,13 @@ def check_files(given: Given) -> None:
             check_source(part, path_option="dataset_name")
         for number, part in enumerate(script.datasets):
             check_source(part, within=f"datasets[{number}].")
+        if isinstance(script, RewardArguments):
+            check_reward_files(script.reward_funcs or ())
+        checkpoint = given.values.get("resume_from_checkpoint")
+        # Machines with disks of their own hold parts of it: the first process looks, as in training.
+        is_first = os.environ.get("RANK", "0") == "0" and not given.values.get("machine_rank")
+        if is_first and checkpoint and checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
+            check_whole(Path(checkpoint), reads_files=False)  # training also compares their bytes
 
 
 def main(algorithm: Algorithm, given: Given) -> int:
@@ -84,6 +95,8 @@ def main(algorithm: Algorithm, given: Given) -> int:
         extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
         train_dataset, eval_dataset = datasets_of(script, config)
         check_before(algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ()))
+    if ONLY_CHECK in os.environ:
+        return 0
     trainer = trainer_class(
         model=script.model_name_or_path,
         args=config,

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefrl.errors import ConfigError
+from prefrl.models import merged
 from prefrl.models.merged import load_merged
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
@@ -132,11 +133,16 @@ def test_a_server_is_asked_with_the_conversation(workspace: Path, capsys: pytest
     assert (body["model"], body["n"], body["temperature"]) == ("name", 1, 0.0)
 
 
-def test_a_model_without_a_chat_template_continues_texts(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_chat_template_continues_texts(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_model("qwen2").save_pretrained("base")
     tiny_tokenizer(chat_template=None).save_pretrained("base")
-    with pytest.raises(ConfigError, match="has no chat template, so it only continues texts"):
-        generate.main(["base", "1+1", *SHORT])
+    with monkeypatch.context() as patch:
+        patch.setattr(merged, "load_merged", None)  # refused before the weights are loaded
+        for command, words in ((generate, ["base", "1+1", *SHORT]), (chat, ["base"])):
+            with pytest.raises(ConfigError, match="has no chat template, so it only continues texts"):
+                command.main(words)
     assert generate.main(["base", "1+1", "--raw", *SHORT]) == 0
     assert "Tokenizing" not in capsys.readouterr().err
 

@@ -82,6 +82,7 @@ def test_num_processes_in_the_file_of_a_run_trains_with_that_many(workspace: Pat
     command = [sys.executable, "-m", "prefrl.scripts.main", "sft", "run.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "%|" not in done.stderr + done.stdout  # a bar of a library
     # Random states of two processes of one training.
     names = {path.name for path in (workspace / "out/checkpoint-2").glob("rng_state_*")}
     assert names == {"rng_state_0.pth", "rng_state_1.pth"}

@@ -169,7 +169,10 @@ def get_dataset(mixture_config: DatasetMixtureConfig, *, seed: int = 42) -> Data
     if mixture_config.datasets[0].fraction is not None:
         parts = _first_rows(parts, {name: config.fraction or 0.0 for name, config in configs.items()})
     weights = {name: config.weight for name, config in configs.items() if config.weight is not None}
-    mixture = mix_datasets(parts, weights=weights or None, seed=seed, stopping="first_exhausted")
+    try:
+        mixture = mix_datasets(parts, weights=weights or None, seed=seed, stopping="first_exhausted")
+    except DataError as error:  # names the dataset, and here the option
+        raise DataError(f"datasets: {error}") from error
     if isinstance(mixture, datasets.IterableDataset):
         return datasets.IterableDatasetDict({"train": mixture})
     if mixture_config.test_split_size is None:
@@ -212,10 +215,10 @@ def load_part(
         ConfigError: Options exclude each other.
         DataError: It cannot be loaded, or lacks a column.
     """
-    import datasets  # not needed for --help
-
     where = f"{within}{path_option}={part.path!r}"
     path, arguments = _source(part, where)
+    import datasets  # not needed for --help, or to see that a file is missing
+
     try:
         dataset: AnyDataset = datasets.load_dataset(
             path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments

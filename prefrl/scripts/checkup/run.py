@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from prefrl.data.formats import column_names
+from prefrl.errors import ConfigError
 from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.checkup.batches import Batches
 from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
@@ -57,7 +58,8 @@ def check_before(
         return  # the trainer says what to do with an adapter
     subject = Subject(algorithm, script, config)
     if functions := [reward for reward in rewards if callable(reward)]:
-        RewardRunner(functions).check_columns(column_names(dataset))
+        with subject.naming_dataset(ConfigError):
+            RewardRunner(functions).check_columns(column_names(dataset))
     for rows in (first_rows(dataset, _FEW_ROWS), first_rows(eval_dataset, _FEW_ROWS)):
         if rows is not None and len(rows):
             with logged_into(Section("Rows")):  # the trainer warns of the whole dataset

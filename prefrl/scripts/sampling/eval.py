@@ -18,7 +18,7 @@ from prefrl.scripts.arguments.dataset_columns import ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.arguments.reward_entry import RewardEntry, reward_entries
 from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.sampling.sampler import Sample, SamplingArguments, make_sampler
+from prefrl.scripts.sampling.sampler import Sample, SamplingArguments, has_messages, make_sampler
 from prefrl.scripts.sampling.samples_file import RESPONSES, load_rows, write_rows
 
 if TYPE_CHECKING:
@@ -177,7 +177,8 @@ def _entry(row: Mapping[str, Any], path: str) -> Any:
 def _responses(rows: Sequence[Mapping[str, Any]], options: EvalArguments) -> list[list[Sample]]:
     if options.samples:
         with Console(stderr=True).status(f"Sampling {len(rows) * options.num_generations:,} responses"):
-            return make_sampler(options).sample([row[options.prompt_column] for row in rows])
+            prompts = [row[options.prompt_column] for row in rows]
+            return make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
     return [
         [Sample(text, "stop", None) for text in _texts(number, row[options.response_column], options.response_column)]
         for number, row in enumerate(rows)

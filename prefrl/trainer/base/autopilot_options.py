@@ -57,6 +57,12 @@ class SoupParams(Params):
     top_k: Annotated[int, Ge(2)] = opt(5, "How many checkpoints are averaged or tried: those with the best metric.")
 
 
+def _check_watched(params: Any) -> None:
+    """What is watched has to be known."""
+    if params.metrics is not None and not (params.metrics and {*params.metrics} <= {*_WATCHED}):
+        raise ConfigError(f"metrics={params.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
+
+
 @dataclass(frozen=True)
 class SpikeParams(Params):
     """What a spike is, and what happens after one."""
@@ -78,11 +84,7 @@ class SpikeParams(Params):
         3, "Rollbacks to the same checkpoint, after which a step that spikes is left out instead."
     )
 
-    def __post_init__(self) -> None:
-        """Check types, bounds and names."""
-        super().__post_init__()
-        if self.metrics is not None and not (self.metrics and {*self.metrics} <= {*_WATCHED}):
-            raise ConfigError(f"metrics={self.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
+    rules = (_check_watched,)
 
 
 GROWTH: KwargsOption[GrowthParams] = KwargsOption(
