@@ -40,10 +40,12 @@ class ShapingParams(Params):
     """Hyperparameters of `shaped`."""
 
     stop_properly_penalty_coef: Annotated[float, Le(1)] | None = opt(
-        None, "Total reward of completions cut off at the length limit: multiplied by this; below 0: replaced by this."
+        None,
+        "The total reward of completions that were cut off at the length limit is multiplied by this number, or "
+        "replaced by it if it is below 0.",
     )
     missing_eos_penalty: Annotated[float, Gt(0)] | None = opt(
-        None, "Subtract this from the total reward of completions that were cut off or aborted."
+        None, "Number to subtract from the total reward of completions that were cut off or aborted."
     )
     normalize: bool = opt(
         False,

@@ -29,21 +29,21 @@ class ColumnArguments:
 
     columns: dict[str, str] | str | None = opt(
         None,
-        "Columns to rename: {prompt: question} makes the dataset's question the prompt. The others stay as they are, "
+        "Columns to rename: {prompt: question} makes the dataset's question the prompt. The other columns are kept, "
         "and rewards can read them. JSON on the command line.",
     )
     prompt_template: str | None = opt(
         None,
-        "Text of the prompt, with the dataset's columns in braces: 'Question: {question} Answer:'. Braces that are "
-        "text are doubled. In conversations it is the user's message.",
+        "Text of the prompt, with the dataset's columns in braces: 'Question: {question} Answer:'. Literal braces "
+        "are doubled. In conversations, this is the user's message.",
     )
     system_prompt: str | None = opt(
         None,
-        "System message of each conversation that does not begin with one. Prompts and answers that are texts become "
+        "System message for each conversation that does not begin with one. Plain-text prompts and answers become "
         "messages.",
     )
     conversational: bool = opt(
-        False, "Make messages of the user and the assistant of prompts and answers that are texts."
+        False, "Turn plain-text prompts and answers into messages of the user and the assistant."
     )
 
     def __post_init__(self) -> None:

@@ -48,12 +48,12 @@ class ScriptArguments(ColumnArguments):
     """
 
     dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}. Set this or datasets.")
-    dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
+    dataset_config: str | None = opt(None, "Name of the dataset's configuration, if it has several.")
     dataset_revision: str | None = opt(None, "Branch, tag or commit of a dataset on the Hub.")
     dataset_train_split: str = opt("train", "Split to train on; slices such as train[:90%] work.")
     dataset_test_split: str = opt("test", "Split to evaluate on; read only if eval_strategy is not no.")
     dataset_streaming: bool = opt(False, "Read datasets as streams during training. Needs max_steps.")
-    ignore_bias_buffers: bool = opt(False, "Must stay False: ddp_broadcast_buffers=False is the option for this.")
+    ignore_bias_buffers: bool = opt(False, "Must stay False: use ddp_broadcast_buffers=False instead.")
 
     def __post_init__(self) -> None:
         if self.ignore_bias_buffers:
@@ -119,7 +119,7 @@ class DatasetMixtureConfig:
     )
     streaming: bool = opt(False, "Read datasets as streams. Needs max_steps.")
     test_split_size: Annotated[float, Gt(0)] | None = opt(
-        None, "Evaluate on this share of the rows of datasets, or on this number of them, and train on the others."
+        None, "Evaluate on this fraction or number of the rows of datasets, and train on the rest."
     )
 
     def __post_init__(self) -> None:

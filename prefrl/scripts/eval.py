@@ -41,23 +41,30 @@ class EvalArguments(SamplingArguments, ColumnArguments):
     dataset_name: str | None = opt(None, f"A dataset on the Hub, a folder, or {FILES}.")
     dataset_split: str | None = opt(None, "Split, such as test[:100]; None: the whole of a file, otherwise test.")
     prompt_column: str = opt("prompt", "Column with the prompts, texts or lists of messages.")
-    response_column: str = opt(RESPONSES, "Without a model: column with the responses, one or a list for each prompt.")
-    data_source_column: str = opt("data_source", "Column that says where a prompt comes from, if there is one.")
+    response_column: str = opt(
+        RESPONSES, "If no model is given: the column with the responses, one text or a list of texts per prompt."
+    )
+    data_source_column: str = opt("data_source", "Column with the data source of each prompt, if there is one.")
     reference_column: str | None = opt(
         None,
         "Column with the correct answer, for rewards that read it in the columns answer, solution or ground_truth; "
-        "reward_model.ground_truth is an entry of a column. None: the columns as they are.",
+        "a dot selects an entry of a column, as in reward_model.ground_truth. None: the columns are used as they "
+        "are.",
     )
     reward_funcs: list[RewardEntry] | None = opt(
         None, "Rewards, as for training: built-in names, module.function, file.py:function, or graders."
     )
-    reward_model_name_or_path: str | None = opt(None, "A sequence-classification model as one more reward.")
-    reward_weights: list[float] | None = opt(None, "A weight for each reward; None: 1 each.")
-    k: list[int] | None = opt(None, "Sizes k of pass@k, maj@k and best@k; None: 1, 2, 4, ... up to the responses.")
-    correct_reward: str | None = opt(None, "Name of the reward that says what is correct; None: the total.")
+    reward_model_name_or_path: str | None = opt(None, "A sequence-classification model as an additional reward.")
+    reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
+    k: list[int] | None = opt(
+        None, "Values of k for pass@k, maj@k and best@k; None: 1, 2, 4, ... up to the number of responses."
+    )
+    correct_reward: str | None = opt(None, "Name of the reward that decides what is correct; None: the total.")
     threshold: float = opt(1.0, "A response is correct if that reward is at least this.")
     answer_column: str | None = opt(
-        None, "Column of answers that a reward logs, for maj@k; None: answer_parsed or pred, if a reward logs it."
+        None,
+        "Column of the answers that maj@k compares, logged by a reward; None: answer_parsed or pred, if a reward "
+        "logs one of them.",
     )
     output_dir: str | None = opt(None, "Folder for metrics.json and completions.parquet; None: nothing is written.")
 

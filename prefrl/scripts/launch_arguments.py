@@ -33,15 +33,17 @@ class ProcessArguments:
 
     num_processes: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Start this many training processes, on all machines together, through accelerate. None: this process trains; "
-        "with other options of the launch, a process for each training GPU, or one on a CPU.",
+        "Start this many training processes, on all machines together, through accelerate. None: the command trains "
+        "in its own process; with other launch options, one process per training GPU, or a single one on a CPU.",
     )
     accelerate_config: str | None = opt(
         None,
-        "single, ddp, zero1, zero2, zero3, zero3_offload, fsdp2, or an accelerate config file of your own. "
-        "None: single for one process, ddp for several.",
+        "single, ddp, zero1, zero2, zero3, zero3_offload, fsdp2, or your own accelerate config file. None: single "
+        "for one process, ddp for several.",
     )
-    num_machines: Annotated[int, Ge(1)] | None = opt(None, "Machines that train; run the command on each. None: 1.")
+    num_machines: Annotated[int, Ge(1)] | None = opt(
+        None, "Number of machines for training; run the command on each. None: 1."
+    )
     machine_rank: Annotated[int, Ge(0)] | None = opt(None, "Number of this machine, starting at 0.")
     main_process_ip: str | None = opt(None, "Address or host name of machine 0 that all machines can reach.")
     main_process_port: Annotated[int, Ge(1), Le(65535)] | None = opt(
@@ -56,7 +58,7 @@ class LaunchArguments(ProcessArguments):
     vllm: str | None = opt(
         None,
         "Start a vLLM server for this run and sample on it. auto: on the last GPU, or on the CPU with use_cpu; 6,7: "
-        "on these GPUs; cpu: with a vLLM that was built for CPUs. The other GPUs train.",
+        "on these GPUs; cpu: with a build of vLLM for CPUs. Training uses the other GPUs.",
     )
     vllm_python: str | None = opt(
         None, "Python of the environment with vLLM; None: PREFRL_VLLM_PYTHON if set, else the current Python."

@@ -33,11 +33,13 @@ class LookArguments:
     """Which completions of which run."""
 
     run_dir: str | None = opt(None, "Folder of the run, or of its completions.")
-    worst: Annotated[int, Ge(0)] | None = opt(None, "Show so many completions with the lowest reward; None: 3.")
-    best: Annotated[int, Ge(0)] = opt(0, "Show so many completions with the highest reward.")
-    step: int | None = opt(None, "Of the generation batch that this optimizer step learned from; None: the last one.")
-    all_steps: bool = opt(False, "Of all generation batches that the run kept.")
-    reward: str = opt("reward", "Column to sort by: reward is the total; others are single rewards, or advantage.")
+    worst: Annotated[int, Ge(0)] | None = opt(None, "Number of completions with the lowest reward to show; None: 3.")
+    best: Annotated[int, Ge(0)] = opt(0, "Number of completions with the highest reward to show.")
+    step: int | None = opt(
+        None, "Show completions of the generation batch that this optimizer step learned from; None: the last one."
+    )
+    all_steps: bool = opt(False, "Search all generation batches that the run kept.")
+    reward: str = opt("reward", "Column to sort by: reward for the total, the name of a single reward, or advantage.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -52,7 +54,7 @@ class LookArguments:
 def command_parser() -> CommandParser:
     """The parser of `prefrl look`."""
     return CommandParser(
-        "look", (LookArguments,), "Show completions of a run: its worst, its best.", positional=("run_dir",)
+        "look", (LookArguments,), "Show the worst and the best completions of a run.", positional=("run_dir",)
     )
 
 

@@ -22,20 +22,20 @@ __all__ = ["main"]
 _OTHERS = {
     "init": "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml",
     "doctor": "check a run before it starts: data, rewards, server, batches, memory, time",
-    "launch": "run an algorithm on several GPUs or nodes, with a vLLM server if asked for",
-    "resume": "go on with a run from its last checkpoint, with the options that it was started with",
+    "launch": "run an algorithm on several GPUs or nodes, optionally with a vLLM server",
+    "resume": "continue a run from its last checkpoint, with the options that it was started with",
     "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
     "watch": "show a run in the browser while it trains",
     "report": "write one HTML file about a run, or about two",
-    "look": "show completions of a run: its best, its worst",
+    "look": "show the best and the worst completions of a run",
     "chat": "talk to a model in the terminal",
     "generate": "sample completions of a prompt or of a dataset",
-    "eval": "score a model, or responses in a file: means, pass@k, maj@k, best@k by data source",
+    "eval": "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source",
     "merge": "merge an adapter into its base model",
     "soup": "average checkpoints",
-    "replay": "compute a past step of a run again, for debugging",
-    "verify": "compute exactly what your own loss, advantage or KL estimate does on average",
-    "vllm-serve": "serve a model for trainers, with vLLM in its own environment",
+    "replay": "recompute a past step of a run, for debugging",
+    "verify": "compute the exact bias of your own loss, advantage or KL estimate",
+    "vllm-serve": "serve a model to trainers, with vLLM in its own environment",
     "migrate": "rewrite scripts and configs of TRL, verl and cosmos-rl",
     "env": "print the versions and devices of this machine, for bug reports",
 }
@@ -81,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"prefrl {prefrl.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("command", metavar="command", nargs="?", help="see below; prefrl COMMAND --help says more")
+    parser.add_argument(
+        "command", metavar="command", nargs="?", help="see below; prefrl COMMAND --help shows its options"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="options of the command")
     return parser
 

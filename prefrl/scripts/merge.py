@@ -20,7 +20,7 @@ class MergeArguments:
 
     adapter: str | None = opt(None, "Folder of the adapter, or its name on the Hub.")
     output_dir: str | None = opt(None, "Folder for the merged model.")
-    dtype: DType = opt("auto", "Type of the saved weights; auto: that of the base model. The sum is in float32.")
+    dtype: DType = opt("auto", "Type of the saved weights; auto: that of the base model. Merging is done in float32.")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -58,8 +58,14 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(**{**about, **kwargs, "add_help": False})
         self._takes_config = takes_config
         if takes_config:
-            self.add_argument("--config", metavar="FILE.yaml", help="Options by name; those of the command line win.")
-        text = "Show prefrl's own options and the common others; with a word, the options that it occurs in."
+            self.add_argument(
+                "--config",
+                metavar="FILE.yaml",
+                help="YAML file with options; options on the command line override it.",
+            )
+        text = (
+            "Show prefrl's own options and common options of transformers; with a word, the options that contain it."
+        )
         self.add_argument("-h", "--help", nargs="?", const="", metavar="[WORD]", help=text)
         self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
         self._own = {action.dest for action in self._actions}

@@ -77,7 +77,7 @@ def read_run(folder: Path) -> RunRecord:
     if identity is None and checkpoint is None and not (folder / METRICS_FILE).is_file():
         raise ConfigError(
             f"{str(folder)!r} is not the folder of a run: it has no {IDENTITY}, {METRICS_FILE} or checkpoint-N. Give "
-            "the output_dir of a training."
+            "the output_dir of a run."
         )
     state = _json(checkpoint / "trainer_state.json") if checkpoint else {}
     rows = read_metrics(folder) if (folder / METRICS_FILE).is_file() else state.get("log_history", [])

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: There is nothing to resume, or the run was not started by the command.
     """
-    about = "Go on with a run from its last checkpoint, with the options that it was started with."
+    about = "Continue a run from its last checkpoint, with the options that it was started with."
     parser = CommandParser("resume", (ResumeArguments,), about, takes_config=False, positional=("run_dir",))
     (options,) = parser.parse(argv)
     words = command_to_resume(Path(options.run_dir))

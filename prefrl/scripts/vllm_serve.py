@@ -144,8 +144,9 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser(
         "vllm-serve",
         (ServeArguments,),
-        f"Serve a model for trainers, with vLLM. Options that are not listed go on to `vllm serve`. {KEY_VARIABLE} in "
-        "the environment is the key that clients must send; by default it is in a file that only you can read.",
+        "Serve a model to trainers, with vLLM. Options that are not listed here are passed on to `vllm serve`. Clients "
+        f"must send the key in the environment variable {KEY_VARIABLE}; if it is not set, a random key is stored in a "
+        "file that only you can read.",
     )
     (options,), forwarded = parser.parse_known(argv)
     command = serve_command(options, [*_flags_of_build(), *forwarded])

@@ -26,7 +26,8 @@ class EvaluationOptions:
 
     eval_epochs: _Epochs = opt(
         1.0,
-        "With eval_strategy='epoch': epochs between evaluations; 0.25 means four per epoch, 2 one every two epochs.",
+        "With eval_strategy='epoch': epochs between evaluations; 0.25 means four per epoch, 2 means one every two "
+        "epochs.",
     )
     save_epochs: _Epochs = opt(
         1.0, "With save_strategy='epoch': epochs between checkpoints; 0.25 means four per epoch."

@@ -27,7 +27,8 @@ class PrecisionOptions:
 
     fp8: bool = opt(
         False,
-        "Matrix products of the layers in 8-bit floating point, by torchao; with bf16=True, on GPUs that have it.",
+        "Compute the matrix products of the layers in 8-bit floating point, with torchao. Needs bf16=True and a GPU "
+        "that supports it.",
     )
 
 

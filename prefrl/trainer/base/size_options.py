@@ -41,16 +41,17 @@ class AutoSizeParams(Params):
     """How sizes are found by trial."""
 
     memory_share: Annotated[float, Gt(0), Le(1)] = opt(
-        0.9, "The most that training may need of the memory that is free when the search begins."
+        0.9, "Maximum fraction of the memory that is free at the start of the search that training may need."
     )
     max_batch_size: Annotated[int, Ge(1)] | None = opt(
-        None, "The largest per_device_train_batch_size that is tried; None: on a CPU 128, on a GPU what fits."
+        None,
+        "Largest per_device_train_batch_size that is tried; None: 128 on a CPU, and no limit but memory on a GPU.",
     )
 
 
 AUTO_SIZE = KwargsOption(
     name="auto_size_kwargs",
-    description="How sizes that are 'auto' are found.",
+    description="How sizes that are 'auto' are determined.",
     switch=None,
     choices={None: AutoSizeParams},
 )
@@ -68,8 +69,8 @@ class SizeOptions:
     )
     effective_batch_size: Annotated[int, Ge(1)] | None = opt(
         None,
-        "per_device_train_batch_size * gradient_accumulation_steps * processes: what an optimizer step learns from. "
-        "Those of the two that are 'auto' follow from it. None: it follows from them.",
+        "Rows of an optimizer step: per_device_train_batch_size * gradient_accumulation_steps * processes. "
+        "Whichever of the two options is 'auto' is derived from it. None: it is derived from them.",
     )
     auto_size_kwargs: KwargsValue = opt(None, AUTO_SIZE.help)
 

@@ -93,10 +93,10 @@ class SelectionOptions:
 
     rollout_selection: RowSelection | None = opt(
         None,
-        "Train on some completions. num_selected of each prompt: those whose rewards have the largest variance "
-        "(max_variance; PODS), those with the best rewards (best), or a random subset (random). Or draw as many as "
-        "before with replacement (PF-PPO): in proportion to abs(reward)^power (pow), the best and the worst of the "
-        "batch (max_min), or mostly the best (max_random). None: all.",
+        "Train only on some completions. Either select num_selected per prompt: those whose rewards have the "
+        "largest variance (max_variance; PODS), those with the best rewards (best), or a random subset (random). Or "
+        "resample the same number with replacement (PF-PPO): in proportion to abs(reward)^power (pow), the best and "
+        "the worst of the batch (max_min), or mostly the best (max_random). None: all.",
     )
     selection_kwargs: KwargsValue = opt(None, SELECTION.help)
 

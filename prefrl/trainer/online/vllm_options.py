@@ -84,8 +84,9 @@ class VLLMOptions:
     vllm_importance_sampling_correction: bool | None = opt(
         None,
         "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
-        "trainer's and async samples come from older weights. None: on, unless guided decoding, or truncated sampling "
-        "with truncated_logprobs='softmax', makes the trainer score another distribution than the sampler's.",
+        "trainer's and async samples come from older weights. None: on, unless guided decoding, or truncated "
+        "sampling with truncated_logprobs='softmax', makes the trainer score a different distribution from the "
+        "sampler's.",
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -104,9 +105,9 @@ class VLLMOptions:
     )
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
-        "sync: generate, then train. overlap: train on finished groups while others of the same step are still being "
-        "generated; the update is the same. async: generate for later steps during training, at most max_staleness "
-        "steps ahead.",
+        "sync: generate, then train. overlap: train on finished groups while other groups of the same step are "
+        "still being generated; the update is the same. async: generate for later steps during training, at most "
+        "max_staleness steps ahead.",
     )
     max_staleness: Annotated[int, Ge(1)] = opt(
         4, "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on."
